@@ -1,0 +1,44 @@
+# Two commands a newcomer needs: `make demo` and `make test`. Everything installs into .venv; nothing else is touched.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Small models and two-core machines: one thread per process is faster than several that fight.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow test-gpu check docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m drivetrain demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow or peers" --timeout 1800
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -m gpu
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -1,0 +1,45 @@
+"""Drivetrain trains plain PyTorch models.
+
+Give it a model, data and a loss; it finds a fast and correct way to run them on the hardware at hand, turns a loop anyone can
+read, and keeps the run so that nothing is lost and nothing is hidden. Importing this package loads no torch and changes no
+state: every name below loads on first use.
+"""
+
+from drivetrain.core.lazy import lazy_exports
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".core.errors": [
+            "Error=DrivetrainError",
+            "DrivetrainError",
+            "ConfigError",
+            "ConfigurationError",
+            "StopTrainingError",
+        ],
+        ".core.event": ["Event"],
+        ".core.plugin": ["Plugin", "Algorithm", "Callback"],
+        ".core.engine": ["Engine", "Trace", "Traces"],
+        ".core.one_of": ["OneOf"],
+        ".core.time": ["Time", "TimeUnit", "Timestamp", "ensure_time"],
+        ".runtime.seeds": ["derive_seed", "set_seed"],
+        ".runtime.ranks": ["is_distributed", "is_master", "get_rank", "get_local_rank", "get_num_processes"],
+        ".runtime.collectives": ["broadcast_from_master", "distributed_barrier"],
+        ".runtime.group": ["init_distributed"],
+        ".runtime.launch": ["notebook_launcher"],
+        ".module.blocks": ["find_blocks"],
+        ".context.context": ["Context", "TorchContext=Context"],
+        ".context.state": ["State"],
+        ".context.moving": ["move_to_device"],
+        ".data.loader": ["SmartDataLoader"],
+        ".checkpoint.checkpointer": ["Checkpointer"],
+        ".checkpoint.store": ["save_checkpoint", "load_checkpoint"],
+        ".optim.scheduler": ["OptimScheduler"],
+        ".optim.optim_set": ["OptimSet"],
+        ".optim.noam": ["NoamLr"],
+        ".train.trainer": ["Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
+        ".torch_names": ["torch"],
+    },
+)

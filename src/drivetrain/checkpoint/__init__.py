@@ -1,0 +1,16 @@
+"""Checkpoints: written so that they are whole, read back as the newest valid one, kept as long as they are wanted."""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".checkpointer": ["Checkpointer", "Listed"],
+        ".layout": ["CheckpointNotFoundError", "Manifest"],
+        ".reader": ["Rejected", "problem_with"],
+        ".restored": ["Restored"],
+        ".safetensors_export": ["export_safetensors"],
+        ".store": ["load_checkpoint", "save_checkpoint"],
+        ".writer": ["WriteFailedError"],
+    },
+)

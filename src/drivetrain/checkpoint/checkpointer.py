@@ -1,0 +1,354 @@
+"""The Checkpointer: keeps a Context safe while a loop runs, and brings it back.
+
+    keeper = Checkpointer(ctx, every="200ba", keep=3, dir="runs/a/checkpoints")
+    keeper.restore()                      # the newest valid checkpoint, if there is one
+    for batch in loader:
+        ...
+        keeper.step()                     # saves when due; on SIGTERM saves and exits with 143
+
+It decides when to save, in which thread, what a failure means and which checkpoints stay; taking a state apart,
+writing it and reading it are in files of their own. All its methods are called on every rank.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
+from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
+from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
+from drivetrain.checkpoint.progress import Progress, Schedule
+from drivetrain.checkpoint.reader import Loaded, Reader, check_verify, find_place
+from drivetrain.checkpoint.restored import Restored
+from drivetrain.checkpoint.retention import Best, to_remove
+from drivetrain.checkpoint.snapshot import take_snapshot
+from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
+from drivetrain.checkpoint.writer import (
+    Snapshot,
+    WriteFailedError,
+    known_checkpoints,
+    remove_folder,
+    write_checkpoint,
+)
+from drivetrain.context.codec import unpack
+from drivetrain.core.errors import CheckpointError, ConfigError, StateError, unknown_name
+from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
+from drivetrain.runtime.ranks import get_rank, is_master
+from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import restore_rng
+from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
+
+logger = logging.getLogger(__name__)
+
+FAILURES_ALLOWED = 2
+"""So many failed saves in a row are only warned about; the next one is an error."""
+NEWEST = ("auto", "latest", "newest", LAST)
+
+
+class Listed(NamedTuple):
+    """One checkpoint of a folder."""
+
+    path: Path
+    manifest: Manifest
+
+
+class Checkpointer:
+    """Save a Context when it is due, keep the right checkpoints, stop in good order, and restore.
+
+    `every` and `keep_every` are times (`"200ba"`, `"1ep"`, `"30m"`; a bare number counts batches). `keep` newest
+    checkpoints stay (None: all), besides the best by the metric `best` and one per `keep_every`. `async_save="auto"`
+    writes in the background when the state is on an accelerator. With `signals=False`, or while a Trainer or another
+    owner of a `StopSignals` is at work, signals are left to others.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        every: TimeLike | None = None,
+        keep: int | None = 3,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep_every: TimeLike | None = None,
+        async_save: bool | Literal["auto"] = "auto",
+        verify: Literal["full", "size", "off"] = "full",
+        dir: str | Path | None = None,
+        *,
+        signals: bool = True,
+    ):
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(ctx, method, None)):
+                raise ConfigError(
+                    f"Checkpointer: a {type(ctx).__name__} has no {method}(). Give a Context; for a plain dict there "
+                    "is save_checkpoint(state, id)."
+                )
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(
+                f"keep: {keep!r} is not possible. Expected a whole number of at least 1, or None to keep all."
+            )
+        if async_save not in (True, False, "auto"):
+            raise ConfigError(unknown_name("mode", async_save, ["auto", "True", "False"], where="async_save"))
+        self.ctx = ctx
+        self.directory = checkpoint_directory(dir)
+        self.keep, self.best = keep, None if best is None else Best(best, mode)
+        self.async_save, self.verify = async_save, check_verify(verify)
+        self.progress = Progress(ctx)
+        self.keep_every = self._time(keep_every, "keep_every")
+        self._schedule = Schedule(self._time(every, "every"), self.progress)
+        self._wants_signals, self._signals = signals, None
+        self._job, self._buffers = BackgroundJob(), HostBuffers()
+        self._background: Exchange | None = None
+        self.failures_in_a_row = 0
+        self.last_stall = 0.0
+        """Seconds the last save held training: the copy of a background save, or all of another one."""
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> Path | None:
+        """Count one step; save when it is due or asked for by SIGUSR1, and on SIGTERM or SIGINT save and leave.
+
+        Returns the folder of the checkpoint when one was saved or begun.
+        """
+        self.progress.num_calls += 1
+        self._surface_background_error()
+        number = self._signal()
+        due = self._schedule.is_due()
+        if number is None:
+            return self.save(metrics=metrics) if due else None
+        assert self._signals is not None
+        self._signals.clear()
+        if is_stop(number):
+            self.save(metrics=metrics, final=True)
+            self.close()
+            raise SystemExit(exit_status(number))
+        path = self.save(metrics=metrics)
+        if is_master():
+            requeue_under_slurm()
+        return path
+
+    def save(self, id: object = None, metrics: Mapping[str, Any] | None = None, *, final: bool = False) -> Path:
+        """Save now and return the folder; a background save is only begun here.
+
+        A disk that fails is warned about and the run goes on, up to two times in a row; `final=True` writes in the
+        foreground and raises at once. The id defaults to the moment: `ep3-ba1200`.
+        """
+        self.wait()
+        id = self.progress.checkpoint_id() if id is None else id
+        path = self.directory / checkpoint_name(id)
+        begun = time.perf_counter()
+        snapshot = take_snapshot(
+            self.ctx, rank=get_rank(), metrics=self._metrics(metrics), progress=self.progress.snapshot()
+        )
+        if self._in_background(snapshot) and not final:
+            self._begin(id, snapshot)
+            self.last_stall = time.perf_counter() - begun
+            logger.info(
+                "%s: training was held for %.3f s, writing goes on in the background", path.name, self.last_stall
+            )
+            return path
+        try:
+            self._write(id, snapshot, control_exchange())
+        except WriteFailedError as error:
+            self._count_failure(error, final)
+        self.last_stall = time.perf_counter() - begun
+        return path
+
+    def restore(self, which: str | Path = "auto") -> Restored | None:
+        """Put a saved state back and continue its counters; random states are applied last.
+
+        `which`: `"auto"` (the newest valid checkpoint; None when there is none yet), `"last"` (the same, but there
+        must be one), `"best"`, an id, or a path: a checkpoint, a run folder, or a file of another program.
+        """
+        self.wait()
+        exchange = control_exchange()
+        exchange.meet(f"restoring from {which}")
+        if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
+            return None
+        reader = Reader(verify=self.verify, exchange=exchange, live=self.ctx.state_dict, resume=True)
+        place = find_place(self._resolve(which))
+        if place.kind == "file":
+            report = self._load(read_file(place.path), exchange)
+            return Restored(path=place.path, report=report)
+        loaded = reader.read_newest(place.path) if place.kind == "directory" else reader.read(place.path)
+        report = self._load(state_of(loaded), exchange)
+        return self._continue(loaded, report)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and hear how it went."""
+        self._job.wait()
+        self._surface_background_error()
+
+    def list(self) -> list[Listed]:
+        """Return the checkpoints of the folder whose manifest is whole, oldest first."""
+        return [Listed(*item) for item in known_checkpoints(self.directory).items()]
+
+    def export_safetensors(self, path: str | Path, names: tuple[str, ...] = ("model",)) -> Path:
+        """Write the named items of the Context as plain safetensors for other programs; see `safetensors_export`."""
+        from drivetrain.checkpoint.safetensors_export import export_safetensors
+
+        return export_safetensors(self.ctx, path, names)
+
+    def close(self) -> None:
+        """Wait for the save in flight and give the signals back."""
+        try:
+            self.wait()
+            self._schedule.finish()
+            if self._signals is not None:
+                self._signals.finish()
+        finally:
+            if self._signals is not None:
+                self._signals.release()
+                self._signals = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The error in flight matters more than that of a save, and other ranks may not come to agree on anything.
+        self._job.wait()
+        if self._signals is not None:
+            self._signals.release()
+            self._signals = None
+
+    def _time(self, value: TimeLike | None, where: str) -> Time | None:
+        if value is None:
+            return None
+        wanted = ensure_time(value, TimeUnit.BATCH)
+        if wanted.value <= 0:
+            raise ConfigError(
+                f"{where}: '{wanted}' is not possible. Expected a time above zero, such as '200ba' or '1ep'."
+            )
+        self.progress.check_unit(wanted, where)
+        return wanted
+
+    def _signal(self) -> int | None:
+        if not self._wants_signals:
+            return None
+        if self._signals is None:
+            if StopSignals.active() is not None:
+                return None  # a Trainer above us acts on them
+            self._signals = StopSignals().__enter__()
+            # A Checkpointer that is dropped gives the signals back, like one that is closed.
+            weakref.finalize(self, self._signals.release)
+        return self._signals.agreed()
+
+    def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        found = dict(metrics or {})
+        if self.best is not None and self.best.metric not in found:
+            for item in getattr(self.ctx, "__dict__", {}).values():  # a Recorder knows the last value of each tag
+                if callable(getattr(item, "last", None)) and callable(getattr(item, "scalar", None)):
+                    try:
+                        value = item.last(self.best.metric)
+                    except (KeyError, ValueError):
+                        continue
+                    if value is not None:
+                        found[self.best.metric] = value
+        return found
+
+    def _in_background(self, snapshot: Snapshot) -> bool:
+        if self.async_save != "auto":
+            return bool(self.async_save)
+        return any(t.device.type != "cpu" for part in snapshot.parts().values() for t in part.values())
+
+    def _begin(self, id: object, snapshot: Snapshot) -> None:
+        if self._background is None:
+            self._background = background_exchange()
+        exchange, arrived = self._background, self._buffers.stage(snapshot)
+
+        def job() -> None:
+            arrived()
+            self._write(id, snapshot, exchange)
+
+        self._job.start(job, checkpoint_name(id))
+
+    def _write(self, id: object, snapshot: Snapshot, exchange: Exchange) -> None:
+        """Write one checkpoint and let old ones go; in the main thread, or in the background."""
+        begun = time.perf_counter()
+        path = write_checkpoint(self.directory, id, snapshot, exchange, best=self.best)
+        self.failures_in_a_row = 0
+        if exchange.rank == 0:
+            self._let_old_ones_go()
+            logger.info("%s: written in %.2f s", path, time.perf_counter() - begun)
+
+    def _let_old_ones_go(self) -> None:
+        pointed = {read_pointer(self.directory, pointer) for pointer in (LAST, BEST)}
+        known = known_checkpoints(self.directory)
+        for folder in to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
+            if folder not in pointed:
+                try:
+                    remove_folder(folder)
+                except OSError as error:
+                    logger.warning("the old checkpoint %s cannot be removed: %s", folder, error)
+
+    def _surface_background_error(self) -> None:
+        if self._job.is_busy:
+            return
+        error = self._job.take_error()
+        if isinstance(error, WriteFailedError):
+            self._count_failure(error, final=False)
+        elif error is not None:
+            raise error
+
+    def _count_failure(self, error: WriteFailedError, final: bool) -> None:
+        self.failures_in_a_row += 1
+        if final or self.failures_in_a_row > FAILURES_ALLOWED:
+            raise error
+        logger.warning("%s The run goes on (failure %d in a row).", error, self.failures_in_a_row)
+
+    def _resolve(self, which: str | Path) -> Path:
+        if which in NEWEST:
+            return self.directory
+        if which == BEST:
+            return best_folder(self.directory)
+        by_id = self.directory / f"{PREFIX}{which}"
+        return by_id if isinstance(which, str) and by_id.is_dir() else Path(which)
+
+    def _load(self, state: Any, exchange: Exchange) -> Any:
+        """Load on every rank, or on none: a state that does not fit somewhere is an error everywhere."""
+        report, problem = None, None
+        try:
+            report = self.ctx.load_state_dict(state, strict=True)
+        except StateError as error:
+            problem = error
+        said = exchange.gather(None if problem is None else str(problem))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} could not load the state, so no rank continues: {text}")
+        return report
+
+    def _continue(self, loaded: Loaded, report: Any) -> Restored:
+        self.progress.resume(loaded.manifest.progress)
+        self._schedule.reset()
+        run, saved = current_run(), loaded.run or {}
+        if run is not None and saved:
+            run.elapsed_before = float(saved["elapsed"])
+            run.started = time.monotonic()
+            version, words, gauss = saved["random_gen"]
+            run.random_gen.setstate((version, tuple(words), gauss))
+        rng = None if loaded.rank is None else loaded.rank.rng
+        if rng is not None:
+            restore_rng(rng)
+        logger.info("continued from %s (sequence %d)", loaded.path, loaded.manifest.sequence)
+        return Restored(
+            path=loaded.path,
+            manifest=loaded.manifest,
+            rejected=tuple(loaded.rejected),
+            parameters={name: _unpacked(value) for name, value in saved.get("parameters", {}).items()},
+            rng=rng,
+            report=report,
+        )
+
+
+def _unpacked(value: Any) -> Any:
+    try:
+        return unpack(value)
+    except StateError:  # its class is not at hand; the packed form still tells what it was
+        return value

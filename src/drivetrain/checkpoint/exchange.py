@@ -1,0 +1,104 @@
+"""How ranks agree about one checkpoint: each says how its part went, all hear everybody.
+
+A save needs two such rounds: before writing (where, and is there room) and after it (did every file arrive). The
+first round has a deadline and names the ranks that did not come, because a save called on some ranks only is the
+commonest mistake. A background save runs beside training, so it talks over a group of its own: two threads must not
+share one.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain.core.errors import CheckpointError, ResumeError
+from drivetrain.runtime.collectives import control_group
+from drivetrain.runtime.ranks import get_num_processes, get_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEADLINE = timedelta(minutes=10)
+
+
+class Exchange:
+    """Rounds of messages between the ranks that save or restore together; alone, a round returns what was said."""
+
+    def __init__(self, group: "ProcessGroup | None" = None, deadline: timedelta = DEADLINE):
+        self.group = group
+        self.rank = get_rank() if group is not None else 0
+        self.size = get_num_processes() if group is not None else 1
+        self.deadline = deadline
+
+    def meet(self, purpose: str) -> None:
+        """Wait for all ranks, at most until the deadline; the error names those that did not come."""
+        if self.group is None:
+            return
+        import torch.distributed as dist
+
+        try:
+            dist.monitored_barrier(self.group, timeout=self.deadline, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{purpose}: not every rank came within {self.deadline.total_seconds():.0f} s ({_first_line(error)}). "
+                "All ranks must call it, in the same order; a condition such as `if is_master():` around it is the "
+                "usual cause."
+            ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank said, in order of rank."""
+        if self.group is None:
+            return [value]
+        import torch.distributed as dist
+
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self.group)
+        return said
+
+    def attempt(self, action: Callable[[], Any]) -> "Outcome":
+        """Run `action` on every rank and tell all of them how it went, a disk error or CheckpointError too."""
+        result, own = None, None
+        try:
+            result = action()
+        except ResumeError:
+            raise  # not a fault of this rank's disk: all ranks find it in the same files, and all stop
+        except (OSError, CheckpointError) as error:
+            own = error
+        said = self.gather((result, None if own is None else _describe(own)))
+        problems = {rank: problem for rank, (_, problem) in enumerate(said) if problem is not None}
+        return Outcome([result for result, _ in said], problems, own)
+
+
+class Outcome(NamedTuple):
+    """What an attempt gave on each rank, and what went wrong where."""
+
+    results: list[Any]
+    problems: dict[int, str]
+    own: Exception | None
+
+    def explain(self) -> str:
+        """Say what went wrong, naming ranks where there are several."""
+        if len(self.results) == 1:
+            return "; ".join(self.problems.values())
+        return "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())
+
+
+def control_exchange() -> Exchange:
+    """Return the exchange over the control group: for the main thread."""
+    return Exchange(control_group() if get_num_processes() > 1 else None)
+
+
+def background_exchange() -> Exchange:
+    """Return an exchange over a new group: for one background thread. Every rank makes it at the same point."""
+    if get_num_processes() == 1:
+        return Exchange()
+    import torch.distributed as dist
+
+    return Exchange(dist.new_group(backend="gloo"))
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,146 @@
+"""Files that are hashed while they are written and on the disk when the function returns.
+
+The hash is taken from memory on its way to the file, not from what was read back: a disk that wrote something else is
+then found out. Tensors go to the file in pieces, one after the other, straight from their memory, so writing needs no
+second copy of the state; hashing and writing both let other Python threads run, which is what makes a save in the
+background free. The format is safetensors: eight bytes of length, a JSON header, the raw values.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.layout import TEMPORARY, FileEntry
+from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES
+
+PIECE = 8 * 2**20
+
+
+def put(stream: BinaryIO, piece: bytes | memoryview) -> None:
+    """Write one piece; the single place where bytes of a checkpoint go to a disk, so that tests can fill it up."""
+    stream.write(piece)
+
+
+def write_bytes(folder: Path, name: str, data: bytes) -> FileEntry:
+    """Write a small file."""
+    return _write(folder, name, iter([data]))
+
+
+def write_tensors(
+    folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write a safetensors file; tensors on a device are brought over one at a time."""
+    # Wide types first: every tensor then lies at a multiple of its own item size.
+    order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key in order:
+        tensor = tensors[key]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield struct.pack("<Q", len(text)) + text
+        for key in order:
+            yield from tensor_pieces(tensors[key])
+
+    return _write(folder, name, content())
+
+
+def tensor_pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the values of a tensor as bytes, without copying those of a contiguous CPU tensor."""
+    if tensor.numel() == 0:
+        return
+    whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+    for begin in range(0, len(data), PIECE):
+        yield data[begin : begin + PIECE]
+
+
+def _write(folder: Path, name: str, pieces: Iterator[bytes | memoryview]) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
+    with open(folder / name, "xb") as stream:
+        for piece in pieces:
+            digest.update(piece)
+            put(stream, piece)
+            size += len(piece)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return FileEntry(path=name, size=size, sha256=digest.hexdigest())
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder durable; a system that cannot open folders has nothing to flush."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (PermissionError, IsADirectoryError):
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock_path(path: Path) -> int | None:
+    """Lock a file or folder until the returned descriptor is closed or the process ends; None where nothing can be locked.
+
+    Raises `BlockingIOError` when a living process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # network file systems without locks
+            return None
+        raise
+    return descriptor
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small text file in one step: readers see the old text or the new one."""
+    aside = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+    aside.touch()
+    lock = lock_path(aside)
+    try:
+        with open(aside, "wb") as stream:
+            put(stream, text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+    flush_folder(path.parent)

@@ -1,0 +1,267 @@
+"""What a checkpoint folder looks like: its names, its two pointers, and the manifest that makes it one.
+
+    checkpoints/
+      checkpoint-ep3-ba1200/
+        manifest.json                written last: without it the folder is no checkpoint
+        state.json                   structure and plain values
+        tensors.safetensors          tensors that are whole on one rank
+        shards/*.safetensors         tensors that are split over ranks, one file per rank
+        rng-rank-00000.safetensors   random states, and what else belongs to one rank alone
+      last, best                     one line each: the name of a folder beside them
+      .tmp-*, .old-*, .del-*         being written, being replaced, being removed
+
+Nothing here trusts a file: a manifest is plain JSON with its own hash, and a path in it that would leave the folder
+is refused.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+FORMAT = "drivetrain-checkpoint"
+VERSION = 1
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSORS = "tensors.safetensors"
+SHARDS = "shards"
+LAST = "last"
+BEST = "best"
+PREFIX = "checkpoint-"
+TEMPORARY = ".tmp-"
+ASIDE = ".old-"
+REMOVED = ".del-"
+
+MANIFEST_LIMIT = 64 * 2**20
+"""Bytes; a larger manifest is not one of ours, and is not read into memory."""
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at this place."""
+
+    def __str__(self) -> str:  # OSError would look for an errno
+        return Exception.__str__(self)
+
+
+def checkpoint_name(id: object) -> str:
+    """Return the folder name for an id, which is a number or a short plain text."""
+    text = str(id)
+    if isinstance(id, bool) or not isinstance(id, str | int) or not _PLAIN_NAME.fullmatch(text):
+        raise ConfigError(
+            f"checkpoint id: {id!r} cannot be a folder name. Expected a whole number, or up to 200 letters, digits and "
+            "._=+- that begin with a letter or digit, such as 'ep3-ba1200'."
+        )
+    return PREFIX + text
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file that holds what belongs to one rank alone."""
+    return f"rng-rank-{rank:05d}.safetensors"
+
+
+def file_inside(folder: Path, relative: str) -> Path:
+    """Return a file named in a manifest, refusing every name that could lead out of the folder."""
+    pure = PurePosixPath(relative)
+    if (
+        not relative
+        or pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in relative
+        or "\0" in relative
+        or ":" in relative
+    ):
+        raise CheckpointError(
+            f"{folder / MANIFEST} names the file {relative!r}, which is not inside the checkpoint. Refused."
+        )
+    path = folder / pure
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{path} is a link that leads out of the checkpoint. Refused.")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint: where it is, how long, and its SHA-256."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself."""
+
+    id: str
+    sequence: int
+    """Increases with every save in one folder; it decides which checkpoint is the newest."""
+    run: str = ""
+    created: str = ""
+    progress: Mapping[str, float] = field(default_factory=dict)
+    """How far the run was, by unit: `ep`, `ba`, `st`, `sp`, `tok`, `sec`."""
+    world_size: int = 1
+    seed: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return int(self.progress.get("ep", 0))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps, where they were counted, else batches."""
+        return int(self.progress.get("st", self.progress.get("ba", 0)))
+
+    @property
+    def samples(self) -> int:
+        """Samples seen."""
+        return int(self.progress.get("sp", 0))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(entry.size for entry in self.files)
+
+    def to_json(self) -> bytes:
+        """Return the text of `manifest.json`, which ends with the hash of all that stands before it."""
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["metrics"] = {
+            name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()
+        }
+        content["sha256"] = _content_hash(content)
+        return json.dumps(content, indent=1, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Read a manifest, refusing anything that is not exactly one; the message gives the reason."""
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{MANIFEST} is not readable JSON ({error})") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise CheckpointError(f"{MANIFEST} is not the manifest of a {FORMAT}")
+        if content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{MANIFEST} has format version {content.get('version')!r}; this library reads {VERSION}"
+            )
+        stated = content.pop("sha256", None)
+        try:
+            actual = _content_hash(content)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{MANIFEST} cannot be hashed ({error})") from None
+        if stated != actual:
+            raise CheckpointError(f"{MANIFEST} does not match its own hash")
+        return cls._checked(content)
+
+    @classmethod
+    def _checked(cls, content: dict[str, Any]) -> Self:
+        """The hash only says that the text is whole; a forged manifest has a good one, so every field is looked at."""
+        names = {item.name for item in fields(cls)}
+        unknown = set(content) - names - {"format", "version"}
+        if unknown or not names <= set(content):
+            raise CheckpointError(f"{MANIFEST} has wrong fields: {sorted(unknown | (names - set(content)))}")
+        try:
+            checkpoint_name(_typed(content, "id", str))
+            for key, least in {"sequence": 0, "world_size": 1}.items():
+                if _typed(content, key, int) < least:
+                    raise CheckpointError(f"{MANIFEST}: {key} is {content[key]}, below {least}")
+            return cls(
+                id=content["id"],
+                sequence=content["sequence"],
+                run=_typed(content, "run", str),
+                created=_typed(content, "created", str),
+                progress=_numbers(content, "progress"),
+                world_size=content["world_size"],
+                seed=None if content["seed"] is None else _typed(content, "seed", int),
+                metrics=_numbers(content, "metrics"),
+                versions={str(name): str(value) for name, value in _typed(content, "versions", dict).items()},
+                files=tuple(_file_entry(entry) for entry in _typed(content, "files", list)),
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"{MANIFEST}: {error}") from None
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _typed(content: Mapping[str, Any], key: str, kind: type) -> Any:
+    if type(content[key]) is not kind:
+        raise CheckpointError(f"{MANIFEST}: {key} is a {type(content[key]).__name__}, expected {kind.__name__}")
+    return content[key]
+
+
+def _numbers(content: Mapping[str, Any], key: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, value in _typed(content, key, dict).items():
+        if value in ("nan", "inf", "-inf"):
+            value = float(value)
+        if type(value) not in (int, float):
+            raise CheckpointError(f"{MANIFEST}: {key}.{name} is {value!r}, expected a number")
+        values[name] = value
+    return values
+
+
+def _file_entry(entry: object) -> FileEntry:
+    if not isinstance(entry, dict) or set(entry) != {"path", "size", "sha256"}:
+        raise CheckpointError(f"{MANIFEST}: an entry of files is not {{path, size, sha256}}")
+    path, size, sha256 = entry["path"], entry["size"], entry["sha256"]
+    if type(path) is not str or type(size) is not int or size < 0:
+        raise CheckpointError(f"{MANIFEST}: the entry for file {path!r} is malformed")
+    if type(sha256) is not str or not _SHA256.fullmatch(sha256):
+        raise CheckpointError(f"{MANIFEST}: the hash of file {path!r} is malformed")
+    return FileEntry(path=path, size=size, sha256=sha256)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint folder; the error says what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MANIFEST_LIMIT:
+            raise CheckpointError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
+        return Manifest.from_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from None
+
+
+def read_pointer(directory: Path, pointer: str) -> Path | None:
+    """Return the folder that `last` or `best` names, or None when there is no such pointer."""
+    try:
+        with open(directory / pointer, "rb") as stream:
+            name = stream.read(512).decode().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"the pointer {directory / pointer} cannot be read ({error}). Delete it, or name a folder."
+        ) from None
+    if not name.startswith(PREFIX) or not _PLAIN_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"the pointer {directory / pointer} holds {name!r}, which is no checkpoint's name. Delete it."
+        )
+    return directory / name
+
+
+def checkpoint_folders(directory: Path) -> list[Path]:
+    """List what may be checkpoints here, also one that was set aside when its replacement was cut short."""
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(entry for entry in entries if entry.name.startswith((PREFIX, ASIDE + PREFIX)) and entry.is_dir())

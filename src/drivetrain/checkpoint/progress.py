@@ -1,0 +1,138 @@
+"""How far a run is, and whether another save is due.
+
+A State brings its clock and every unit is counted there. A hand-written loop has no clock: then calls of
+`Checkpointer.step()` count as batches and as optimizer steps, an integer attribute `epoch` of the Context counts
+epochs, and seconds run by themselves.
+"""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.time import Time, TimeUnit
+from drivetrain.runtime.collectives import start_agree_any
+from drivetrain.runtime.ranks import get_num_processes, is_master
+
+_continued: "weakref.WeakKeyDictionary[Any, Mapping[str, float]]" = weakref.WeakKeyDictionary()
+"""Counters of sources that have been restored: a Checkpointer made afterwards goes on from there."""
+
+_CLOCK_FIELDS = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "sample", "tok": "token", "sec": "total_wct"}
+
+
+class Progress:
+    """The counters of a run, read from its clock or kept here."""
+
+    def __init__(self, source: Any):
+        self._source = source
+        self.num_calls = 0
+        """Calls of `step()`, those before a resume included."""
+        self._earlier_seconds = 0.0
+        self._started = time.monotonic()
+        with suppress(TypeError):  # a source that cannot be a key is never in there
+            self.load(_continued.get(source, {}))
+
+    @property
+    def _clock(self) -> Any:
+        return getattr(self._source, "clock", None)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start, earlier parts of a resumed run included."""
+        return self._earlier_seconds + time.monotonic() - self._started
+
+    def check_unit(self, wanted: Time, where: str) -> None:
+        """Refuse a time that nobody here counts."""
+        if self._read(wanted.unit) is None:
+            known = [unit for unit in TimeUnit if self._read(unit) is not None]
+            raise ConfigError(
+                f"{where}: '{wanted}' cannot be counted here. A Context without a clock knows "
+                f"{', '.join(unit.value for unit in known)} (calls of step() are batches, an integer `epoch` in the "
+                "Context counts epochs); a State with a clock knows all units."
+            )
+
+    def value(self, unit: TimeUnit) -> float:
+        """Return the time since the start of the run in one unit."""
+        value = self._read(unit)
+        return 0 if value is None else value
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the counters that are known, for the manifest."""
+        values = {unit: self._read(TimeUnit(unit)) for unit in _CLOCK_FIELDS}
+        return {unit: value for unit, value in values.items() if value is not None}
+
+    def resume(self, saved: Mapping[str, float]) -> None:
+        """Go on from the counters of a checkpoint, and let later ones of the same source do so too."""
+        with suppress(TypeError):
+            _continued[self._source] = dict(saved)
+        self.load(saved)
+
+    def load(self, saved: Mapping[str, float]) -> None:
+        """Take over saved counters."""
+        self.num_calls = int(saved.get("ba", 0))
+        self._earlier_seconds = float(saved.get("sec", 0.0))
+        self._started = time.monotonic()
+
+    def checkpoint_id(self) -> str:
+        """Name the present moment: `ep3-ba1200` where epochs are counted, else `ba1200`."""
+        epoch = self._read(TimeUnit.EPOCH)
+        batch = f"ba{int(self.value(TimeUnit.BATCH))}"
+        return batch if epoch is None else f"ep{int(epoch)}-{batch}"
+
+    def _read(self, unit: TimeUnit) -> float | None:
+        clock = self._clock
+        if unit is TimeUnit.DURATION:
+            elapsed = getattr(self._source, "get_elapsed_duration", lambda: None)()
+            return elapsed.value if isinstance(elapsed, Time) else elapsed
+        if unit is TimeUnit.SECOND:
+            return max(self.elapsed, getattr(clock, "total_wct", 0.0))
+        if clock is not None:
+            return getattr(clock, _CLOCK_FIELDS.get(unit.value, unit.name.lower()), None)
+        if unit in (TimeUnit.BATCH, TimeUnit.STEP):
+            return self.num_calls
+        epoch = getattr(self._source, "epoch", None)
+        return epoch if unit is TimeUnit.EPOCH and type(epoch) is int else None
+
+
+class Schedule:
+    """Say when a multiple of `every` has been passed since the last time it was asked.
+
+    Ranks agree: counters are equal on all of them; wall-clock time is rank 0's, which the others hear of one step
+    later.
+    """
+
+    def __init__(self, every: Time | None, progress: Progress):
+        self._every, self._progress = every, progress
+        self._pending: Callable[[], bool] | None = None
+        self._passed = self._intervals()
+
+    def reset(self) -> None:
+        """Count from the present moment, after a restore."""
+        self._passed = self._intervals()
+
+    def is_due(self) -> bool:
+        """Ask at a step boundary, on every rank."""
+        if self._every is None:
+            return False
+        passed = self._intervals()
+        due, self._passed = passed > self._passed, passed
+        if self._every.unit is TimeUnit.SECOND and get_num_processes() > 1:
+            heard = self._pending() if self._pending is not None else False
+            self._pending = start_agree_any(due and is_master())
+            return heard
+        return due
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, so that none is left when the group goes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _intervals(self) -> int:
+        if self._every is None:
+            return 0
+        # Nine decimals forgive binary fractions: 0.3 dur must count as three times 0.1.
+        return math.floor(round(self._progress.value(self._every.unit) / self._every.value, 9))

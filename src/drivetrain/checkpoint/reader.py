@@ -1,0 +1,276 @@
+"""Find, verify and read checkpoints: the newest valid one wins.
+
+Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of
+it is used; one that fails is logged with the file and the reason, and the next one is tried. On several ranks every
+rank hashes its share of the files and all hear of every failure, so that all of them take the same checkpoint.
+
+Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_only=True)`, `.safetensors` as a dict
+of tensors.
+"""
+
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.exchange import Exchange
+from drivetrain.checkpoint.files import hash_file
+from drivetrain.checkpoint.layout import (
+    BEST,
+    CHECKPOINTS,
+    FORMAT,
+    LAST,
+    MANIFEST,
+    PREFIX,
+    SHARDS,
+    STATE,
+    TENSORS,
+    CheckpointNotFoundError,
+    Manifest,
+    checkpoint_folders,
+    file_inside,
+    rank_file,
+    read_manifest,
+    read_pointer,
+)
+from drivetrain.checkpoint.local import RankState, read_rank, state_for_rank
+from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
+from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
+from drivetrain.runtime.ranks import get_rank
+
+logger = logging.getLogger(__name__)
+
+Verify = Literal["full", "size", "off"]
+LiveState = Callable[[], Any]
+"""Returns the state into which the checkpoint will be loaded; its sharded tensors say how the saved ones are wanted."""
+
+
+class Rejected(NamedTuple):
+    """A checkpoint that was passed over, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass
+class Loaded:
+    """The content of one checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    kind: Literal["context", "dict"]
+    state: Any
+    run: dict[str, Any] | None
+    """Parameters, the generator of new seeds and the elapsed time, when it was saved within a run."""
+    rank: RankState | None
+    rejected: list[Rejected] = field(default_factory=list)
+
+
+def check_verify(verify: str) -> Verify:
+    """Return a verification mode, or say which there are."""
+    if verify not in get_args(Verify):
+        raise ConfigError(unknown_name("mode", verify, get_args(Verify), where="verify"))
+    return verify  # type: ignore[return-value]
+
+
+def problem_with(folder: Path, verify: Verify = "full") -> str | None:
+    """Return what is wrong with a checkpoint folder, or None when it is whole."""
+    try:
+        verify_files(folder, read_manifest(folder), verify)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int = 0, of: int = 1) -> None:
+    """Check that the files are those of the manifest; of their contents, share `share` of `of` is hashed here."""
+    listed = {entry.path: file_inside(folder, entry.path) for entry in manifest.files}
+    if STATE not in listed:
+        raise CheckpointError(f"{MANIFEST} does not list {STATE}")
+    if verify == "off":
+        return
+    for entry in manifest.files:
+        path = listed[entry.path]
+        if not path.is_file():
+            raise CheckpointError(f"{entry.path} is missing")
+        if (size := path.stat().st_size) != entry.size:
+            raise CheckpointError(f"{entry.path} has {size} bytes instead of {entry.size}")
+    shards = folder / SHARDS
+    strangers = {f"{SHARDS}/{path.name}" for path in shards.iterdir()} - set(listed) if shards.is_dir() else set()
+    if strangers:
+        raise CheckpointError(f"{min(strangers)} is not listed in {MANIFEST}")
+    if verify == "full":
+        for entry in manifest.files[share::of]:
+            try:
+                digest = hash_file(listed[entry.path])
+            except OSError as error:
+                raise CheckpointError(f"{entry.path} cannot be read ({error})") from None
+            if digest != entry.sha256:
+                raise CheckpointError(f"{entry.path} does not match its SHA-256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """How checkpoints are read."""
+
+    verify: Verify = "full"
+    exchange: Exchange = field(default_factory=Exchange)
+    """The ranks that read together and must all take the same checkpoint."""
+    map_location: Any = "cpu"
+    live: LiveState | None = None
+    """Where the layouts of sharded tensors come from; None: they are read whole."""
+    resume: bool = False
+    """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
+
+    def read(self, folder: Path) -> Loaded:
+        """Verify and read one checkpoint, or raise a `CheckpointError` on all ranks."""
+        loaded, reason = self._try(folder)
+        if loaded is None:
+            raise CheckpointError(
+                f"{folder} cannot be used: {reason}. Give the run folder instead, and its newest valid checkpoint is "
+                "taken."
+            )
+        return loaded
+
+    def read_newest(self, directory: Path) -> Loaded:
+        """Read the newest valid checkpoint of a folder; damaged ones are logged and listed in the result."""
+        names, broken = self.exchange.gather(_newest_first(directory) if self.exchange.rank == 0 else None)[0]
+        rejected = [Rejected(directory / name, reason) for name, reason in broken]
+        for entry in rejected:
+            _log(entry)
+        for name in names:
+            loaded, reason = self._try(directory / name)
+            if loaded is not None:
+                loaded.rejected = rejected
+                return loaded
+            rejected.append(Rejected(directory / name, reason))
+            _log(rejected[-1])
+        if rejected:
+            listing = "\n".join(f"  {entry.path}: {entry.reason}" for entry in rejected)
+            raise CheckpointError(f"no checkpoint in {directory} is valid; nothing was loaded.\n{listing}")
+        raise CheckpointNotFoundError(f"there is no checkpoint in {directory}.")
+
+    def _try(self, folder: Path) -> tuple[Loaded | None, str]:
+        """Return the content of a checkpoint, or None and the reason why no rank may use it."""
+        rank, size = self.exchange.rank, self.exchange.size
+        outcome = self.exchange.attempt(
+            lambda: verify_files(folder, read_manifest(folder), self.verify, share=rank, of=size)
+        )
+        if outcome.problems:
+            return None, outcome.explain()
+        loaded: list[Loaded] = []
+        outcome = self.exchange.attempt(lambda: loaded.append(self._read(folder)))
+        return (None, outcome.explain()) if outcome.problems else (loaded[0], "")
+
+    def _read(self, folder: Path) -> Loaded:
+        manifest = read_manifest(folder)
+        listed = {entry.path for entry in manifest.files}
+        content = parse_structure(_read_bytes(folder / STATE), STATE)
+        if not isinstance(content, dict) or set(content) != {"kind", "state", "run"}:
+            raise CheckpointError(f"{STATE} is not the state of a {FORMAT}")
+        if content["kind"] not in ("context", "dict"):
+            raise CheckpointError(f"{STATE} holds a state of kind {content['kind']!r}")
+        tensors = read_safetensors(folder / TENSORS, self.map_location) if TENSORS in listed else {}
+        if sharded := tensor_names(content["state"]) - set(tensors):
+            tensors |= self._read_sharded(folder, listed, sharded, content["state"])
+        rank = self._rank_state(folder, manifest) if rank_file(0) in listed else None
+        return Loaded(
+            path=folder,
+            manifest=manifest,
+            kind=content["kind"],
+            state=unflatten(content["state"], tensors, rank.local if rank is not None else None),
+            run=unflatten(content["run"], {}),
+            rank=rank,
+        )
+
+    def _read_sharded(self, folder: Path, listed: set[str], names: set[str], structure: Any) -> dict[str, Tensor]:
+        if not any(path.startswith(f"{SHARDS}/") for path in listed):
+            raise CheckpointError(f"{TENSORS} lacks {', '.join(sorted(names)[:3])}")
+        from drivetrain.checkpoint.sharded import find_layouts, read_parts
+
+        layouts = {} if self.live is None else find_layouts(names, structure, self.live())
+        return read_parts(folder / SHARDS, sorted(names), layouts)
+
+    def _rank_state(self, folder: Path, manifest: Manifest) -> RankState:
+        wanted = {rank_file(rank) for rank in range(min(manifest.world_size, len(manifest.files) + 1))}
+        if missing := wanted - {entry.path for entry in manifest.files}:
+            raise CheckpointError(f"{MANIFEST} does not list {min(missing)}")
+        if self.resume:
+            return state_for_rank(folder, manifest, self.exchange.rank, self.exchange.size)
+        return read_rank(folder, get_rank() % manifest.world_size)
+
+
+def _newest_first(directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the names of readable checkpoints, newest first, and those without a usable manifest with the reason."""
+    order, broken = [], []
+    for folder in checkpoint_folders(directory):
+        try:
+            order.append((read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
+        except CheckpointError as error:
+            broken.append((folder.name, str(error)))
+    return [name for _, _, name in sorted(order, reverse=True)], broken
+
+
+def _log(rejected: Rejected) -> None:
+    logger.warning("checkpoint %s is passed over: %s", rejected.path, rejected.reason)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(STATE_LIMIT + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error})") from None
+
+
+def read_safetensors(path: Path, map_location: Any = "cpu") -> dict[str, Tensor]:
+    """Read a safetensors file onto a device."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=str(map_location or "cpu"))
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read as safetensors ({error})") from None
+
+
+def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
+    """Read a `.pt` file of tensors and plain containers; one that would run code is refused."""
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain containers, and reading it could run code, so it is refused. "
+            f"Save it again as state dicts where you trust it. ({str(error).strip().splitlines()[0]})"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read as a torch file ({error})") from None
+
+
+class Place(NamedTuple):
+    """Where a checkpoint is to be found: a file, one folder, or the folder that holds several."""
+
+    kind: Literal["file", "checkpoint", "directory"]
+    path: Path
+
+
+def find_place(path: Path) -> Place:
+    """Say what a path is: a file of tensors, a checkpoint, a run or checkpoint folder, or a pointer."""
+    if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and path.is_file():
+        return Place("file", path)
+    if path.name in (LAST, BEST) and not path.is_dir():
+        target = read_pointer(path.parent, path.name)
+        if target is not None:
+            return Place("checkpoint", target)
+    if not path.is_dir():
+        raise CheckpointNotFoundError(
+            f"{path} does not exist. Expected a checkpoint folder, a run folder, or a .pt, .pth or .safetensors file."
+        )
+    if path.name.startswith(PREFIX) or (not (path / CHECKPOINTS).is_dir() and (path / STATE).is_file()):
+        return Place("checkpoint", path)
+    return Place("directory", path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)

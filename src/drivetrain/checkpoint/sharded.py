@@ -1,0 +1,133 @@
+"""Tensors that are split over ranks: each rank writes its part, any number of ranks reads them back.
+
+The files have the layout of torch's `HuggingFaceStorageWriter(save_distributed=True)`: safetensors whose header says
+at which offsets each part belongs (`DCP_SHARDING_INFO`). They hold no pickle, unlike torch's default distributed
+format, and torch's own `HuggingFaceStorageReader` works out which slices of which files make up a rank's part now,
+whatever the number of ranks was then. We write the parts ourselves because the writer of torch first makes a second
+copy of all of them in memory and takes no hash.
+
+This module is imported only when there are such tensors.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from drivetrain.checkpoint.tree import flatten
+from drivetrain.core.errors import CheckpointError
+
+
+def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the parts this rank writes, and the header that says where they belong.
+
+    Of equal replicas the first rank along each replicating axis writes; a rank may have nothing to write.
+    """
+    parts: dict[str, Tensor] = {}
+    offsets: dict[str, dict[str, list[int]]] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, DTensor)
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(
+                f"{name} is a sum not yet added up over its ranks ({tensor.placements}). Reduce it before saving."
+            )
+        place = tensor.device_mesh.get_coordinate()
+        if place is None or any(c for c, p in zip(place, tensor.placements) if p.is_replicate()):
+            continue
+        local = tensor.to_local()
+        if local.numel() == 0 and tensor.numel() > 0:
+            continue  # fewer rows than ranks
+        (chunk,) = tensor.__create_chunk_list__()
+        parts[name] = local.detach()
+        offsets[name] = {"saved_offsets": list(chunk.offsets)}
+    return parts, {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"} if parts else {}
+
+
+def read_parts(folder: Path, names: Iterable[str], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the named tensors from a folder of parts, each laid out as its live counterpart is, or whole without one.
+
+    Everything lands in host memory: a restored copy on the device beside the live one could be more than fits.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = reader.read_metadata()
+    wanted: dict[str, Any] = {}
+    for name in names:
+        if name not in stored.state_dict_metadata:
+            raise CheckpointError(f"{name} is in none of the files in {folder}. Fall back to an earlier checkpoint.")
+        meta = stored.state_dict_metadata[name]
+        counterpart = live.get(name)
+        if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:  # type: ignore[union-attr]
+            local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype)  # type: ignore[union-attr]
+            wanted[name] = DTensor(
+                local, counterpart._spec, requires_grad=False
+            )  # from_local would move it to the device
+        else:
+            wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype)  # type: ignore[union-attr]
+    planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(wanted, stored, is_coordinator=True)
+    reader.set_up_storage_reader(stored, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()
+    return wanted
+
+
+def find_layouts(names: set[str], structure: Any, live: Any) -> dict[str, Tensor]:
+    """Return, for each saved name, a live sharded tensor of the layout it should have.
+
+    Mostly that is the tensor of the same name. An optimizer that has not stepped yet has no state to compare with:
+    there a saved entry takes the layout of the parameter it belongs to, which the saved state knows by name.
+    """
+    live_tensors = flatten(live).sharded
+    layouts = {name: live_tensors[name] for name in names if name in live_tensors}
+    for path, owners in _optimizer_parameters(structure):
+        for name in names - set(layouts):
+            if name.startswith(f"{path}.state."):
+                key = name.removeprefix(f"{path}.state.").partition(".")[0]
+                owner = owners.get(key, "")
+                if owner in live_tensors:
+                    layouts[name] = live_tensors[owner]
+    return layouts
+
+
+def _optimizer_parameters(structure: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the path of each saved optimizer and the names of its parameters by their numbers in the state."""
+    waiting: list[tuple[str, Any]] = [("", structure)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict) and "param_groups" in value and "state" in value:
+            owners: dict[str, str] = {}
+            for group in value["param_groups"]:
+                owners |= zip(map(str, group.get("params", ())), group.get("param_names", ()))
+            yield path, owners
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                inner = value[key] if key in ("$tuple", "$dict", "$ordered") else None
+                waiting += _members(path, inner) if inner is not None else [(_joined(path, key), item)]
+        elif isinstance(value, list):
+            waiting += [(_joined(path, index), item) for index, item in enumerate(value)]
+
+
+def _members(path: str, inner: list[Any]) -> list[tuple[str, Any]]:
+    """Return the members of a tagged tuple or of a tagged mapping (a list of pairs)."""
+    pairs = [pair for pair in inner if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int)]
+    if len(pairs) == len(inner):
+        return [(_joined(path, key), item) for key, item in pairs]
+    return [(_joined(path, index), item) for index, item in enumerate(inner)]
+
+
+def _joined(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+class _TensorsOnly(DefaultLoadPlanner):
+    """A planner that refuses the pickled objects torch's own would load; safetensors files hold none."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor. Pickled objects are never loaded.")

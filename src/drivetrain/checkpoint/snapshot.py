@@ -1,0 +1,115 @@
+"""What a checkpoint holds, taken at one moment: the state, the run around it, and this rank's random generators.
+
+A source is a Context (anything with `state_dict()`), or a dict. From a Context the checkpoint also keeps what it
+takes to continue the run as if nothing had happened; from a dict it keeps the dict.
+"""
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.local import local_test, rank_tensors
+from drivetrain.checkpoint.tree import flatten
+from drivetrain.checkpoint.writer import Snapshot
+from drivetrain.context.codec import pack
+from drivetrain.core.errors import CheckpointError, ConfigError, StateError
+from drivetrain.runtime.run import current_run
+
+
+def take_snapshot(
+    source: Any, *, rank: int, metrics: Mapping[str, float] | None = None, progress: Mapping[str, float] | None = None
+) -> Snapshot:
+    """Take a source apart for this rank; tensors are those of the source, not copies."""
+    is_context = not isinstance(source, Mapping)
+    try:
+        state = source.state_dict() if is_context else pack(dict(source))
+    except StateError as error:
+        if is_context:
+            raise
+        raise CheckpointError(f"this state cannot be saved. {error}") from error
+    flat = flatten(state, is_local=local_test(source) if is_context else None)
+    run = flatten(_run_state() if is_context else None)
+    if run.tensors:
+        raise CheckpointError(
+            f"parameters of the run hold tensors ({', '.join(run.tensors)}). Keep them in the Context."
+        )
+    flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": run.structure}
+    snapshot = Snapshot(
+        state=flat.to_json(),
+        tensors=flat.tensors if rank == 0 else {},
+        header={
+            "run": _run_name(),
+            "seed": _seed_of(source),
+            "progress": dict(progress or {}),
+            "metrics": checked_metrics(metrics),
+            "versions": versions(),
+        },
+    )
+    if flat.sharded:
+        from drivetrain.checkpoint.sharded import own_parts
+
+        snapshot.is_sharded = True
+        snapshot.shards, snapshot.shard_metadata = own_parts(flat.sharded)
+    if is_context:
+        snapshot.local_tensors, snapshot.local_metadata = rank_tensors(flat.local)
+    return snapshot
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as plain numbers; a one-element tensor is read (which waits for its device)."""
+    numbers: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = value.item() if isinstance(value, Tensor) or hasattr(value, "item") else value
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise TypeError
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"metrics: {name!r} is {value!r}; expected one number.") from None
+        numbers[str(name)] = number
+    return numbers
+
+
+def versions() -> dict[str, str]:
+    """Return the versions a reader may want to know."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("drivetrain")
+    except PackageNotFoundError:  # run from a source tree
+        own = "unknown"
+    return {"drivetrain": own, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _run_name() -> str:
+    run = current_run()
+    return "" if run is None else run.name or run.folder.name
+
+
+def _seed_of(source: Any) -> int:
+    seed = getattr(source, "seed", None)
+    if type(seed) is int:
+        return seed
+    run = current_run()
+    return torch.initial_seed() if run is None else run.seed
+
+
+def _run_state() -> dict[str, Any] | None:
+    """The run around the Context: its parameters, its generator of new seeds, the time it took so far."""
+    run = current_run()
+    if run is None:
+        return None
+    return {
+        "parameters": {name: _packed_or_text(value) for name, value in run.params.items()},
+        "random_gen": run.random_gen.getstate(),
+        "elapsed": run.elapsed,
+    }
+
+
+def _packed_or_text(value: Any) -> Any:
+    try:
+        return pack(value)
+    except StateError:
+        return repr(value)  # a record for people; a resumed run has its parameters from its own command line

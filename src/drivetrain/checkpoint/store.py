@@ -1,0 +1,103 @@
+"""Save one state, load one state: two functions for programs that keep their own loop and their own schedule.
+
+save_checkpoint({"model": model.state_dict(), "epoch": 3}, id=3)
+state = load_checkpoint("runs/digits")          # the newest valid checkpoint of that run
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.checkpoint.exchange import Exchange, control_exchange
+from drivetrain.checkpoint.layout import BEST, CHECKPOINTS, LAST, CheckpointNotFoundError, checkpoint_name, read_pointer
+from drivetrain.checkpoint.reader import (
+    Loaded,
+    Reader,
+    check_verify,
+    find_place,
+    read_safetensors,
+    read_torch_file,
+)
+from drivetrain.checkpoint.retention import Best
+from drivetrain.checkpoint.snapshot import take_snapshot
+from drivetrain.checkpoint.writer import write_checkpoint
+from drivetrain.context.codec import unpack
+from drivetrain.core.errors import CheckpointError
+from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.run import current_run
+
+
+def save_checkpoint(
+    state_dict: Any, id: object, *, path: str | Path | None = None, metric: float | None = None
+) -> Path:
+    """Save a dict or a Context as `checkpoint-<id>` and return that folder; call it on every rank.
+
+    The folder goes into `path`, else into the current run's `checkpoints`. Of a plain dict rank 0 writes its own and
+    the other ranks go on at once; a Context, or a dict with sharded tensors, is saved by all ranks together. `metric`
+    marks the checkpoint with the smallest value as `best`.
+    """
+    directory = checkpoint_directory(path)
+    name = checkpoint_name(id)
+    rank = get_rank()
+    snapshot = take_snapshot(state_dict, rank=rank, metrics=None if metric is None else {"metric": metric})
+    together = not isinstance(state_dict, Mapping) or snapshot.is_sharded
+    if not together and rank != 0:
+        return directory / name
+    exchange = control_exchange() if together else Exchange()
+    return write_checkpoint(directory, id, snapshot, exchange, best=None if metric is None else Best("metric"))
+
+
+def load_checkpoint(path: str | Path, *, map_location: Any = "cpu", verify: str = "full") -> dict[str, Any]:
+    """Return the state that was saved: from a checkpoint, a run folder (the newest valid), `"last"`, `"best"`, or a
+    file.
+
+    Files: `.pt` and `.pth` with `weights_only=True`, `.safetensors`. Each rank reads for itself; tensors that were
+    split over ranks come whole.
+    """
+    mode = check_verify(verify)
+    if path in (LAST, BEST):
+        directory = checkpoint_directory(None)
+        place_path = directory if path == LAST else best_folder(directory)
+    else:
+        place_path = Path(path)
+    place = find_place(place_path)
+    if place.kind == "file":
+        return read_file(place.path, map_location)
+    reader = Reader(verify=mode, map_location=map_location)
+    return state_of(reader.read_newest(place.path) if place.kind == "directory" else reader.read(place.path))
+
+
+def state_of(loaded: Loaded) -> Any:
+    """Return the state as it was given: a dict unpacked, a Context's as its `load_state_dict` takes it."""
+    return unpack(loaded.state) if loaded.kind == "dict" else loaded.state
+
+
+def read_file(path: Path, map_location: Any = "cpu") -> Any:
+    """Read a file of another program."""
+    return (
+        read_safetensors(path, map_location) if path.suffix == ".safetensors" else read_torch_file(path, map_location)
+    )
+
+
+def best_folder(directory: Path) -> Path:
+    """Return the checkpoint that `best` points to."""
+    folder = read_pointer(directory, BEST)
+    if folder is None:
+        raise CheckpointNotFoundError(
+            f"no best checkpoint is known in {directory}: none was saved with a metric. Use 'last', or "
+            "Checkpointer(best='eval/acc', mode='max')."
+        )
+    return folder
+
+
+def checkpoint_directory(path: str | Path | None) -> Path:
+    """Return the folder for checkpoints: the one given, else the current run's."""
+    if path is not None:
+        return Path(path)
+    run = current_run()
+    if run is None:
+        raise CheckpointError(
+            "there is no run here, so no folder for checkpoints is known. Say where: path='runs/a/checkpoints' (dir= "
+            "for a Checkpointer), or start the program as an experiment."
+        )
+    return run.folder / CHECKPOINTS

@@ -1,0 +1,272 @@
+"""Write one checkpoint so that it either exists whole or does not exist.
+
+Everything is written aside (`.tmp-*`) and flushed, the manifest last; when every rank has reported its files, one
+rename makes the folder a checkpoint, and the pointers follow. A process may die at any instant: what it leaves is an
+earlier checkpoint and perhaps rubbish whose name begins with a dot, which the next save sweeps away. The temporary
+folder is locked while it is being written, and the lock goes with the process, so sweeping never takes a folder from
+a writer that lives.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.checkpoint.exchange import Exchange, Outcome
+from drivetrain.checkpoint.files import flush_folder, lock_path, replace_text, write_bytes, write_tensors
+from drivetrain.checkpoint.layout import (
+    ASIDE,
+    BEST,
+    LAST,
+    MANIFEST,
+    PREFIX,
+    REMOVED,
+    SHARDS,
+    STATE,
+    TEMPORARY,
+    TENSORS,
+    FileEntry,
+    Manifest,
+    checkpoint_folders,
+    checkpoint_name,
+    rank_file,
+    read_manifest,
+)
+from drivetrain.checkpoint.retention import Best, best_checkpoint
+from drivetrain.core.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SPARE = 2**20
+"""Bytes that must stay free beside the checkpoint: headers, manifest, pointers."""
+
+
+class WriteFailedError(CheckpointError):
+    """The disk did not take a checkpoint; the earlier ones are untouched."""
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """All that one rank puts into a checkpoint, taken at one moment."""
+
+    state: bytes
+    """The text of `state.json`; rank 0's is written."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Whole tensors; on rank 0 only."""
+    shards: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's parts of tensors that are split over ranks."""
+    shard_metadata: dict[str, str] = field(default_factory=dict)
+    local_tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Random states and other values of this rank alone, with the structure they have in `local_metadata`."""
+    local_metadata: dict[str, str] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
+    """Fields of the manifest: run, progress, seed, metrics, versions."""
+    is_sharded: bool = False
+    """Whether some tensors are split over ranks, also when this rank has no part of them."""
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of this rank by the file they go to."""
+        return {"tensors": self.tensors, "shards": self.shards, "local": self.local_tensors}
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank is about to write."""
+        tensors = [tensor for part in self.parts().values() for tensor in part.values()]
+        return len(self.state) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def write_checkpoint(
+    directory: Path, id: object, snapshot: Snapshot, exchange: Exchange | None = None, *, best: Best | None = None
+) -> Path:
+    """Write a checkpoint into `directory` and return its folder; called on every rank of the exchange.
+
+    A disk that fails raises `WriteFailedError` on all ranks and leaves nothing behind.
+    """
+    exchange = exchange or Exchange()
+    name = checkpoint_name(id)
+    exchange.meet(f"saving {name}")
+    with _locked_temporary(directory, name, exchange) as temporary:
+        _check_room(directory, name, snapshot, exchange)
+        outcome = exchange.attempt(lambda: _write_parts(temporary, snapshot, exchange.rank))
+        _fail_together(outcome, name, directory)
+        files = [entry for part in outcome.results for entry in part]
+        outcome = exchange.attempt(lambda: _commit(directory, name, temporary, files, snapshot, exchange, best))
+        _fail_together(outcome, name, directory)
+    return directory / name
+
+
+@contextmanager
+def _locked_temporary(directory: Path, name: str, exchange: Exchange) -> Iterator[Path]:
+    """Make a locked folder aside on rank 0 and tell all ranks; whatever is left of it afterwards is removed."""
+    lock = None
+
+    def make() -> str | None:
+        nonlocal lock
+        if exchange.rank:
+            return None
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep(directory)
+        path, lock = _make_locked(directory, name)
+        return path.name
+
+    outcome = exchange.attempt(make)
+    _fail_together(outcome, name, directory)
+    temporary = directory / outcome.results[0]
+    try:
+        yield temporary
+    finally:
+        if exchange.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _make_locked(directory: Path, name: str) -> tuple[Path, int | None]:
+    while True:
+        path = directory / f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
+        path.mkdir()
+        lock = lock_path(path)
+        if path.exists():  # a sweep elsewhere may have come between the two lines above
+            return path, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what dead writers left, and put back a checkpoint whose replacement never came."""
+    for path in directory.glob(f"{ASIDE}{PREFIX}*"):
+        home = directory / path.name.removeprefix(ASIDE)
+        if home.exists():
+            remove_folder(path)
+        else:
+            os.replace(path, home)
+            logger.warning("%s was set aside and never replaced; it is put back.", home)
+    for path in directory.glob(f"{REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"{TEMPORARY}*"):
+        try:
+            lock = lock_path(path)
+        except BlockingIOError:
+            continue
+        if lock is None:
+            continue  # no locks here: a living writer cannot be told from a dead one, so nothing is taken away
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint in one step as seen by readers: it is renamed away first."""
+    gone = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: Exchange) -> None:
+    def measure() -> tuple[int, int]:
+        return snapshot.num_bytes, shutil.disk_usage(directory).free
+
+    outcome = exchange.attempt(measure)
+    _fail_together(outcome, name, directory)
+    needed, free = sum(needed for needed, _ in outcome.results) + SPARE, outcome.results[0][1]
+    if needed > free:
+        raise WriteFailedError(
+            f"{name} was not saved: it needs {needed:,} bytes and {directory} has {free:,} free. Free some space, keep "
+            "fewer checkpoints (keep=), or save into another folder (dir=)."
+        )
+
+
+def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEntry]:
+    files = []
+    if rank == 0:
+        files.append(write_bytes(temporary, STATE, snapshot.state))
+        if snapshot.tensors:
+            files.append(write_tensors(temporary, TENSORS, snapshot.tensors))
+    if snapshot.shards:
+        (temporary / SHARDS).mkdir(exist_ok=True)
+        name = f"{SHARDS}/rank-{rank:05d}.safetensors"
+        files.append(write_tensors(temporary, name, snapshot.shards, snapshot.shard_metadata))
+    if snapshot.local_metadata:
+        files.append(write_tensors(temporary, rank_file(rank), snapshot.local_tensors, snapshot.local_metadata))
+    return files
+
+
+def _commit(
+    directory: Path,
+    name: str,
+    temporary: Path,
+    files: list[FileEntry],
+    snapshot: Snapshot,
+    exchange: Exchange,
+    best: Best | None,
+) -> None:
+    if exchange.rank:
+        return
+    manifest = Manifest(
+        id=name.removeprefix(PREFIX),
+        sequence=next_sequence(directory),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        world_size=exchange.size,
+        files=tuple(sorted(files, key=lambda entry: entry.path)),
+        **snapshot.header,
+    )
+    if (temporary / SHARDS).is_dir():
+        flush_folder(temporary / SHARDS)
+    write_bytes(temporary, MANIFEST, manifest.to_json())
+    flush_folder(temporary)
+    _rename_in(temporary, directory / name)
+    flush_folder(directory)
+    try:
+        replace_text(directory / LAST, f"{name}\n")
+        if best is not None and (leader := best_checkpoint(known_checkpoints(directory), best)) is not None:
+            replace_text(directory / BEST, f"{leader.name}\n")
+    except OSError as error:  # the checkpoint is whole and will be found by its sequence
+        logger.warning("%s is saved, but the pointers beside it could not be renewed: %s", name, error)
+
+
+def _rename_in(temporary: Path, target: Path) -> None:
+    """Put the new folder in place; one of the same name steps aside first, so that one can always be found."""
+    if not target.exists():
+        os.replace(temporary, target)
+        return
+    aside = target.with_name(ASIDE + target.name)
+    os.replace(target, aside)
+    try:
+        os.replace(temporary, target)
+    except OSError:
+        os.replace(aside, target)
+        raise
+    remove_folder(aside)
+
+
+def known_checkpoints(directory: Path) -> Mapping[Path, Manifest]:
+    """Return the checkpoints here whose manifest is whole, oldest first; files are not looked at."""
+    known: dict[Path, Manifest] = {}
+    for folder in checkpoint_folders(directory):
+        try:
+            known[folder] = read_manifest(folder)
+        except CheckpointError:
+            continue
+    return dict(sorted(known.items(), key=lambda item: item[1].sequence))
+
+
+def next_sequence(directory: Path) -> int:
+    """Return a number above those of all checkpoints here."""
+    return max((manifest.sequence for manifest in known_checkpoints(directory).values()), default=0) + 1
+
+
+def _fail_together(outcome: Outcome, name: str, directory: Path) -> None:
+    if outcome.problems:
+        raise WriteFailedError(
+            f"{name} was not saved in {directory}: {outcome.explain()}. Earlier checkpoints are untouched."
+        ) from outcome.own

@@ -1,0 +1,161 @@
+"""Reading and writing parts of a batch whose form is the user's own.
+
+A batch may be a tensor, a tuple, a namedtuple, a list, a mapping or an object with attributes, and an algorithm must
+find its inputs and targets in any of them. A key says where: an index, a name, a list of keys, a function, or a pair
+of functions `(getter, setter)`. The second half of the file is about targets: class indices, or one weight per class.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, nearest_name
+
+BatchKey = int | str | Callable[[Any], Any] | Sequence[Any]
+"""Where a part of a batch is: index, name, list of those, function, or `(getter, setter)`."""
+
+
+def batch_get(batch: Any, key: BatchKey) -> Any:
+    """Return the part of `batch` that `key` names; a list of keys gives a list of parts.
+
+    >>> batch_get({"x": 1, "y": 2}, ["y", "x"])
+    [2, 1]
+    """
+    if callable(key):
+        return key(batch)
+    pair = _as_pair(key)
+    if pair is not None:
+        return pair[0](batch)
+    if _is_many(key):
+        return [batch_get(batch, one) for one in key]
+    try:
+        if isinstance(batch, Mapping) or not isinstance(key, str):
+            return batch[key]
+        return getattr(batch, key)  # namedtuples and objects alike
+    except (KeyError, IndexError, AttributeError) as error:
+        raise type(error)(f"the batch has no part {key!r}. {_parts_of(batch, key)}") from error
+
+
+def batch_set(batch: Any, key: BatchKey, value: Any) -> Any:
+    """Return `batch` with the part at `key` replaced: in place where the batch allows it, else in a rebuilt one.
+
+    >>> batch_set((1, 2), 0, 5)
+    (5, 2)
+    """
+    if callable(key):
+        raise RuntimeError(
+            f"a batch cannot be set through one function ({_name(key)}): give a pair (getter, setter), where setter(batch, value) "
+            "returns the changed batch or changes it in place."
+        )
+    pair = _as_pair(key)
+    if pair is not None:
+        result = pair[1](batch, value)
+        return batch if result is None else result
+    if _is_many(key):
+        return _set_many(batch, key, value)
+    return _set_one(batch, key, value)
+
+
+def _set_many(batch: Any, keys: Sequence[Any], values: Any) -> Any:
+    if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != len(keys):
+        found = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+        raise ValueError(f"batch keys {list(keys)!r} need one value each, {len(keys)} in all; got {found}.")
+    for key, value in zip(keys, values):
+        batch = batch_set(batch, key, value)
+    return batch
+
+
+def _set_one(batch: Any, key: Any, value: Any) -> Any:
+    if isinstance(batch, tuple):
+        return _set_in_tuple(batch, key, value)
+    try:
+        if isinstance(batch, MutableMapping | MutableSequence) or not isinstance(key, str):
+            batch[key] = value
+        else:
+            setattr(batch, key, value)
+    except (AttributeError, TypeError, IndexError, KeyError) as error:
+        raise _cannot_set(batch, key) from error
+    return batch
+
+
+def _set_in_tuple(batch: tuple[Any, ...], key: Any, value: Any) -> tuple[Any, ...]:
+    fields: tuple[str, ...] | None = getattr(batch, "_fields", None)
+    index = fields.index(key) if fields is not None and key in fields else key
+    if not isinstance(index, int) or not -len(batch) <= index < len(batch):
+        raise _cannot_set(batch, key)
+    parts = list(batch)
+    parts[index] = value
+    return type(batch)(*parts) if fields is not None else type(batch)(parts)
+
+
+def _cannot_set(batch: Any, key: Any) -> RuntimeError:
+    return RuntimeError(f"the key {key!r} cannot be set in a batch. {_parts_of(batch, key)}")
+
+
+def _parts_of(batch: Any, key: Any) -> str:
+    """Say what there is instead of a key that is not there."""
+    names = [str(name) for name in getattr(batch, "_fields", None) or (batch if isinstance(batch, Mapping) else ())]
+    near = nearest_name(key, names)
+    hint = f" Did you mean {near!r}?" if near else ""
+    parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""
+    return f"It is a {type(batch).__name__} {parts}".rstrip() + f".{hint} Give a key that is there, or a pair (getter, setter)."
+
+
+def _as_pair(key: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return `(getter, setter)` when the key is one; a sequence of functions of another length is an error."""
+    if not _is_many(key) or not any(callable(one) for one in key):
+        return None
+    if len(key) != 2 or not all(callable(one) for one in key):
+        raise ValueError(
+            f"a batch key made of functions is a pair (getter, setter); got {len(key)} entries: {[_name(one) for one in key]}."
+        )
+    return key[0], key[1]
+
+
+def _is_many(key: Any) -> bool:
+    return isinstance(key, Sequence) and not isinstance(key, str)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
+def infer_target_type(logits: Tensor, targets: Tensor) -> Literal["indices", "one_hot"]:
+    """Tell whether targets are class indices or one weight per class, from the shapes; the class dimension is 1."""
+    if targets.shape == logits.shape:
+        return "one_hot"
+    if targets.ndim == logits.ndim - 1:
+        return "indices"
+    raise RuntimeError(
+        f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(logits.shape)}: expected the same shape (one "
+        "weight per class) or one dimension less (class indices; the class dimension is 1)."
+    )
+
+
+def check_for_index_targets(targets: Tensor) -> bool:
+    """Tell whether the targets are whole numbers, as class indices are."""
+    return not (targets.is_floating_point() or targets.is_complex()) and targets.dtype is not torch.bool
+
+
+def ensure_targets_one_hot(logits: Tensor, targets: Tensor, num_classes: int | None = None) -> Tensor:
+    """Return targets with one weight per class in dimension 1; ignored rows (negative index) are all zero.
+
+    The comparison below never waits for the device, which `torch.nn.functional.one_hot` does. The range of the indices is
+    therefore only checked under torch's anomaly mode.
+
+    >>> ensure_targets_one_hot(torch.zeros(2, 3), torch.tensor([2, -100]))
+    tensor([[0., 0., 1.],
+            [0., 0., 0.]])
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32) if logits.is_floating_point() else torch.float32
+    if infer_target_type(logits, targets) == "one_hot":
+        return targets if targets.is_floating_point() else targets.to(dtype)
+    count = logits.shape[1] if num_classes is None else num_classes
+    if torch.is_anomaly_enabled() and targets.numel() and int(targets.max()) >= count:
+        raise ConfigError(
+            f"targets hold the class {int(targets.max())}, but there are only {count} classes (0 to {count - 1})."
+        )
+    classes = torch.arange(count, device=targets.device).view(1, count, *([1] * (targets.ndim - 1)))
+    return (targets.unsqueeze(1) == classes).to(dtype)

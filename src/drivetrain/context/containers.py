@@ -1,0 +1,264 @@
+"""Items that hold items: dicts, lists, tuples, sets, dataclasses and nested Contexts.
+
+A change reaches every child and keeps the container's type; one that can be changed in place stays the same object,
+because other code may hold it too. A saved container may be longer or shorter than the live one: plain children come
+and go with it, children with state of their own must be on both sides.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.context.codec import (
+    NOT_STATE,
+    PLAIN,
+    field_values,
+    is_dataclass,
+    is_namedtuple,
+    join_path,
+    replace_fields,
+)
+from drivetrain.context.coders import TAG, tag_of
+from drivetrain.context.kinds import Kind, Restore, keep
+
+if TYPE_CHECKING:
+    from drivetrain.context.loading import Loading
+
+Change = Callable[[Any], Any]
+
+
+class DictKind(Kind):
+    """Dicts and their subclasses."""
+
+    name = "dict"
+    is_container = True
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, dict)
+
+    def children(self, item: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+        return list(item.items())
+
+    def rebuild(self, item: dict[Any, Any], change: Change) -> dict[Any, Any]:
+        for key, child in self.children(item):
+            item[key] = change(child)
+        return item
+
+    def fit(self, item: dict[Any, Any], saved: Any, loading: "Loading", path: str) -> Restore:
+        entries = _open_dict(saved, loading)
+        if entries is None:
+            return loading.unfit(path, item, saved)
+        restores: dict[Any, Restore] = {}
+        for key, child in entries.items():
+            where = join_path(path, key)
+            if key in item:
+                restores[key] = loading.fit(item[key], child, where)
+            elif tag_of(child) != NOT_STATE:
+                restores[key] = loading.build(child, where)
+        for key, child in item.items():
+            if key not in entries and (loading.lacks_state(child, join_path(path, key)) or loading.is_stateless(child)):
+                restores[key] = keep(child)
+
+        def restore() -> dict[Any, Any]:
+            restored = {key: put() for key, put in restores.items()}
+            item.clear()
+            for key, child in restored.items():  # one by one: Counter.update would add up
+                item[key] = child
+            return item
+
+        return restore
+
+
+def _open_dict(saved: Any, loading: "Loading") -> dict[Any, Any] | None:
+    """Return the entries of a saved dict with their values still packed, or None when it is something else."""
+    if type(saved) is OrderedDict or (type(saved) is dict and TAG not in saved):
+        return dict(saved)
+    if tag_of(saved) in ("dict", "ordered_dict", "counter"):
+        return {loading.unpack(key): child for key, child in saved["value"]}
+    return None
+
+
+class ListKind(Kind):
+    """Lists and deques."""
+
+    name = "list"
+    is_container = True
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, list | deque)
+
+    def children(self, item: Any) -> Iterable[tuple[int, Any]]:
+        return list(enumerate(item))
+
+    def rebuild(self, item: Any, change: Change) -> Any:
+        for index, child in self.children(item):
+            item[index] = change(child)
+        return item
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        elements = _open_sequence(saved)
+        if elements is None:
+            return loading.unfit(path, item, saved)
+        restore_elements = _fit_elements(list(item), elements, loading, path)
+
+        def restore() -> Any:
+            restored = restore_elements()
+            item.clear()
+            item.extend(restored)
+            return item
+
+        return restore
+
+
+class TupleKind(Kind):
+    """Tuples; they are made anew only when a child changes."""
+
+    name = "tuple"
+    is_container = True
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, tuple) and not is_namedtuple(item)
+
+    def children(self, item: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+        return enumerate(item)
+
+    def rebuild(self, item: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
+        return _same_or_new(item, [change(child) for child in item])
+
+    def fit(self, item: tuple[Any, ...], saved: Any, loading: "Loading", path: str) -> Restore:
+        elements = _open_sequence(saved)
+        if elements is None:
+            return loading.unfit(path, item, saved)
+        restore_elements = _fit_elements(list(item), elements, loading, path)
+        return lambda: _same_or_new(item, restore_elements())
+
+
+class NamedTupleKind(Kind):
+    """Namedtuples, matched field by field."""
+
+    name = "namedtuple"
+    is_container = True
+
+    def holds(self, item: Any) -> bool:
+        return is_namedtuple(item)
+
+    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+        return item._asdict().items()
+
+    def rebuild(self, item: Any, change: Change) -> Any:
+        return _same_or_new(item, [change(child) for child in item])
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        restores = _fit_fields(item, item._asdict(), "namedtuple", saved, loading, path)
+        if restores is None:
+            return keep(item)
+        return lambda: _same_or_new(item, [restores[name]() for name in item._fields])
+
+
+class DataclassKind(Kind):
+    """Dataclass instances, field by field; a frozen one is replaced by a new one."""
+
+    name = "dataclass"
+    is_container = True
+
+    def holds(self, item: Any) -> bool:
+        return is_dataclass(item)
+
+    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+        return field_values(item).items()
+
+    def rebuild(self, item: Any, change: Change) -> Any:
+        return _set_fields(item, {name: change(child) for name, child in field_values(item).items()})
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        restores = _fit_fields(item, field_values(item), "dataclass", saved, loading, path)
+        if restores is None:
+            return keep(item)
+        return lambda: _set_fields(item, {name: put() for name, put in restores.items()})
+
+
+class SetKind(Kind):
+    """Sets and frozensets; their elements are values."""
+
+    name = "set"
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, set | frozenset)
+
+    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+        return enumerate(item)
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        if tag_of(saved) not in ("set", "frozenset"):
+            return loading.unfit(path, item, saved)
+        elements = loading.unpack(saved["value"])
+
+        def restore() -> Any:
+            if isinstance(item, frozenset):
+                return type(item)(elements)
+            item.clear()
+            item.update(elements)
+            return item
+
+        return restore
+
+
+def _open_sequence(saved: Any) -> list[Any] | None:
+    """Return the elements of a saved list, tuple or deque, still packed, or None when it is something else."""
+    if type(saved) in (list, tuple):
+        return list(saved)
+    return list(saved["value"]["items"]) if tag_of(saved) == "deque" else None
+
+
+def _fit_elements(live: list[Any], saved: list[Any], loading: "Loading", path: str) -> Callable[[], list[Any]]:
+    """Fit position by position; further saved elements are built, further live ones must be without state."""
+    elements = list(saved)
+    pending: dict[int, Restore] = {}  # a long history of numbers needs no step of its own for each of them
+    for index, child in enumerate(saved):
+        beyond = index >= len(live)
+        if type(child) not in PLAIN or not (beyond or type(child) is type(live[index])):
+            where = join_path(path, index)
+            pending[index] = loading.build(child, where) if beyond else loading.fit(live[index], child, where)
+    for index in range(len(saved), len(live)):
+        if type(live[index]) not in PLAIN and loading.lacks_state(live[index], join_path(path, index)):
+            elements.append(live[index])
+
+    def restore() -> list[Any]:
+        for index, put in pending.items():
+            elements[index] = put()
+        return elements
+
+    return restore
+
+
+def _fit_fields(
+    item: Any, live: dict[str, Any], tag: str, saved: Any, loading: "Loading", path: str
+) -> dict[str, Restore] | None:
+    """Fit fields by name; None when the saved value is something else, which is noted."""
+    if tag_of(saved) != tag:
+        loading.unfit(path, item, saved)
+        return None
+    fields = saved["value"]["fields"]
+    if set(fields) != set(live):
+        loading.unfit(
+            path, item, saved, f"saved fields {', '.join(fields)}; this {type(item).__name__} has {', '.join(live)}"
+        )
+        return None
+    return {name: loading.fit(live[name], child, join_path(path, name)) for name, child in fields.items()}
+
+
+def _same_or_new(item: Any, children: list[Any]) -> Any:
+    if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
+        return item
+    return type(item)(*children) if is_namedtuple(item) else type(item)(children)
+
+
+def _set_fields(item: Any, values: dict[str, Any]) -> Any:
+    changes = {name: value for name, value in values.items() if value is not getattr(item, name)}
+    if not changes:
+        return item
+    if item.__dataclass_params__.frozen:
+        return replace_fields(item, changes)
+    for name, value in changes.items():
+        setattr(item, name, value)
+    return item

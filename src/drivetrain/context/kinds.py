@@ -1,0 +1,86 @@
+"""What a Context can do with an item: the base of all kinds.
+
+A Context holds modules, optimizers, numbers, containers, anything. Each kind of item has one handler, and a handler
+answers five questions: is this item mine, how does it move, how is it wrapped, what is its state, and does a saved
+state fit. The base does nothing and has no state, so a handler defines only what its kind has. `table.py` lists the
+handlers.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.context.loading import Loading
+    from drivetrain.context.saving import Saving
+    from drivetrain.context.transforms import DataParallel, Move, Shard
+
+Restore = Callable[[], Any]
+"""Puts a saved state in place and returns the item; called only when everything fits."""
+
+
+class Kind:
+    """One kind of item."""
+
+    name = "object"
+    is_container = False
+    saves_itself = False
+    """Whether `save` is asked; otherwise the codec packs the item."""
+
+    def holds(self, item: Any) -> bool:
+        """Say whether an item is of this kind."""
+        raise NotImplementedError
+
+    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+        """Return names and values of what a container holds."""
+        return ()
+
+    def rebuild(self, item: Any, change: Callable[[Any], Any]) -> Any:
+        """Change every child of a container and return it: the same object where it can be changed in place."""
+        raise NotImplementedError
+
+    def has_state(self, item: Any) -> bool:
+        """Say whether the item holds state of its own, which must not be dropped or invented."""
+        return False
+
+    def move(self, item: Any, job: "Move") -> Any:
+        """Return the item on the job's device."""
+        return item
+
+    def ddp(self, item: Any, job: "DataParallel") -> Any:
+        """Return the item made ready for several processes."""
+        return item
+
+    def fsdp(self, item: Any, job: "Shard") -> Any:
+        """Return the item with its parameters split over the processes."""
+        return item
+
+    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+        """Return the item's state as plain data and tensors."""
+        raise NotImplementedError
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        """Compare a saved state with the item, note what is wrong, and return what restores it; changes nothing."""
+        raise NotImplementedError
+
+    def describe(self, item: Any) -> str:
+        """Name the item for `explain`."""
+        return type(item).__name__
+
+    def wrapper(self, item: Any) -> str | None:
+        """Name what the item is wrapped in, or None."""
+        return None
+
+    def saved_as(self, item: Any) -> str:
+        """Say for `explain` whether and how the item is saved."""
+        return "entry by entry" if self.is_container else "value"
+
+    def device(self, item: Any) -> "torch.device | None":
+        """Return where the item is, or None when that has no meaning."""
+        return None
+
+
+def keep(item: Any) -> Restore:
+    """Return a restore that leaves the item as it is."""
+    return lambda: item

@@ -1,0 +1,274 @@
+"""Restoring a Context in two steps: first find everything that does not fit, then change something.
+
+The first step walks live items and saved states together and notes each problem under its full path. If there is
+none, or if only what fits is wanted, the second step restores: objects that load themselves, because they may still
+refuse (those are put back then), then modules, then optimizers, then plain values.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from drivetrain.context.codec import NOT_STATE, Unpacker, classes_in, needs_class, pack, unpack
+from drivetrain.context.coders import tag_of, tagged
+from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.context.optimizers import Names, parameter_names
+from drivetrain.context.table import MODULE_KIND, OTHER_KIND, PLAIN_KIND, everything, holds_state, kind_of
+from drivetrain.core.errors import DrivetrainError, StateError, nearest_name
+
+if TYPE_CHECKING:
+    from drivetrain.context.context import Context
+
+FaultKind = Literal["missing", "unexpected", "unfitting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load restored, and what it had to leave."""
+
+    restored: tuple[str, ...] = ()
+    """Names of the Context whose state was restored without a problem."""
+    missing: tuple[str, ...] = ()
+    """Paths that have no saved state; they keep what they had."""
+    unexpected: tuple[str, ...] = ()
+    """Paths in the saved state that the Context does not have."""
+    unfitting: tuple[str, ...] = ()
+    """Paths, each with the reason why its state could not be taken."""
+    without_state: tuple[str, ...] = ()
+    """Items for which the saved state says None: no state was taken of them."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was restored."""
+        return not (self.missing or self.unexpected or self.unfitting)
+
+    def __str__(self) -> str:
+        lines = [f"restored: {', '.join(self.restored) or 'nothing'}"]
+        for title, entries in (
+            ("missing (in the Context, without a saved state)", self.missing),
+            ("unexpected (saved, not in the Context)", self.unexpected),
+            ("unfitting", self.unfitting),
+            ("without state", self.without_state),
+        ):
+            if entries:
+                lines.append(f"{title}:\n    " + "\n    ".join(entries))
+        return "\n  ".join(lines)
+
+
+class _Fault(NamedTuple):
+    kind: FaultKind
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}" if self.reason else self.path
+
+
+class _Trial(NamedTuple):
+    path: str
+    item: Any
+    state: Any
+
+
+class Loading:
+    """One `load_state_dict` in progress."""
+
+    def __init__(self, root: "Context", strict: bool):
+        self.strict = strict
+        self._root = root
+        self._faults: list[_Fault] = []
+        self._without_state: list[str] = []
+        self._trials: list[_Trial] = []
+        self.modules: list[Callable[[], Any]] = []
+        self.optimizers: list[Callable[[], Any]] = []
+
+    @cached_property
+    def parameter_names(self) -> Names:
+        """Names of all parameters in the Context, by identity."""
+        return parameter_names(self._root)
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        """Classes of which the Context holds a value: those, and only those, can be rebuilt."""
+        items = [item for _, _, item in everything(self._root)]
+        keys = [key for item in items if isinstance(item, dict) for key in item]
+        return [type(value) for value in (*items, *keys) if needs_class(value)]
+
+    # What the kinds ask while fitting.
+
+    def fit(self, item: Any, saved: Any, path: str, kind: Kind | None = None) -> Restore:
+        """Compare one item with its saved state and return what restores it."""
+        kind = kind or kind_of(item)
+        if tag_of(saved) == NOT_STATE:
+            self.lacks_state(item, path)
+            return keep(item)
+        if saved is None:
+            return self._fit_none(item, path, kind)
+        try:
+            return kind.fit(item, saved, self, path)
+        except (StateError, KeyError, TypeError, ValueError) as error:  # the last three: a damaged or forged state
+            return self.unfit(path, item, saved, str(error) if isinstance(error, StateError) else repr(error))
+
+    def _fit_none(self, item: Any, path: str, kind: Kind) -> Restore:
+        """A saved None replaces a value; for an item with its own state it means that none was taken."""
+        stateful = holds_state(item)
+        if stateful:
+            self._without_state.append(path)
+        return keep(item) if stateful or kind.saves_itself else keep(None)
+
+    def fit_named(self, context: "Context", name: str, item: Any, saved: Any, path: str) -> Restore:
+        """Fit one item of a Context, in the way the Context has for that name."""
+        return self.fit(item, saved, path, context._own_kind(name, item))
+
+    def build(self, saved: Any, path: str) -> Restore:
+        """Return what makes a saved value that has no live counterpart, on the Context's device."""
+        if _is_foreign_state(saved):
+            self.note("unexpected", path, "the state of a module or optimizer, and there is none here")
+            return keep(None)
+        try:
+            value = Unpacker(self._classes, self._own_tensor).unpack(saved)
+        except StateError as error:
+            self.note("unfitting", path, str(error))
+            return keep(None)
+        return keep(value)
+
+    def _own_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._root._device
+        return tensor.clone() if device is None else tensor.to(device, copy=True)
+
+    def unpack(self, saved: Any, live: Callable[[], Any] | None = None) -> Any:
+        """Return the value behind a packed one; classes come from the Context, then from what `live` returns."""
+        try:
+            return Unpacker(self._classes).unpack(saved)
+        except StateError:
+            if live is None:
+                raise
+            return Unpacker([*self._classes, *classes_in(live())]).unpack(saved)
+
+    def lacks_state(self, item: Any, path: str) -> bool:
+        """Note an item with state of its own that has no saved one; say whether it is one."""
+        found = holds_state(item)
+        if found:
+            self.note("missing", path)
+        return found
+
+    def is_stateless(self, item: Any) -> bool:
+        """Say whether an item needs no saved state: functions, datasets, modules without parameters or buffers."""
+        kind = kind_of(item)
+        return kind is OTHER_KIND or (kind is MODULE_KIND and not kind.has_state(item))
+
+    def try_to_load(self, path: str, item: Any, state: Any) -> None:
+        """Let an object load its state in the second step."""
+        self._trials.append(_Trial(path, item, state))
+
+    def unfit(self, path: str, item: Any, saved: Any, reason: str | None = None) -> Restore:
+        """Note a state that an item cannot take, and keep the item."""
+        self.note("unfitting", path, reason or f"saved {_describe(saved)}, expected {_describe_live(item)}")
+        return keep(item)
+
+    def note(self, kind: FaultKind, path: str, reason: str = "", valid: Iterable[str] = ()) -> None:
+        """Keep one problem for the report."""
+        near = nearest_name(path.rpartition(".")[2], valid)
+        self._faults.append(_Fault(kind, path, reason or (f"nearest is {near!r}" if near else "")))
+
+    # The second step.
+
+    def finish(self, restore: Restore) -> LoadReport:
+        """Restore what fits, or raise one error with everything that does not."""
+        if self.strict and self._faults:
+            raise StateError(self._message())
+        done = self._load_objects()
+        try:
+            for load in (*self.modules, *self.optimizers):
+                load()
+            restore()
+        except Exception:
+            _put_back(done)
+            raise
+        if self._without_state:
+            warnings.warn(
+                f"the saved state has None for {', '.join(self._without_state)}: no state was taken there, and they keep what they "
+                "have.",
+                stacklevel=3,
+            )
+        return self._report()
+
+    def _load_objects(self) -> list[_Trial]:
+        """Let objects load themselves; return how to undo it. If one refuses in strict mode, all are put back."""
+        done: list[_Trial] = []
+        errors: list[Exception] = []
+        for trial in self._trials:
+            before = _Trial(trial.path, trial.item, pack(trial.item.state_dict(), special=_leave_out, tensor=_copied))
+            try:
+                trial.item.load_state_dict(trial.state)
+                done.append(before)
+            except Exception as error:  # whatever a foreign object raises, it says that the state does not fit
+                _put_back([before])
+                error.add_note(f"(while loading {trial.path})")
+                errors.append(error)
+                self.note("unfitting", trial.path, f"{type(error).__name__}: {error}")
+        if errors and self.strict:
+            _put_back(done)
+            if len(errors) == 1 and isinstance(errors[0], DrivetrainError):
+                raise errors[0]
+            raise StateError(self._message()) from errors[0]
+        return done
+
+    def _report(self) -> LoadReport:
+        paths = [*(fault.path for fault in self._faults), *self._without_state]
+        troubled = {path.partition(".")[0] for path in paths}
+        names = [name for name, item in self._root._saved_items().items() if not self.is_stateless(item)]
+        return LoadReport(
+            restored=tuple(name for name in names if name not in troubled),
+            missing=tuple(str(fault) for fault in self._faults if fault.kind == "missing"),
+            unexpected=tuple(str(fault) for fault in self._faults if fault.kind == "unexpected"),
+            unfitting=tuple(str(fault) for fault in self._faults if fault.kind == "unfitting"),
+            without_state=tuple(self._without_state),
+        )
+
+    def _message(self) -> str:
+        report = str(self._report()).partition("\n  ")[2]
+        return (
+            f"the saved state does not fit this {type(self._root).__name__}; nothing was changed.\n  {report}\n"
+            "Give the Context the same names and kinds of items before loading, or restore what fits with "
+            "load_state_dict(state, strict=False)."
+        )
+
+
+def _is_foreign_state(saved: Any) -> bool:
+    """Say whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
+    return hasattr(saved, "_metadata") or (isinstance(saved, dict) and set(saved) == {"state", "param_groups"})
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _leave_out(item: Any, path: str) -> Any:
+    return tagged(NOT_STATE, None) if kind_of(item) is OTHER_KIND else NotImplemented
+
+
+def _put_back(trials: list[_Trial]) -> None:
+    for trial in trials:
+        # An object may refuse this too. What matters is why it refused the first time, and that is being raised.
+        with suppress(Exception):
+            trial.item.load_state_dict(unpack(trial.state, trial.item.state_dict()))
+
+
+def _describe(saved: Any) -> str:
+    if tag_of(saved) is not None:
+        return f"a {tag_of(saved)}"
+    if isinstance(saved, torch.Tensor):
+        return f"a tensor of shape {tuple(saved.shape)}"
+    text = repr(saved)
+    return f"{type(saved).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _describe_live(item: Any) -> str:
+    kind = kind_of(item)
+    return f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"

@@ -1,0 +1,104 @@
+"""Moving values to a device: batches in the loop, and what an optimizer keeps about its parameters.
+
+`move_to_device` is called for every batch, so the common case, a tuple or list of tensors, takes the shortest way. It
+returns new containers of the same types and leaves the given ones alone: a dataset may own them.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.context.codec import field_values, is_dataclass, replace_fields
+
+Device = torch.device | str
+
+
+def move_to_device(device: Device, *args: Any, non_blocking: bool = False) -> Any:
+    """Return the argument on `device`, or a list of them when several are given.
+
+    Dicts, lists, tuples, namedtuples and dataclasses keep their types; anything with `.to` is asked to move itself; other
+    objects are returned as they are.
+
+    >>> move_to_device("cpu", {"x": torch.zeros(1), "name": "a"})
+    {'x': tensor([0.]), 'name': 'a'}
+    """
+    if len(args) == 1:
+        return _move(args[0], device, non_blocking)
+    return [_move(value, device, non_blocking) for value in args]
+
+
+def _move(value: Any, device: Device, non_blocking: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_move(item, device, non_blocking) for item in value])
+    if kind is dict:
+        return {key: _move(item, device, non_blocking) for key, item in value.items()}
+    if kind in (str, int, float, bool, type(None)):
+        return value
+    return _move_other(value, device, non_blocking)
+
+
+def _move_other(value: Any, device: Device, non_blocking: bool) -> Any:
+    if isinstance(value, nn.Module):
+        return value.to(device, non_blocking=non_blocking)
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        moved = value.to(device)
+        return value if moved is None else moved
+    if isinstance(value, tuple):
+        items = [_move(item, device, non_blocking) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        moved = copy.copy(value)
+        moved[:] = [_move(item, device, non_blocking) for item in value]
+        return moved
+    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+        moved = copy.copy(value)  # keeps the factory of a defaultdict and the attributes of a subclass
+        for key, item in value.items():
+            moved[key] = _move(item, device, non_blocking)
+        return moved
+    if is_dataclass(value):
+        return replace_fields(
+            value, {name: _move(item, device, non_blocking) for name, item in field_values(value).items()}
+        )
+    return value
+
+
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on `device`; a leaf that is being trained keeps its identity, so that its optimizer still finds it."""
+    if tensor.device == device:
+        return tensor
+    if not (isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)):
+        return tensor.to(device)
+    with torch.no_grad():
+        gradient = tensor.grad
+        tensor.grad = None  # its device must not contradict the data's while that changes
+        tensor.data = tensor.data.to(device)
+        if gradient is not None:
+            tensor.grad = gradient.to(device)
+    return tensor
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Bring what the optimizer keeps about each parameter to that parameter's device."""
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for name, setting in group.items():
+            # A learning rate may be a tensor. On the CPU it serves every device; elsewhere it must be where the parameters are.
+            if isinstance(setting, Tensor) and setting.device.type != "cpu" and group["params"]:
+                group[name] = setting.to(group["params"][0].device)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if state:
+                _move_entries(state, parameter.device, on_device)
+
+
+def _move_entries(state: dict[Any, Any], device: torch.device, step_on_device: bool) -> None:
+    for key, value in state.items():
+        # torch keeps the step count on the CPU unless a fused or captured kernel reads it.
+        target = torch.device("cpu") if key == "step" and not step_on_device else device
+        state[key] = _move(value, target, False)

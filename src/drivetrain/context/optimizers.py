@@ -1,0 +1,170 @@
+"""The state of an optimizer: torch's form, with the names of the parameters beside their numbers.
+
+Torch numbers parameters by their order. Names let a state find its parameters when the order has changed, and let
+files that are keyed by name alone be read. Loading copies, so that the given state is not trained along, and keeps
+every value's type: torch would round a float32 momentum to a bfloat16 parameter's precision, and a resumed run would
+differ.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.context.codec import join_path
+from drivetrain.core.errors import nearest_name
+from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
+from drivetrain.module.wrapping import named_clean_parameters
+
+Names = Mapping[int, str]
+"""Names of parameters by their identity."""
+
+
+def parameter_names(root: Any) -> Names:
+    """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
+    from drivetrain.context.table import MODULE_KIND, walk
+
+    names: dict[int, str] = {}
+    for path, kind, item in walk(root):
+        if kind is MODULE_KIND:
+            for name, parameter in named_clean_parameters(item):
+                names.setdefault(id(parameter), join_path(path, name))
+        elif isinstance(item, Tensor):
+            names.setdefault(id(item), path)
+    return names
+
+
+def save_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    """Return torch's form of the state; groups whose parameters all have names get `param_names`."""
+    state = optimizer.state_dict()
+    groups = []
+    for saved, live in zip(state["param_groups"], optimizer.param_groups):
+        own = [names.get(id(parameter)) for parameter in live["params"]]
+        known = {} if "param_names" in saved or None in own else {"param_names": own}
+        groups.append({**saved, **known})
+    return {**state, "param_groups": groups}
+
+
+def fit_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> tuple[list[str], Callable[[], None]]:
+    """Return what keeps a saved state from fitting, and what loads it."""
+    groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
+    if len(groups) != len(live_groups):
+        return [f"saved {len(groups)} parameter groups, this optimizer has {len(live_groups)}"], _nothing
+    live = [parameter for group in live_groups for parameter in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    saved_names = _saved_names(groups)
+    problems: list[str] = []
+    if saved_names is not None and (live_names := _live_names(optimizer, names, saved_names)) is not None:
+        problems = _name_problems(saved_names, live_names)
+        by_name = dict(zip(saved_names, keys))
+        keys = [by_name.get(name) for name in live_names]
+    else:
+        sizes = [(len(group["params"]), len(own["params"])) for group, own in zip(groups, live_groups)]
+        problems = [
+            f"saved {count} parameters in group {index}, this optimizer has {own} there"
+            for index, (count, own) in enumerate(sizes)
+            if count != own
+        ]
+    return problems, lambda: _load(optimizer, saved["state"], groups, dict(zip(keys, live)))
+
+
+def _nothing() -> None:
+    raise AssertionError("a state with problems is not loaded")
+
+
+def _saved_names(groups: list[Mapping[str, Any]]) -> list[str] | None:
+    """Return the names in a saved state, in its order, or None when it only has numbers."""
+    names: list[str] = []
+    for group in groups:
+        own = group.get("param_names", group["params"])
+        if len(own) != len(group["params"]) or not all(isinstance(name, str) for name in own):
+            return None
+        names += own
+    return names
+
+
+def _live_names(optimizer: Optimizer, names: Names, saved: list[str]) -> list[str] | None:
+    """Return the live parameters' names in the style of the saved ones: the optimizer's own, with or without the item's name."""
+    own = _saved_names(optimizer.param_groups)
+    full = [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+    if own is None and (None in full or len(set(full)) != len(full)):
+        return None
+    known = [name for name in full if name is not None]
+    inner = [name.partition(".")[2] for name in known]
+    styles = [style for style in (own, known, inner) if style is not None and len(style) == len(full)]
+    best = max(styles, key=lambda style: len(set(style) & set(saved)))
+    return best if len(set(best)) == len(best) else None
+
+
+def _name_problems(saved: list[str], live: list[str]) -> list[str]:
+    problems = [f"no state was saved for the parameter {name}" for name in live if name not in saved]
+    for name in saved:
+        if name not in live:
+            near = nearest_name(name, live)
+            problems.append(
+                f"the saved parameter {name} is not in this optimizer" + (f" (nearest: {near})" if near else "")
+            )
+    return problems
+
+
+def _load(
+    optimizer: Optimizer, state: Mapping[Any, Any], groups: list[Mapping[str, Any]], owners: dict[Any, Tensor]
+) -> None:
+    """Give every parameter its copy of the state and every group its settings, through the optimizer's own method."""
+    numbers = {key: number for number, key in enumerate(owners)}
+    fresh: dict[Any, Any] = {}
+    for key, entries in state.items():
+        if key in owners:
+            fresh[numbers[key]] = {name: _copy_for(value, owners[key], name) for name, value in entries.items()}
+        else:
+            fresh[key] = entries  # torch allows state that belongs to no parameter
+    start, settings = 0, []
+    for saved, live in zip(groups, optimizer.param_groups):
+        count = len(live["params"])
+        settings.append({**_settings(saved, live), "params": list(range(start, start + count))})
+        start += count
+    optimizer.load_state_dict({"state": fresh, "param_groups": settings})
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        for key, parameter in owners.items():
+            _put_back_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
+
+
+def _settings(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's saved settings; tuples that went through JSON become tuples again, live extras stay."""
+    result = {name: value for name, value in live.items() if name not in ("params", "param_names")}
+    for name, value in saved.items():
+        if name in ("params", "param_names"):
+            continue
+        if isinstance(live.get(name), tuple) and isinstance(value, list):
+            value = tuple(value)
+        result[name] = value.clone() if isinstance(value, Tensor) else value
+    if "param_names" in live:
+        result["param_names"] = live["param_names"]
+    return result
+
+
+def _copy_for(value: Any, parameter: Tensor, name: Any) -> Any:
+    """Return a copy of a state value where its parameter is: on its device, and sharded as it is if of its shape."""
+    if isinstance(value, dict):
+        return {key: _copy_for(item, parameter, key) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy_for(item, parameter, None) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and (is_dtensor(value) or is_dtensor(parameter)):
+        return fit_tensor(value, parameter).clone()
+    return value.clone() if name == "step" else value.to(parameter.device, copy=True)
+
+
+def _put_back_types(state: dict[Any, Any], fresh: Mapping[Any, Any]) -> None:
+    for name, value in fresh.items():
+        current = state.get(name)
+        if (
+            isinstance(value, Tensor)
+            and isinstance(current, torch.Tensor)
+            and current.dtype != value.dtype
+            and name != "step"
+        ):
+            state[name] = value

@@ -1,0 +1,96 @@
+"""The plugins of a State: saved with name and settings, restored by name.
+
+A run may be continued with another set of guests: a new progress bar has no saved state, and a removed one leaves its
+state behind. Both are said in a warning. Only an algorithm without which the saved model cannot be loaded is
+required.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.context.codec import join_path
+from drivetrain.context.kinds import Kind, Restore, keep
+
+if TYPE_CHECKING:
+    from drivetrain.context.loading import Loading
+    from drivetrain.context.saving import Saving
+
+
+class PluginsKind(Kind):
+    """A list or tuple of plugins, matched by class name and order of appearance."""
+
+    name = "plugins"
+    saves_itself = True
+
+    def save(self, item: Any, saving: "Saving", path: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": type(plugin).__name__,
+                "config": saving.pack(_config(plugin), join_path(path, name)),
+                "state": saving.pack(_state(plugin), join_path(path, name)),
+                "required": _is_required(plugin),
+            }
+            for name, plugin in _numbered(item)
+        ]
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        entries = dict(_numbered_names([entry["name"] for entry in saved], saved))
+        live = dict(_numbered(item))
+        for name, plugin in live.items():
+            where = join_path(path, name)
+            if name in entries:
+                if hasattr(plugin, "load_state_dict"):
+                    loading.try_to_load(
+                        where, plugin, loading.unpack(entries[name]["state"], lambda p=plugin: _state(p))
+                    )
+            elif _state(plugin):
+                _warn(f"{where} is new: there is no saved state for it, and it starts afresh.")
+        for name, entry in entries.items():
+            if name in live:
+                continue
+            if entry.get("required"):
+                loading.note(
+                    "unexpected",
+                    join_path(path, name),
+                    f"the saved model was made with it. Add {entry['name']}(**{entry['config']}) again before loading",
+                )
+            elif entry["state"]:
+                _warn(
+                    f"{join_path(path, name)} was saved with a state, but is not part of this run: its state is not used."
+                )
+        return keep(item)
+
+    def saved_as(self, item: Any) -> str:
+        return "name, settings and state of each"
+
+    def describe(self, item: Any) -> str:
+        return ", ".join(type(plugin).__name__ for plugin in item) or "none"
+
+
+def _numbered(plugins: Any) -> list[tuple[str, Any]]:
+    return _numbered_names([type(plugin).__name__ for plugin in plugins], list(plugins))
+
+
+def _numbered_names(names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
+    """Pair values with unique names: `EMA`, `EMA#2`, ..."""
+    result = []
+    for index, (name, value) in enumerate(zip(names, values)):
+        count = names[: index + 1].count(name)
+        result.append((name if count == 1 else f"{name}#{count}", value))
+    return result
+
+
+def _config(plugin: Any) -> dict[str, Any]:
+    return plugin.config() if hasattr(plugin, "config") else {}
+
+
+def _state(plugin: Any) -> Any:
+    return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
+
+
+def _is_required(plugin: Any) -> bool:
+    return bool(getattr(plugin, "required_on_load", lambda: False)())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

@@ -1,0 +1,62 @@
+"""Taking the state of a Context: one walk, in which items with state of their own are asked for it."""
+
+import warnings
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.context.codec import Packer
+from drivetrain.context.optimizers import Names, parameter_names
+from drivetrain.context.table import kind_of
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.runtime.ranks import is_master
+
+if TYPE_CHECKING:
+    from drivetrain.context.context import Context
+
+
+class Saving:
+    """One `state_dict()` in progress; `full` gathers sharded tensors on the CPU of rank 0."""
+
+    def __init__(self, root: "Context", full: bool = False):
+        self._root = root
+        self._packer = Packer(self._special, _gathered if full else torch.Tensor.detach)
+        self.pack = self._packer.pack
+
+    @cached_property
+    def parameter_names(self) -> Names:
+        """Names of all parameters in the Context, by identity."""
+        return parameter_names(self._root)
+
+    def save_named(self, context: "Context", name: str, item: Any, path: str) -> Any:
+        """Save one item of a Context, in the way the Context has for that name."""
+        kind = context._own_kind(name, item)
+        return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
+
+    def warn_unknown(self, path: str, item: Any) -> None:
+        """Name an object that cannot be saved, once for each Context."""
+        if path in self._root._warned:
+            return
+        self._root._warned = self._root._warned | {path}
+        advice = (
+            "use drivetrain.SmartDataLoader, which knows its place in the data"
+            if isinstance(item, torch.utils.data.DataLoader)
+            else "give it state_dict() and load_state_dict(state)"
+        )
+        warnings.warn(
+            f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if that is meant, "
+            f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore.",
+            stacklevel=2,
+        )
+
+    def _special(self, item: Any, path: str) -> Any:
+        kind = kind_of(item)
+        return kind.save(item, self, path) if kind.saves_itself else NotImplemented
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    full = tensor.detach()
+    if is_dtensor(full):
+        full = full.full_tensor()  # type: ignore[attr-defined]
+    return full.cpu() if is_master() else None  # the others only take part

@@ -1,0 +1,247 @@
+"""The State: the Context that a Trainer drives and algorithms change.
+
+Everything an algorithm may look at or replace at an event is a plain attribute here. Fields of one step (batch,
+outputs, loss, timings) are transient: never saved, never moved. Time is kept by `clock`, whose counters the loop
+advances; `timestamp` is a picture of it. Randomness of algorithms comes from `rng(name)`: one generator for each
+name, different on each rank, saved and restored.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from drivetrain.context.batch import BatchKey, batch_get, batch_set
+from drivetrain.context.context import Context
+from drivetrain.context.held import GeneratorsKind, HeldKind
+from drivetrain.context.kinds import Kind
+from drivetrain.context.plugins import PluginsKind
+from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import derive_seed
+
+_PLUGINS, _HELD, _GENERATORS = PluginsKind(), HeldKind(), GeneratorsKind()
+
+
+class State(Context):
+    """A training session with a clock, plugins and the parts of the present step.
+
+    >>> state = State(model=torch.nn.Linear(2, 1), rank_zero_seed=1, max_duration="2ep", epoch_notes=[])
+    >>> state.set_dataloader(range(4), "train")
+    >>> state.clock.next_batch(samples=8)
+    >>> state.get_elapsed_duration(), state.timestamp.sample
+    (Time(0.125, TimeUnit.DURATION), 8)
+    """
+
+    transient: ClassVar[frozenset[str]] = frozenset(
+        [
+            "batch",
+            "outputs",
+            "loss",
+            "losses",
+            "batch_output",
+            "total_loss_dict",
+            "metric_outputs",
+            "sample_index",
+            "step",
+            "is_intermediate",
+            "timings",
+            "dataloader",
+            "dataloader_label",
+            "profiler",
+            "make_optimizer",
+            "previous_timestamp",
+            "eval_timestamp",
+            "predict_timestamp",
+        ]
+    )
+    # Settings of this run, not state of the session: a resumed run brings its own.
+    _excluded = frozenset(
+        [
+            "run_name",
+            "evaluators",
+            "precision",
+            "precision_config",
+            "accumulation_steps",
+            "device_train_microbatch_size",
+            "auto_microbatching",
+            "dataset_resumption",
+        ]
+    )
+    _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
+    _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
+
+    batch: Any
+    outputs: Any
+    loss: Any
+    losses: Any
+    batch_output: Any
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None
+    """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        rank_zero_seed: int | None = None,
+        run_name: str = "",
+        device: torch.device | str | None = None,
+        max_duration: TimeLike | None = None,
+        *,
+        seed: int | None = None,
+        optimizers: Any = (),
+        schedulers: Any = (),
+        dataloader_len: TimeLike | None = None,
+        **items: Any,
+    ):
+        self.model, self.loss_fn = model, None
+        self.optimizers, self.schedulers, self.scaler = _as_tuple(optimizers), _as_tuple(schedulers), None
+        self.rank_zero_seed, self.run_name = (rank_zero_seed if seed is None else seed), run_name
+        self.clock = Clock()
+        self.generators: dict[str, torch.Generator] = {}
+        self.algorithms: list[Any] = []
+        self.callbacks: list[Any] = []
+        self.device, self.max_duration = device, max_duration
+
+        self.train_dataloader, self.dataset_state, self.evaluators = None, None, []
+        self.train_metrics: dict[str, Any] = {}
+        self.eval_metrics: dict[str, Any] = {}
+        self.precision = self.precision_config = self.device_train_microbatch_size = None
+        self.auto_microbatching, self.accumulation_steps = False, 1
+        self.dataset_resumption: dict[str, Any] = {}
+
+        self.batch = self.outputs = self.loss = self.losses = self.batch_output = None
+        self.total_loss_dict: dict[str, Any] = {}
+        self.metric_outputs = self.sample_index = self.timings = self.profiler = self.make_optimizer = None
+        self.step, self.is_intermediate = 0, False
+        self.dataloader = self.dataloader_label = None
+        self.previous_timestamp: Timestamp | None = None
+        self.eval_timestamp, self.predict_timestamp = Timestamp(), Timestamp()
+        super().__init__(**items)
+        self.dataloader_len = dataloader_len
+
+    # Time.
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The present moment, as a value that stays."""
+        return self.clock.snapshot()
+
+    @property
+    def max_duration(self) -> Time | None:
+        """When the run ends; a string such as `"10ep"` is understood, a bare number counts epochs."""
+        return self._max_duration
+
+    @max_duration.setter
+    def max_duration(self, value: TimeLike | None) -> None:
+        self._max_duration = None if value is None else ensure_time(value, TimeUnit.EPOCH)
+
+    def get_elapsed_duration(self) -> Time | None:
+        """Return how much of the run lies behind, as a fraction (`dur`), or None when its length is not known."""
+        fraction = elapsed_duration(self.clock, self._max_duration, self._batches_per_epoch)
+        return None if fraction is None else Time(fraction, TimeUnit.DURATION)
+
+    def stop_training(self) -> None:
+        """End the run after the present batch."""
+        self.max_duration = Time(self.clock.batch, TimeUnit.BATCH)
+
+    # Data.
+
+    _dataloader_len: Time | None = None
+    _batches_per_epoch: int | None = None
+
+    @property
+    def dataloader_len(self) -> Time | None:
+        """The length of the present loader in batches, or None when it is not known."""
+        return self._dataloader_len
+
+    @dataloader_len.setter
+    def dataloader_len(self, value: TimeLike | None) -> None:
+        self._dataloader_len = None if value is None else ensure_time(value, TimeUnit.BATCH)
+        if self.dataloader_label in (None, "train"):  # the fraction of an epoch is measured in training batches
+            self._batches_per_epoch = None if self._dataloader_len is None else int(self._dataloader_len)
+
+    def set_dataloader(
+        self, dataloader: Any = None, dataloader_label: str | None = None, dataloader_len: TimeLike | None = None
+    ) -> None:
+        """Say which loader the loop reads now; its length is asked for unless given."""
+        self.dataloader = dataloader
+        self.dataloader_label = None if dataloader is None else dataloader_label
+        if dataloader is None:
+            self._dataloader_len = None
+        else:
+            self.dataloader_len = _length(dataloader) if dataloader_len is None else dataloader_len
+
+    def batch_get_item(self, key: BatchKey) -> Any:
+        """Return a part of the present batch; `drivetrain.context.batch` says what a key can be."""
+        return batch_get(self.batch, key)
+
+    def batch_set_item(self, key: BatchKey, value: Any) -> None:
+        """Replace a part of the present batch."""
+        self.batch = batch_set(self.batch, key, value)
+
+    @property
+    def output(self) -> Any:
+        """Another name for `outputs`."""
+        return self.outputs
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self.outputs = value
+
+    # Device and randomness.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the session is; setting it moves nothing, `to` does."""
+        return super().device
+
+    @device.setter
+    def device(self, value: torch.device | str | None) -> None:
+        self._device = None if value is None else choose_device(value)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run, the same on all ranks; without one given, the experiment's or torch's."""
+        if self.rank_zero_seed is None:
+            run = current_run()
+            self.rank_zero_seed = torch.initial_seed() if run is None else run.seed
+        return self.rank_zero_seed
+
+    @seed.setter
+    def seed(self, value: int | None) -> None:
+        self.rank_zero_seed = value
+
+    def rng(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
+        """Return the generator of that name on a device: made on first use, different on each rank, saved and restored."""
+        kind = device if device == "cpu" else torch.device(device).type
+        key = name if kind == "cpu" else f"{name}@{kind}"
+        generator = self.generators.get(key)
+        if generator is None or generator.device.type != kind:
+            generator = torch.Generator(device=device).manual_seed(derive_seed(self.seed, name, get_rank()))
+            self.generators[key] = generator
+        return generator
+
+    def _seed(self) -> int:
+        self.rank_zero_seed = broadcast_from_master(self.seed)
+        return self.rank_zero_seed
+
+    def _own_kind(self, name: str, item: Any) -> Kind | None:
+        if name in self._holders and (item is None or isinstance(item, list | tuple)):
+            return _HELD
+        return self._kinds.get(name)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):  # an iterable dataset has no length
+        return None

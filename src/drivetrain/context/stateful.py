@@ -1,0 +1,275 @@
+"""Items with state of their own: modules, optimizers, nested Contexts, and objects with `state_dict` and
+`load_state_dict`.
+
+They stay the same objects through a load: what is restored is inside them. Objects of the last kind (schedulers,
+scalers, metrics, loaders, recorders) take part by structure alone: `.to(device)`, `.ddp()`, `state_dict()`,
+`load_state_dict(state)`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.context.codec import NOT_STATE, join_path, with_metadata
+from drivetrain.context.coders import tag_of
+from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.context.optimizers import fit_optimizer, save_optimizer
+from drivetrain.context.values import ask
+from drivetrain.core.errors import DeviceError, DistributedError
+from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.wrapping import (
+    clean_state_dict,
+    load_clean_state_dict,
+    shard_fully,
+    unwrap,
+    wrap_ddp,
+    wrapping_of,
+)
+
+if TYPE_CHECKING:
+    from drivetrain.context.loading import Loading
+    from drivetrain.context.saving import Saving
+    from drivetrain.context.transforms import DataParallel, Move, Shard
+
+
+class ModuleKind(Kind):
+    """Modules, wrapped or bare; their state has the names of the user's own module."""
+
+    name = "module"
+    saves_itself = True
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, nn.Module)
+
+    def has_state(self, item: nn.Module) -> bool:
+        return len(item.state_dict(keep_vars=True)) > 0
+
+    def device(self, item: nn.Module) -> torch.device | None:
+        return next((tensor.device for tensor in (*item.parameters(), *item.buffers())), None)
+
+    def describe(self, item: nn.Module) -> str:
+        return type(unwrap(item)).__name__
+
+    def wrapper(self, item: nn.Module) -> str | None:
+        return "DDP" if isinstance(item, DistributedDataParallel) else wrapping_of(item)
+
+    def saved_as(self, item: nn.Module) -> str:
+        count = len(item.state_dict(keep_vars=True))
+        return f"own state, {count} entries" if count else "own state, empty"
+
+    def check_move(self, item: nn.Module, device: torch.device, path: str) -> None:
+        """Refuse a move that a distributed module cannot make."""
+        here = self.device(item)
+        if here is not None and here.type != device.type and any(map(is_fully_sharded, item.modules())):
+            raise DeviceError(
+                f"{path} is sharded over {here.type} devices and cannot move to {str(device)!r}. Take state_dict(full=True) and load "
+                "it into a Context that is not sharded."
+            )
+        shell = _ddp_shell(item)
+        if shell is not None and device.type not in _device_types(shell.process_group):
+            raise DistributedError(
+                f"{path} is in DDP, and the process group ({dist.get_backend(shell.process_group)}) does not serve {device.type} "
+                "devices, so it cannot be wrapped there. Start the group with init_distributed(backend='cpu:gloo,cuda:nccl')."
+            )
+
+    def move(self, item: nn.Module, job: "Move") -> nn.Module:
+        if all(tensor.device == job.device for tensor in (*item.parameters(), *item.buffers())):
+            return item
+        shell = _ddp_shell(item)
+        bare = unwrap(item, keep_compile=True).to(job.device) if shell is not None else item.to(job.device)
+        # The buckets of DDP belong to the old device, so it is built anew.
+        return bare if shell is None else wrap_ddp(bare, **vars(shell).get("_wrap_settings", {}))
+
+    def ddp(self, item: nn.Module, job: "DataParallel") -> nn.Module:
+        if any(map(is_fully_sharded, item.modules())):
+            return item  # sharding averages gradients already
+        return wrap_ddp(item, **job.settings)
+
+    def fsdp(self, item: nn.Module, job: "Shard") -> nn.Module:
+        if next(item.parameters(), None) is None:
+            return item
+        shell = unwrap(item, keep_compile=True)
+        shard_fully(shell, job.mesh, **job.settings)  # in place, so torch.compile's shell stays on
+        return shell
+
+    def save(self, item: nn.Module, saving: "Saving", path: str) -> Any:
+        return saving.pack(clean_state_dict(item), path)
+
+    def fit(self, item: nn.Module, saved: Any, loading: "Loading", path: str) -> Restore:
+        if not isinstance(saved, Mapping) or tag_of(saved) is not None:
+            return loading.unfit(path, item, saved, "expected the state of a module")
+        state = with_metadata(loading.unpack(saved), saved)
+        for fault, name, reason in module_faults(item, state):
+            loading.note(fault, join_path(path, name), reason)
+        loading.modules.append(lambda: load_clean_state_dict(item, state, strict=loading.strict))
+        return keep(item)
+
+
+def _ddp_shell(module: nn.Module) -> DistributedDataParallel | None:
+    return next((part for part in module.modules() if isinstance(part, DistributedDataParallel)), None)
+
+
+def _device_types(group: Any) -> set[str]:
+    return {device.type for device in group._device_types}
+
+
+def module_faults(module: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what does not fit as (list, name, reason), by the rules of `load_clean_state_dict`, loading nothing."""
+    from drivetrain.module.clean_state import _fits, _loaded_in_own_way, _unfitting, _without_prefixes
+
+    bare = unwrap(module)
+    live = clean_state_dict(bare)
+    given = _without_prefixes(state, dict.fromkeys(live, ""))
+    is_own_business, may_reshape = _loaded_in_own_way(bare)
+    faults = [("missing", name, "") for name in live if name not in given and not is_own_business(name)]
+    faults += [("unexpected", name, "") for name in given if name not in live and not is_own_business(name)]
+    for name in given:
+        if name in live and not _fits(given[name], live[name]) and not may_reshape(name):
+            faults.append(("unfitting", name, _unfitting(name, given[name], live[name]).partition(": ")[2]))
+    return faults
+
+
+class OptimizerKind(Kind):
+    """Optimizers: their state follows their parameters."""
+
+    name = "optimizer"
+    saves_itself = True
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, Optimizer)
+
+    def has_state(self, item: Optimizer) -> bool:
+        return True
+
+    def saved_as(self, item: Optimizer) -> str:
+        return f"torch form with parameter names, {len(item.param_groups)} group{'s' * (len(item.param_groups) != 1)}"
+
+    def move(self, item: Optimizer, job: "Move") -> Optimizer:
+        job.followers.append(item)
+        return item
+
+    def fsdp(self, item: Optimizer, job: "Shard") -> Optimizer:
+        job.followers.append(item)
+        return item
+
+    def save(self, item: Optimizer, saving: "Saving", path: str) -> Any:
+        return saving.pack(save_optimizer(item, saving.parameter_names), path)
+
+    def fit(self, item: Optimizer, saved: Any, loading: "Loading", path: str) -> Restore:
+        if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+            return loading.unfit(path, item, saved, "expected the state of an optimizer")
+        problems, load = fit_optimizer(item, loading.unpack(saved), loading.parameter_names)
+        for problem in problems:
+            loading.unfit(path, item, saved, problem)
+        if not problems:
+            loading.optimizers.append(load)
+        return keep(item)
+
+
+class ContextKind(Kind):
+    """A Context inside another one."""
+
+    name = "context"
+    is_container = True
+    saves_itself = True
+
+    def holds(self, item: Any) -> bool:
+        from drivetrain.context.context import Context
+
+        return isinstance(item, Context)
+
+    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+        return item._items().items()
+
+    def rebuild(self, item: Any, change: Callable[[Any], Any]) -> Any:
+        for name, child in item._items().items():
+            changed = change(child)
+            if changed is not child:
+                setattr(item, name, changed)
+        return item
+
+    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+        return {
+            name: saving.save_named(item, name, child, join_path(path, name))
+            for name, child in item._saved_items().items()
+        }
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        if not isinstance(saved, Mapping) or tag_of(saved) is not None:
+            return loading.unfit(path, item, saved, "expected a mapping of names to states")
+        live = item._saved_items()
+        restores = {}
+        for name, child in live.items():
+            where = join_path(path, name)
+            if name in saved:
+                restores[name] = loading.fit_named(item, name, child, saved[name], where)
+            elif not loading.is_stateless(child):
+                loading.note("missing", where)
+        for name, state in saved.items():
+            if name not in live and name not in item._excluded and tag_of(state) != NOT_STATE:
+                loading.note("unexpected", join_path(path, name), valid=live)
+
+        def restore() -> Any:
+            for name, put in restores.items():
+                restored = put()
+                if restored is not live[name]:
+                    setattr(item, name, restored)
+            return item
+
+        return restore
+
+
+class ObjectKind(Kind):
+    """Any other object with `state_dict` and `load_state_dict`."""
+
+    name = "object"
+    saves_itself = True
+
+    def holds(self, item: Any) -> bool:
+        load = None if isinstance(item, type) else getattr(item, "load_state_dict", None)
+        # A class method makes a new object, as Timestamp's does; such an item is a value and has no state to restore.
+        return (
+            callable(load)
+            and callable(getattr(item, "state_dict", None))
+            and not isinstance(getattr(load, "__self__", None), type)
+        )
+
+    def has_state(self, item: Any) -> bool:
+        return True
+
+    def saved_as(self, item: Any) -> str:
+        return "own state_dict"
+
+    def device(self, item: Any) -> torch.device | None:
+        device = getattr(item, "device", None)
+        return device if isinstance(device, torch.device) else None
+
+    def move(self, item: Any, job: "Move") -> Any:
+        self._follow(item, job)
+        return ask(item, "to", job.device)
+
+    def ddp(self, item: Any, job: "DataParallel") -> Any:
+        return ask(item, "ddp")
+
+    def fsdp(self, item: Any, job: "Shard") -> Any:
+        self._follow(item, job)
+        return ask(item, "ddp")
+
+    def _follow(self, item: Any, job: "Move | Shard") -> None:
+        """A scheduler or the like may be the only one to hold an optimizer."""
+        optimizer = getattr(item, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            job.followers.append(optimizer)
+
+    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+        return saving.pack(item.state_dict(), path)
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        state = loading.unpack(saved, item.state_dict)
+        loading.try_to_load(path, item, state)
+        return keep(item)

@@ -1,0 +1,62 @@
+"""The list of kinds, and the one place where an item's kind is found."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from drivetrain.context.codec import PLAIN, join_path
+from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
+from drivetrain.context.kinds import Kind
+from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, OptimizerKind
+from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
+
+PLAIN_KIND, MODULE_KIND, OTHER_KIND = PlainKind(), ModuleKind(), OtherKind()
+KINDS: tuple[Kind, ...] = (
+    ContextKind(),
+    MODULE_KIND,
+    OptimizerKind(),
+    TensorKind(),
+    GeneratorKind(),
+    CodedKind(),
+    PLAIN_KIND,
+    ObjectKind(),  # before the containers: a dict or dataclass that saves itself is asked to
+    NamedTupleKind(),
+    DataclassKind(),
+    DictKind(),
+    ListKind(),
+    TupleKind(),
+    SetKind(),
+    OTHER_KIND,
+)
+"""In the order they are asked."""
+
+
+def kind_of(item: Any) -> Kind:
+    """Return the handler of an item."""
+    if type(item) in PLAIN:
+        return PLAIN_KIND
+    return next(kind for kind in KINDS if kind.holds(item))
+
+
+def everything(item: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Kind, Any]]:
+    """Yield path, kind and value of an item and of all that is inside it, each object once."""
+    if type(item) in PLAIN:
+        yield path, PLAIN_KIND, item
+        return
+    seen = set() if seen is None else seen
+    if id(item) in seen:
+        return
+    seen.add(id(item))
+    kind = kind_of(item)
+    yield path, kind, item
+    for name, child in kind.children(item):
+        yield from everything(child, join_path(path, name), seen)
+
+
+def walk(item: Any) -> Iterator[tuple[str, Kind, Any]]:
+    """Yield path, kind and value of all that is inside an item and is no container."""
+    return (entry for entry in everything(item) if not entry[1].is_container)
+
+
+def holds_state(item: Any) -> bool:
+    """Say whether something with state of its own is in an item."""
+    return any(kind.has_state(part) for _, kind, part in everything(item))

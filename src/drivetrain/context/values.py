@@ -1,0 +1,271 @@
+"""Items that are values: numbers, text, tensors, arrays, paths, enums, dates, generators, and what has no state at all.
+
+A value is replaced by the saved one; where other objects may hold on to it (a tensor, an array, a generator) it is
+written in place instead.
+"""
+
+import functools
+import random
+import types
+from enum import Enum
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drivetrain.context.codec import NOT_STATE, PLAIN
+from drivetrain.context.coders import enum_member, random_state, tag_of, tagged, value_coder
+from drivetrain.context.kinds import Kind, Restore
+from drivetrain.context.moving import move_tensor
+from drivetrain.module.distributed_tensors import fit_tensor
+
+if TYPE_CHECKING:
+    from drivetrain.context.loading import Loading
+    from drivetrain.context.saving import Saving
+    from drivetrain.context.transforms import DataParallel, Move
+
+NUMBERS = (bool, int, float, complex)
+
+
+class PlainKind(Kind):
+    """Numbers, strings and None; numpy's scalars count as numbers."""
+
+    name = "plain"
+
+    def holds(self, item: Any) -> bool:
+        if isinstance(item, np.generic):
+            return type(item.item()) in PLAIN
+        return type(item) in PLAIN or (isinstance(item, (*NUMBERS, str)) and not isinstance(item, Enum))
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        if item is None:
+            return loading.build(saved, path)
+        if not _same_family(item, saved):
+            return loading.unfit(path, item, saved)
+        if isinstance(item, np.generic) and isinstance(saved, NUMBERS):
+            return lambda: type(item)(saved)  # type: ignore[call-arg]
+        return lambda: saved
+
+
+def _same_family(item: Any, saved: Any) -> bool:
+    """Numbers interchange, tensors of one element among them: a best loss often begins as `inf` and becomes a tensor."""
+    if isinstance(item, (*NUMBERS, np.number, np.bool_)):
+        return isinstance(saved, NUMBERS) or (isinstance(saved, Tensor) and saved.numel() == 1)
+    return type(saved) is str
+
+
+class TensorKind(Kind):
+    """Tensors and parameters that are items themselves."""
+
+    name = "tensor"
+
+    def holds(self, item: Any) -> bool:
+        return isinstance(item, Tensor)
+
+    def move(self, item: Tensor, job: "Move") -> Tensor:
+        return move_tensor(item, job.device)
+
+    def device(self, item: Tensor) -> torch.device:
+        return item.device
+
+    def describe(self, item: Tensor) -> str:
+        return f"{type(item).__name__} {tuple(item.shape)}"
+
+    def fit(self, item: Tensor, saved: Any, loading: "Loading", path: str) -> Restore:
+        if not isinstance(saved, Tensor):
+            return (
+                (lambda: saved)
+                if item.numel() == 1 and isinstance(saved, NUMBERS)
+                else loading.unfit(path, item, saved)
+            )
+        return lambda: restore_tensor(item, saved)
+
+
+@torch.no_grad()
+def restore_tensor(item: Tensor, saved: Tensor) -> Tensor:
+    """Copy a saved tensor into the live one, or return a new one where it does not fit; a trained leaf stays itself."""
+    saved = fit_tensor(saved.detach(), item)
+    leaf = isinstance(item, nn.Parameter) or (item.requires_grad and item.is_leaf)
+    if (
+        item.shape == saved.shape
+        and item.dtype == saved.dtype
+        and (leaf or not item.requires_grad)
+        and _is_writable(item)
+    ):
+        return item.copy_(saved)
+    fresh = saved.to(item.device, copy=True)
+    if not leaf:
+        return fresh
+    item.grad = None
+    item.data = fresh
+    return item
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    # An expanded tensor shows one number in many places, and torch guards tensors made in inference mode.
+    return 0 not in tensor.stride() and not tensor.is_inference()
+
+
+class CodedKind(Kind):
+    """Values the codec has a tag for: arrays, paths, enums, dates, dtypes, devices, sizes, ranges."""
+
+    name = "value"
+
+    def holds(self, item: Any) -> bool:
+        return value_coder(item) is not None
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        coder = value_coder(item)
+        assert coder is not None
+        if type(saved) is type(item):
+            return lambda: saved
+        if tag_of(saved) != coder.tag:
+            return loading.unfit(path, item, saved)
+        if isinstance(item, Enum):
+            member = enum_member(type(item), saved["value"])
+            return lambda: member
+        value = loading.unpack(saved)
+        if isinstance(item, PurePath):
+            return lambda: type(item)(value)
+        if isinstance(item, np.ndarray):
+            return lambda: _restore_array(item, value)
+        return lambda: value
+
+
+def _restore_array(item: np.ndarray, value: np.ndarray) -> np.ndarray:
+    if item.shape != value.shape or item.dtype != value.dtype or not item.flags.writeable:
+        return value
+    item[...] = value
+    return item
+
+
+class GeneratorKind(Kind):
+    """Random generators of torch, numpy and Python; they are restored in place, because others hold on to them."""
+
+    name = "generator"
+
+    def holds(self, item: Any) -> bool:
+        coder = value_coder(item)
+        return coder is not None and coder.tag in _RESTORERS
+
+    def has_state(self, item: Any) -> bool:
+        return True
+
+    def saved_as(self, item: Any) -> str:
+        return "full state"
+
+    def device(self, item: Any) -> torch.device | None:
+        return item.device if isinstance(item, torch.Generator) else None
+
+    def move(self, item: Any, job: "Move") -> Any:
+        if not isinstance(item, torch.Generator) or item.device.type == "cpu" or item.device == job.device:
+            return item  # a generator on the CPU serves draws on the CPU, wherever the model is
+        moved = torch.Generator(device=job.device).manual_seed(item.initial_seed())
+        if item.device.type == job.device.type:
+            moved.set_state(item.get_state())
+        return moved
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        coder = value_coder(item)
+        assert coder is not None
+        if tag_of(saved) != coder.tag:
+            return loading.unfit(path, item, saved)
+        content = loading.unpack(saved["value"])
+        problem = _generator_problem(item, content)
+        if problem is not None:
+            return loading.unfit(path, item, saved, problem)
+
+        def restore() -> Any:
+            _RESTORERS[coder.tag](item, content)
+            return item
+
+        return restore
+
+
+def _generator_problem(item: Any, content: dict[str, Any]) -> str | None:
+    """Say why a saved state cannot go into a live generator, or None."""
+    if isinstance(item, torch.Generator) and torch.device(content["device"]).type != item.device.type:
+        return f"saved from a generator on {content['device']}, this one is on {item.device}"
+    bits = getattr(item, "bit_generator", None)
+    if bits is not None and content["bit_generator"] != type(bits).__name__:
+        return f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
+    return None
+
+
+def _restore_torch(item: torch.Generator, content: dict[str, Any]) -> None:
+    item.manual_seed(content["seed"])  # a CPU generator's state does not hold the number that initial_seed() returns
+    item.set_state(content["state"].cpu())
+
+
+def _restore_numpy(item: Any, content: dict[str, Any]) -> None:
+    item.bit_generator.state = content
+
+
+def _restore_numpy_legacy(item: Any, content: dict[str, Any]) -> None:
+    item.set_state(content)
+
+
+def _restore_random(item: random.Random, content: dict[str, Any]) -> None:
+    item.setstate(random_state(content))
+
+
+_RESTORERS = {
+    "generator": _restore_torch,
+    "numpy_generator": _restore_numpy,
+    "numpy_random_state": _restore_numpy_legacy,
+    "random": _restore_random,
+}
+
+
+class OtherKind(Kind):
+    """Functions, classes, datasets and unknown objects: they may move themselves, and have no state."""
+
+    name = "other"
+    saves_itself = True
+
+    def holds(self, item: Any) -> bool:
+        return True
+
+    def move(self, item: Any, job: "Move") -> Any:
+        return ask(item, "to", job.device)
+
+    def ddp(self, item: Any, job: "DataParallel") -> Any:
+        return ask(item, "ddp")
+
+    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+        if not is_known_stateless(item):
+            saving.warn_unknown(path, item)
+        return tagged(NOT_STATE, None)
+
+    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+        return loading.unfit(path, item, saved, "it has no state_dict and load_state_dict to take a state")
+
+    def saved_as(self, item: Any) -> str:
+        return "no (not state)" if is_known_stateless(item) else "no (has no state_dict and load_state_dict)"
+
+
+_STATELESS = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+    torch.utils.data.Dataset,
+)
+
+
+def is_known_stateless(item: Any) -> bool:
+    """Say whether nobody expects state of an item: functions, classes, modules of code, datasets."""
+    return isinstance(item, _STATELESS)
+
+
+def ask(item: Any, verb: str, *args: Any) -> Any:
+    """Let an object do something itself if it has a method for it; a method that returns nothing worked in place."""
+    method = None if isinstance(item, type) else getattr(item, verb, None)
+    if not callable(method):
+        return item
+    result = method(*args)
+    return item if result is None else result

@@ -1,0 +1,247 @@
+"""From a plugin to what it does at each event: which of its methods means the event, and how that is called.
+
+Every choice is made here, once, when the engine takes its plugins: the spelling, the arguments a method names, whether
+`match` has to be asked. What is left for the loop is a callable without arguments.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
+from drivetrain.core.spelling import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, spellings
+
+_BASES: frozenset[type] = frozenset({object, Plugin, Algorithm, Callback})
+_OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
+_HOOK_NAMES = (*EVENT_OF_HOOK, *OCCASIONAL_HOOKS)
+_EVENT_NAMES = tuple(event.value for event in Event)
+_CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """One plugin at one event."""
+
+    plugin: Any
+    event: Event
+    name: str
+    phase: Phase
+    act: Callable[[], Any]
+    """What it does; for `apply` the value returned is the exit code."""
+    wants_to: Callable[[], bool] | None = None
+    """Its `match`, where that must be asked each time."""
+
+    def call(self) -> Callable[[], Any]:
+        """Return the one callable that asks, if it must, and acts."""
+        if self.wants_to is None:
+            return self.act
+        wants_to, act = self.wants_to, self.act
+        return lambda: act() if wants_to() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What guests are called with."""
+
+    state: Any
+    logger: Logger
+    host: Any
+
+
+def phase_of(plugin: Any) -> Phase:
+    """Return the phase of an event in which `plugin` runs; of strangers, whoever has `apply` is an algorithm."""
+    phase = getattr(plugin, "phase", "algorithm" if hasattr(plugin, "apply") else "callback")
+    if phase not in PHASES:
+        raise ConfigError(f"{plugin_name(plugin)}.phase is {phase!r}; expected one of {', '.join(PHASES)}.")
+    return phase
+
+
+def check_plugin(plugin: Any) -> None:
+    """Refuse what cannot be a guest: a class, one that attends no event, one with a mistyped or ill-formed method."""
+    if isinstance(plugin, type):
+        raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
+    phase_of(plugin)
+    _check_events(plugin)
+    _check_spelling(plugin)
+    if _defines(plugin, "match"):
+        _check_form(plugin, "match", ("event", "state"))
+    if _defines(plugin, "apply"):
+        _check_form(plugin, "apply", ("event", "state", "logger"))
+    if _defines(plugin, "close") and _parameters(plugin, "close"):
+        _check_form(plugin, "close", ("state", "logger"))
+    for member in getattr(plugin, "members", ()):
+        check_plugin(member)
+    if not _attends_anything(plugin):
+        raise ConfigTypeError(
+            f"{plugin_name(plugin)} attends no event. Declare `events` or `match(self, event, state)` and define "
+            "`apply(self, event, state, logger)`, or define a method named after an event: "
+            "`batch_end(self, state, logger)`, `on_train_epoch_end(self, trainer)`."
+        )
+
+
+def guests_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Guest]:
+    """Yield what `plugin` does at `event`: its `apply`, its `run_event`, its method of that name."""
+    name, phase, state, logger = plugin_name(plugin), phase_of(plugin), around.state, around.logger
+    make = partial(Guest, plugin=plugin, event=event, name=name, phase=phase)
+    if _defines(plugin, "apply") and subscribes(plugin, event):
+        asks = partial(plugin.match, event, state) if _defines(plugin, "match") else None
+        yield make(act=partial(plugin.apply, event, state, logger), wants_to=asks)
+    method = method_for(plugin, event)
+    if _defines(plugin, "run_event"):
+        yield make(act=partial(plugin.run_event, event, state, logger))
+        if method == event.value:  # reached through run_event of the base, if the callback wishes
+            return
+    if method is None:
+        return
+    if method == event.value:
+        _check_form(plugin, method, ("state", "logger"))
+        yield make(act=partial(getattr(plugin, method), state, logger))
+    else:
+        yield make(act=_hook_call(plugin, method, SPELLINGS[event].arguments, around))
+
+
+def subscribes(plugin: Any, event: Event) -> bool:
+    """Say whether `apply` may run at `event`; a plugin that declares only `match` may run anywhere."""
+    events = getattr(plugin, "events", ())
+    return event in events if events else _defines(plugin, "match")
+
+
+def method_for(plugin: Any, event: Event) -> str | None:
+    """Return the method that means `event`, or None; of several spellings the most derived class decides."""
+    owner, found = _find(plugin, spellings(event))
+    if event.value in found and "_" not in event.value and not _has_form(plugin, event.value, ("state", "logger")):
+        found.remove(event.value)  # `init` and `stop` are ordinary words: with other arguments they are helpers
+    if owner is type(plugin) and len({id(vars(owner)[name]) for name in found}) > 1:
+        raise ConfigError(
+            f"{plugin_name(plugin)} defines {event.name} twice, as {' and '.join(found)}. "
+            f"They are spellings of one event: keep {found[0]}."
+        )
+    return found[0] if found else None  # of two inherited from one class, the canonical one
+
+
+def call_named(plugin: Any, name: str, host: Any, arguments: dict[str, Any]) -> None:
+    """Call the plugin's method `name`, if it has one, with the host and those arguments that it names."""
+    if _defines(plugin, name):
+        method = getattr(plugin, name)
+        accepted = _accepted(plugin, name, tuple(arguments))
+        method(host, **{argument: arguments[argument] for argument in accepted})
+
+
+def call_closing(plugin: Any, method: str, arguments: tuple[Any, ...]) -> None:
+    """Call `close` or `post_close`, if there is one; a trainer callback's `close()` takes no arguments."""
+    bound = getattr(plugin, method, None)
+    if bound is not None:
+        bound(*(arguments if inspect.signature(bound).parameters else ()))
+
+
+def _hook_call(plugin: Any, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], Any]:
+    """Return a callable that calls an `on_*` method with the host and the state's present values."""
+    bound, host, state = getattr(plugin, method), around.host, around.state
+    names = _accepted(plugin, method, carried)
+    if not names:
+        return partial(bound, host)
+    return lambda: bound(host, **{name: getattr(state, name) for name in names})
+
+
+def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, ...]:
+    """Return which of the carried arguments the method takes; one that needs others is refused."""
+    form = f"{method}(self, {', '.join(('trainer', *carried, '**kwargs'))})"
+    parameters = _parameters(plugin, method)
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise ConfigTypeError(f"{plugin_name(plugin)}.{method} takes no trainer. Expected the form {form}.")
+    parameters = parameters[1:]
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for parameter in parameters:
+        collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not collects and parameter.name not in named.intersection(carried):
+            near = nearest_name(parameter.name, carried)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigTypeError(
+                f"{plugin_name(plugin)}.{method} needs an argument {parameter.name!r} that this event does not carry."
+                f"{hint} Expected the form {form}."
+            )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return tuple(name for name in carried if takes_all or name in named)
+
+
+def _check_form(plugin: Any, method: str, expected: tuple[str, ...]) -> None:
+    """Refuse a method that cannot be called with the expected arguments, or that names them in another order."""
+    if not _has_form(plugin, method, expected):
+        raise ConfigTypeError(
+            f"{plugin_name(plugin)}.{method}({', '.join(map(str, _parameters(plugin, method)))}) has the wrong form. "
+            f"Expected {method}(self, {', '.join(expected)})."
+        )
+
+
+def _has_form(plugin: Any, method: str, expected: tuple[str, ...]) -> bool:
+    parameters = _parameters(plugin, method)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    try:
+        inspect.Signature(parameters).bind(*expected)
+    except TypeError:
+        return False
+    return all(names.index(name) == place for place, name in enumerate(expected) if name in names)
+
+
+def _check_events(plugin: Any) -> None:
+    for event in getattr(plugin, "events", ()):
+        if event not in _EVENT_NAMES:
+            near = nearest_name(event, _EVENT_NAMES)
+            hint = f" Did you mean Event.{near.upper()}?" if near else ""
+            raise ConfigTypeError(f"{plugin_name(plugin)}.events holds {event!r}; expected members of Event.{hint}")
+
+
+def _check_spelling(plugin: Any) -> None:
+    """Refuse a method whose name nearly is an event's: it would never be called, and nobody would notice."""
+    known = {*_HOOK_NAMES, *_EVENT_NAMES, *getattr(plugin, "custom_events", ())}
+    for owner in type(plugin).__mro__:
+        for method, value in vars(owner).items():
+            if method in known or method in _OWN_NAMES or method.startswith("_") or not _is_method(value):
+                continue
+            # A name that starts with on_ is hardly ever a helper, so it is suspected sooner than a plain one.
+            names, cutoff = (_HOOK_NAMES, 0.8) if method.startswith("on_") else (_EVENT_NAMES, 0.85)
+            near = nearest_name(method, names, cutoff=cutoff)
+            if near is not None:
+                raise ConfigError(
+                    f"{plugin_name(plugin)} defines {method}, which is no event. Did you mean {near}? If it is an "
+                    f"event of your own, list it in the class: custom_events = frozenset({{{method!r}}})."
+                )
+
+
+def _attends_anything(plugin: Any) -> bool:
+    if _defines(plugin, "apply") and any(subscribes(plugin, event) for event in Event):
+        return True
+    # A placeholder counts: a callback that replaces none of its base's methods is idle, not wrong.
+    names = {name for owner in (plugin, *_own_layers(plugin)) for name in getattr(owner, "__dict__", {})}
+    return any(name in _CALLED_BY_NAME or name.startswith("on_") for name in names)
+
+
+def _find(plugin: Any, names: tuple[str, ...]) -> tuple[Any, list[str]]:
+    """Return the most derived layer of `plugin` (itself, its class, a base) that defines some of `names`, and which."""
+    for owner in (plugin, *_own_layers(plugin)):
+        namespace = getattr(owner, "__dict__", {})
+        found = [name for name in names if name in namespace and _is_method(namespace[name])]
+        if found:
+            return owner, found
+    return None, []
+
+
+def _own_layers(plugin: Any) -> tuple[type, ...]:
+    return tuple(owner for owner in type(plugin).__mro__ if owner not in _BASES)
+
+
+def _defines(plugin: Any, method: str) -> bool:
+    return bool(_find(plugin, (method,))[1])
+
+
+def _is_method(value: Any) -> bool:
+    function = getattr(value, "__func__", value)  # what a classmethod or staticmethod wraps
+    return callable(function) and getattr(function, "is_placeholder", False) is not True
+
+
+def _parameters(plugin: Any, method: str) -> list[inspect.Parameter]:
+    return list(inspect.signature(getattr(plugin, method)).parameters.values())

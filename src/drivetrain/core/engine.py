@@ -1,0 +1,295 @@
+"""The engine: one list of guests per event, made once, walked many times.
+
+When plugins are given, the engine checks them, sorts each event's list and turns it into a tuple of callables without
+arguments. `fire` walks that tuple and does nothing else; tracing, timing and strict watching are wrapped around the
+callables when they are switched on, so that nobody pays for them otherwise.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from drivetrain.core.binding import Guest, Surroundings, call_closing, call_named, check_plugin, guests_of, phase_of
+from drivetrain.core.errors import ConfigError, EngineError
+from drivetrain.core.event import Event
+from drivetrain.core.ordering import check_conflicts, order_events
+from drivetrain.core.picture import draw
+from drivetrain.core.plugin import Logger, NullLogger, plugin_name
+from drivetrain.core.watching import watched
+
+AlgorithmPass = Callable[[Sequence[Any], Event], Sequence[Any]]
+PassLike = AlgorithmPass | tuple[AlgorithmPass, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one guest did at one event."""
+
+    name: str = ""
+    event: Event | None = None
+    exit_code: int | None = None
+    order: int | None = None
+    run: bool = False
+
+
+Traces = dict[str, Trace]
+"""What happened at one event: `"guest/event"` to `Trace`, in the order of execution."""
+
+
+_CLOSED = "The engine is closed."
+
+
+class _RunLists(dict[Event, tuple[Callable[[], Any], ...]]):
+    """The callables of every event; an event may also be named by a string."""
+
+    def __missing__(self, event: str) -> tuple[Callable[[], Any], ...]:
+        return self[Event(event)]
+
+
+class _ClosedRunLists(_RunLists):
+    """What a closed engine holds instead."""
+
+    def __missing__(self, event: str) -> tuple[Callable[[], Any], ...]:
+        raise EngineError(f"{_CLOSED} {event} cannot be fired any more.")
+
+
+class Engine:
+    """Runs every guest of an event in order.
+
+    `host` is what trainer callbacks receive as their first argument: the trainer.
+
+    >>> from drivetrain.core.plugin import Algorithm
+    >>> class Halve(Algorithm):
+    ...     events, writes = frozenset({Event.AFTER_LOSS}), ("loss",)
+    ...     def apply(self, event, state, logger): state.loss /= 2
+    >>> from types import SimpleNamespace
+    >>> state = SimpleNamespace(loss=1.0)
+    >>> Engine(state, plugins=[Halve()]).fire(Event.AFTER_LOSS)
+    >>> state.loss
+    0.5
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        logger: Logger | None = None,
+        plugins: Iterable[Any] = (),
+        algorithm_passes: PassLike | Sequence[PassLike] | None = None,
+        strict: bool = False,
+        trace: int = 0,
+        *,
+        host: Any = None,
+    ) -> None:
+        if not isinstance(trace, int) or trace < 0:
+            raise ConfigError(f"trace={trace!r}: expected the number of traces to keep, 0 or more.")
+        self.state = state
+        self.logger: Logger = NullLogger() if logger is None else logger
+        self.host = host
+        self.strict = strict
+        self.traces: deque[Trace] = deque(maxlen=trace)
+        self._timed = False
+        self._measured: dict[tuple[Event, int], list[float]] = {}
+        self._passes: list[AlgorithmPass] = []
+        self._plugins: tuple[Any, ...] = ()
+        self._found: dict[Event, tuple[Guest, ...]] = {}
+        self._guests: dict[Event, tuple[Guest, ...]] = {}
+        self._calls: _RunLists = _RunLists()
+        for one in _pass_list(algorithm_passes):
+            self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
+        self.set_plugins(plugins)
+
+    @property
+    def plugins(self) -> tuple[Any, ...]:
+        """The plugins in the user's order."""
+        return self._plugins
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return isinstance(self._calls, _ClosedRunLists)
+
+    def set_plugins(self, plugins: Iterable[Any]) -> None:
+        """Check the plugins, sort every event's list, and attend with these from the next event on."""
+        self._require_open()
+        plugins = tuple(plugins)
+        for plugin in plugins:
+            check_plugin(plugin)
+        check_conflicts(plugins)
+        around = Surroundings(state=self.state, logger=self.logger, host=self.host)
+        found = {event: {id(plugin): tuple(guests_of(plugin, event, around)) for plugin in plugins} for event in Event}
+        attending = {event: [plugin for plugin in plugins if found[event][id(plugin)]] for event in Event}
+        orders = order_events(plugins, attending)
+        passed = {event: self._pass(order, event) for event, order in orders.items()}
+        self._plugins = plugins
+        self._measured = {key: value for key, value in self._measured.items() if key[1] in map(id, plugins)}
+        self._found = {
+            event: tuple(guest for plugin in passed[event] for guest in found[event][id(plugin)]) for event in Event
+        }
+        self._compile()
+
+    def fire(self, event: Event) -> None:
+        """Let every guest of `event` act: what the loop calls."""
+        for call in self._calls[event]:
+            call()
+
+    def run_event(self, event: Event | str) -> Traces:
+        """Let every guest of `event` act and return what each did."""
+        event = Event(event)
+        self._require_open()
+        traces = Traces()
+        for order, guest in enumerate(self._guests[event]):
+            trace = self._run_traced(guest, order)
+            key, copies = f"{guest.name}/{event}", 1
+            while key in traces:
+                copies += 1
+                key = f"{guest.name}#{copies}/{event}"
+            traces[key] = trace
+        return traces
+
+    def call(self, name: str, **arguments: Any) -> None:
+        """Call the method `name` of every plugin that has it, with the host and those arguments it names.
+
+        This is how hooks outside the loop (`on_exception`) and events of the user's own are called.
+        """
+        self._require_open()
+        for plugin in self._plugins:
+            call_named(plugin, name, self.host, arguments)
+
+    def listens(self, event: Event) -> bool:
+        """Say whether anybody attends `event`."""
+        return bool(self._guests[event])
+
+    def listeners(self, event: Event) -> tuple[Any, ...]:
+        """Return the plugins that attend `event`, in the order in which they run."""
+        return tuple({id(guest.plugin): guest.plugin for guest in self._guests[event]}.values())
+
+    def has_algorithm_for(self, event: Event) -> bool:
+        """Say whether `event` may change the state."""
+        return any(guest.phase == "algorithm" for guest in self._guests[event])
+
+    def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
+        """Add a function `(algorithms, event) -> algorithms` that has the last word on the order; -1 puts it last."""
+        self._require_open()
+        self._insert_pass(algorithm_pass, index)
+        self.set_plugins(self._plugins)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time each guest takes is measured; `explain()` then shows it."""
+        return self._timed
+
+    @timed.setter
+    def timed(self, timed: bool) -> None:
+        self._timed = timed
+        self._compile()
+
+    def explain(self, notes: Mapping[Event, str] | None = None) -> str:
+        """Return the loop as a picture with every guest in place; `notes` adds a line to an event."""
+        return draw(self._guests, self._measured, notes or {})
+
+    def close(self) -> None:
+        """Let every plugin finish; afterwards the engine refuses to work. A second call does nothing."""
+        if not self.is_closed:
+            self._calls = _ClosedRunLists()
+            self.close_plugins()
+
+    def close_plugins(self) -> None:
+        """Let every plugin finish, `close` first and `post_close` when all have closed; the engine goes on working."""
+        errors: list[Exception] = []
+        for method, arguments in (("close", (self.state, self.logger)), ("post_close", ())):
+            for plugin in self._plugins:
+                try:
+                    call_closing(plugin, method, arguments)
+                except Exception as error:  # the others must be closed too; the first error is raised below
+                    errors.append(error)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"Also, while closing: {other!r}")
+            raise errors[0]
+
+    def _compile(self) -> None:
+        """Turn each event's guests into ready callables."""
+        if self.is_closed:
+            return
+        self._guests = {
+            event: tuple(replace(guest, act=self._instrumented(guest)) for guest in guests)
+            for event, guests in self._found.items()
+        }
+        self._calls = _RunLists(
+            (event, tuple(self._call(guest, order) for order, guest in enumerate(guests)))
+            for event, guests in self._guests.items()
+        )
+
+    def _call(self, guest: Guest, order: int) -> Callable[[], Any]:
+        return partial(self._run_traced, guest, order) if self.traces.maxlen else guest.call()
+
+    def _instrumented(self, guest: Guest) -> Callable[[], Any]:
+        """Return what the guest does, timed and watched where that was asked for."""
+        act = guest.act
+        if self._timed:
+            act = _timed(act, self._measured.setdefault((guest.event, id(guest.plugin)), [0.0, 0.0]))
+        if self.strict and guest.phase != "algorithm":
+            act = watched(act, guest, self.state)
+        return act
+
+    def _run_traced(self, guest: Guest, order: int) -> Trace:
+        run = guest.wants_to is None or bool(guest.wants_to())
+        code = guest.act() if run else None
+        exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
+        trace = Trace(guest.name, guest.event, exit_code, order, run)
+        if self.traces.maxlen:
+            self.traces.append(trace)
+            if guest.phase == "algorithm":
+                self.logger.log_metrics({f"algorithm_traces/{guest.name}/{guest.event}": int(run)})
+        return trace
+
+    def _insert_pass(self, algorithm_pass: AlgorithmPass, index: int) -> None:
+        if not callable(algorithm_pass):
+            raise ConfigError(f"{algorithm_pass!r} is no algorithm pass: expected a function (algorithms, event).")
+        self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
+
+    def _pass(self, order: list[Any], event: Event) -> list[Any]:
+        """Let the user's passes rearrange or drop the algorithms of an event."""
+        algorithms: list[Any] = [plugin for plugin in order if phase_of(plugin) == "algorithm"]
+        if not algorithms:
+            return order
+        given = {id(plugin) for plugin in algorithms}
+        for one in self._passes:
+            algorithms = list(one(algorithms, event))
+            kept = [id(plugin) for plugin in algorithms]
+            if len(set(kept)) < len(kept) or not given.issuperset(kept):
+                raise ConfigError(
+                    f"the pass {getattr(one, '__name__', one)!r} returned a plugin twice or one that does not attend "
+                    f"{event.name}: {', '.join(map(plugin_name, algorithms))}."
+                )
+        return [*algorithms, *(plugin for plugin in order if phase_of(plugin) != "algorithm")]
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise EngineError(f"{_CLOSED} Build a new Trainer to run again.")
+
+
+def _timed(act: Callable[[], Any], measured: list[float]) -> Callable[[], Any]:
+    """Return `act` with its calls and seconds added to `measured`; work queued on a device is not waited for."""
+
+    def call() -> Any:
+        start = perf_counter()
+        try:
+            return act()
+        finally:
+            measured[0] += 1
+            measured[1] += perf_counter() - start
+
+    return call
+
+
+def _pass_list(passes: PassLike | Sequence[PassLike] | None) -> list[PassLike]:
+    """Return the accepted forms of `algorithm_passes` as a list: a function, (function, index), or a list of either."""
+    if passes is None:
+        return []
+    if callable(passes) or (isinstance(passes, tuple) and len(passes) == 2 and isinstance(passes[1], int)):
+        return [passes]
+    return list(passes)

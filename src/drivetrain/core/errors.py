@@ -1,0 +1,172 @@
+"""Every error Drivetrain raises on purpose, in one family, and the sentence that makes them helpful.
+
+A message says what was given, what was expected, the nearest valid name, and what to do. Where a built-in type would
+be expected (`ValueError` for a wrong argument, `KeyError` for a missing entry), ours is also an instance of it, so that
+code written against the libraries we replace keeps catching what it caught.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class DrivetrainError(Exception):
+    """The root of the family; also exported as `drivetrain.Error`."""
+
+
+class ConfigError(DrivetrainError, ValueError):
+    """Something the user wrote is wrong: an argument, a name, a combination."""
+
+
+ConfigurationError = ConfigError
+
+
+class ParameterError(ConfigError):
+    """An experiment parameter has a bad name or value."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """Something the user wrote has the wrong type or form: a count that is not whole, a method with other arguments."""
+
+
+class PluginConflictError(ConfigError):
+    """Two plugins cannot run together; the message names both and a way out."""
+
+
+class PluginOrderError(ConfigError):
+    """The declared order of plugins is a cycle; the message prints it."""
+
+
+class StrategyError(ConfigError):
+    """A plan, or a part of one, is wrong."""
+
+
+class UnknownMethodError(StrategyError):
+    """No optimization method has this name."""
+
+
+class MethodConfigError(StrategyError):
+    """A method was given a configuration it does not understand."""
+
+
+class ConflictError(StrategyError):
+    """Two methods of a plan exclude each other."""
+
+
+class StrategyFormatError(StrategyError):
+    """A file or text is not a plan this version can read."""
+
+
+class BatchSizeError(StrategyError):
+    """The global batch does not divide over the data ranks."""
+
+
+class UnsupportedMethodError(StrategyError):
+    """The device cannot run this method."""
+
+
+class PlanInfeasible(StrategyError):
+    """No plan fits; `failure` on the strategy says by how much."""
+
+
+class StateError(DrivetrainError, ValueError):
+    """A saved state does not fit the object that should take it."""
+
+
+class BatchOutputError(DrivetrainError, KeyError):
+    """A loss hook returned something the loop cannot use."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return Exception.__str__(self)
+
+
+class CheckpointError(DrivetrainError, RuntimeError):
+    """A checkpoint is damaged, missing or cannot be written."""
+
+
+class ResumeError(CheckpointError):
+    """A run cannot be continued exactly."""
+
+
+class DeviceError(DrivetrainError, RuntimeError):
+    """The device asked for is not there."""
+
+
+class DistributedError(DrivetrainError, RuntimeError):
+    """The process group is missing, or does not match its environment."""
+
+
+class StopTrainingError(DrivetrainError):
+    """Raise it in a hook or callback to end a run in good order; `train()` then returns."""
+
+
+class TrainingStopped(DrivetrainError, RuntimeError):
+    """Raised by `train()` after an orderly end that has a bad cause."""
+
+
+class NonFiniteLossError(TrainingStopped):
+    """The loss became NaN or infinite."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        where: str | None = None,
+        last_checkpoint: str | None = None,
+    ):
+        super().__init__(message)
+        self.step, self.epoch, self.where, self.last_checkpoint = step, epoch, where, last_checkpoint
+
+
+class ExperimentError(DrivetrainError):
+    """An experiment is nested, missing or cannot be found."""
+
+
+class SweepError(DrivetrainError):
+    """Some trials of a sweep failed; `result` holds all of them."""
+
+    def __init__(self, message: str, result: object = None):
+        super().__init__(message)
+        self.result = result
+
+
+class MissingExtra(DrivetrainError, ImportError):
+    """An optional package is needed and not installed; the message has the install line."""
+
+    def __init__(self, package: str, extra: str | None = None, purpose: str = "this"):
+        line = f"pip install 'drivetrain[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Install it with: {line}")
+        self.package, self.extra = package, extra
+
+
+class TimeUnitError(DrivetrainError, RuntimeError):
+    """Two times of different units were compared or added."""
+
+
+class EngineError(DrivetrainError, RuntimeError):
+    """The engine was used after `close()`, or a guest that may only watch changed the state in strict mode."""
+
+
+class CallbackMethodNotImplementedError(DrivetrainError, NotImplementedError):
+    """A callback was asked for a method that it must define and does not."""
+
+
+def nearest_name(name: object, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the valid name closest to `name`, or None when nothing is close; a higher `cutoff` asks for more."""
+    by_folded = {choice.casefold(): choice for choice in map(str, valid)}
+    close = difflib.get_close_matches(str(name).casefold(), by_folded, n=1, cutoff=cutoff)
+    return by_folded[close[0]] if close else None
+
+
+def unknown_name(kind: str, name: object, valid: Iterable[str], *, where: str = "") -> str:
+    """Say that `name` is no valid `kind`: the place, the nearest name and all valid ones.
+
+    >>> unknown_name("time unit", "epp", ["ep", "ba"])
+    "unknown time unit 'epp'. Did you mean 'ep'? Valid: ep, ba."
+    """
+    choices = [str(choice) for choice in valid]
+    near = nearest_name(name, choices)
+    place = f"{where}: " if where else ""
+    hint = f" Did you mean {near!r}?" if near else ""
+    return f"{place}unknown {kind} {name!r}.{hint} Valid: {', '.join(choices)}."

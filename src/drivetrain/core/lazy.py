@@ -1,0 +1,36 @@
+"""Exports that load on first use, so that importing a package costs nothing until a name is asked for."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+
+
+def lazy_exports(
+    package: str, exports: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of `package`, whose names live in the given modules.
+
+    `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames.
+    """
+    home: dict[str, tuple[str, str]] = {}
+    for module, names in exports.items():
+        for entry in names:
+            public, _, private = entry.partition("=")
+            home[public] = (module, private or public)
+
+    def getattr_(name: str) -> object:
+        if name not in home:
+            from drivetrain.core.errors import nearest_name
+
+            near = nearest_name(name, home)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+        module, private = home[name]
+        value = getattr(importlib.import_module(module, package), private)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def dir_() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home})
+
+    return getattr_, dir_

@@ -1,0 +1,342 @@
+"""Where a run is: a `Timestamp` is one moment, counted in every unit at once; a `Clock` is the hand that moves.
+
+The loop advances the clock once per batch, so the clock is plain numbers in slots and nothing else. Whoever wants to
+keep a moment takes a `snapshot()`. `Time` and its units are in `core/units.py` and can be imported from here too.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+from drivetrain.core.errors import ConfigTypeError, StateError, TimeUnitError, unknown_name
+from drivetrain.core.units import Time, TimeLike, TimeUnit, ensure_time
+
+__all__ = ["Clock", "Time", "TimeLike", "TimeUnit", "Timestamp", "elapsed_duration", "ensure_time"]
+
+_UNIT_FIELD: dict[TimeUnit, str] = {
+    TimeUnit.ITERATION: "iteration",
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.STEP: "step",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.SECOND: "total_wct",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Timestamp:
+    """One moment of a run, counted in every unit; `get(unit)` returns it as a `Time`, each field is a plain number.
+
+    Wall-clock fields (`*_wct`) are seconds.
+
+    >>> now = Timestamp().to_next_batch(samples=32)
+    >>> now.batch, now >= "1ba", now.get("sp")
+    (1, True, Time(32, TimeUnit.SAMPLE))
+    """
+
+    iteration: int = 0
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    sample: int = 0
+    token: int = 0
+    epoch_in_iteration: int = 0
+    batch_in_iteration: int = 0
+    step_in_iteration: int = 0
+    sample_in_iteration: int = 0
+    token_in_iteration: int = 0
+    batch_in_epoch: int = 0
+    step_in_epoch: int = 0
+    sample_in_epoch: int = 0
+    token_in_epoch: int = 0
+    total_wct: float = 0.0
+    iteration_wct: float = 0.0
+    epoch_wct: float = 0.0
+    batch_wct: float = 0.0
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        """Return the time since the start of the run in `unit`."""
+        unit = TimeUnit(unit)
+        return Time(getattr(self, unit_field(unit)), unit)
+
+    def to_next_batch(
+        self, samples: int = 0, tokens: int = 0, duration: timedelta | float | None = None, stepped: bool = True
+    ) -> "Timestamp":
+        """Return the moment after one more batch; `stepped` says whether it closed an accumulation window."""
+        seconds, step = _seconds(duration), int(stepped)
+        return replace(
+            self,
+            batch=self.batch + 1,
+            step=self.step + step,
+            sample=self.sample + samples,
+            token=self.token + tokens,
+            batch_in_iteration=self.batch_in_iteration + 1,
+            step_in_iteration=self.step_in_iteration + step,
+            sample_in_iteration=self.sample_in_iteration + samples,
+            token_in_iteration=self.token_in_iteration + tokens,
+            batch_in_epoch=self.batch_in_epoch + 1,
+            step_in_epoch=self.step_in_epoch + step,
+            sample_in_epoch=self.sample_in_epoch + samples,
+            token_in_epoch=self.token_in_epoch + tokens,
+            total_wct=self.total_wct + seconds,
+            iteration_wct=self.iteration_wct + seconds,
+            epoch_wct=self.epoch_wct + seconds,
+            batch_wct=seconds,
+        )
+
+    def to_next_epoch(self, duration: timedelta | float | None = None) -> "Timestamp":
+        """Return the moment at which the next epoch begins."""
+        seconds = _seconds(duration)
+        return replace(
+            self,
+            epoch=self.epoch + 1,
+            epoch_in_iteration=self.epoch_in_iteration + 1,
+            total_wct=self.total_wct + seconds,
+            iteration_wct=self.iteration_wct + seconds,
+            **dict.fromkeys(EPOCH_FIELDS, 0),
+        )
+
+    def to_next_iteration(self, duration: timedelta | float | None = None) -> "Timestamp":
+        """Return the moment at which the next iteration begins."""
+        return replace(
+            self,
+            iteration=self.iteration + 1,
+            total_wct=self.total_wct + _seconds(duration),
+            **dict.fromkeys((*ITERATION_FIELDS, *EPOCH_FIELDS), 0),
+        )
+
+    def copy(self, **changes: int | float) -> "Timestamp":
+        """Return the same moment with some fields changed."""
+        for name in changes:
+            if name not in FIELDS:
+                raise ConfigTypeError(unknown_name("timestamp field", name, FIELDS))
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Return every field."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+    @classmethod
+    def load_state_dict(cls, state: Mapping[str, Any]) -> "Timestamp":
+        """Return the moment that `state_dict` described."""
+        return cls(**checked_fields(state))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Timestamp):
+            return all(getattr(self, name) == getattr(other, name) for name in FIELDS)
+        return self._compared(other, operator.eq)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in FIELDS))
+
+    def __lt__(self, other: object) -> bool:
+        return self._compared(other, operator.lt)
+
+    def __le__(self, other: object) -> bool:
+        return self._compared(other, operator.le)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(other, operator.gt)
+
+    def __ge__(self, other: object) -> bool:
+        return self._compared(other, operator.ge)
+
+    def _compared(self, other: object, how: Any) -> bool:
+        if not isinstance(other, Time | str):
+            return NotImplemented
+        time = Time.from_input(other)
+        return how(self.get(time.unit), time)
+
+
+FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Timestamp))
+EPOCH_FIELDS: tuple[str, ...] = (*(name for name in FIELDS if name.endswith("_in_epoch")), "epoch_wct", "batch_wct")
+ITERATION_FIELDS: tuple[str, ...] = (*(name for name in FIELDS if name.endswith("_in_iteration")), "iteration_wct")
+
+
+def unit_field(unit: TimeUnit) -> str:
+    """Return the field of `Timestamp` that counts `unit` since the start of the run."""
+    if unit is TimeUnit.DURATION:
+        raise TimeUnitError("'dur' is a fraction of the run: ask the state for its elapsed duration instead.")
+    return _UNIT_FIELD[unit]
+
+
+def checked_fields(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a saved timestamp; a foreign or missing one is an error."""
+    for name in state:
+        if name not in FIELDS:
+            raise StateError(unknown_name("timestamp field", name, FIELDS, where="saved time"))
+    if missing := [name for name in FIELDS if name not in state]:
+        raise StateError(f"saved time lacks {', '.join(missing)}; it was not written by this version.")
+    return {name: (float if name.endswith("_wct") else int)(state[name]) for name in FIELDS}
+
+
+def elapsed_duration(now: Any, max_duration: Time | None, batches_per_epoch: int | None = None) -> float | None:
+    """Return the fraction of the run that lies behind `now` (a `Timestamp` or `Clock`), or None without a limit.
+
+    A limit in epochs counts the batches of the current epoch too, when the loader's length is known.
+
+    >>> elapsed_duration(Timestamp(epoch=1, batch=14, batch_in_epoch=4), Time(7, "ep"), 10)
+    0.2
+    """
+    if max_duration is None:
+        return None
+    done, whole = getattr(now, unit_field(max_duration.unit)), max_duration.value
+    if max_duration.unit is TimeUnit.EPOCH and batches_per_epoch:
+        # Counted in batches, so that one division rounds once: 14/70 is 0.2, but 1.4/7 is a little less.
+        done, whole = done * batches_per_epoch + now.batch_in_epoch, whole * batches_per_epoch
+    return done / whole if whole else 1.0
+
+
+class Clock:
+    """The counters of a run, made to be advanced once per batch at the cost of a few additions.
+
+    Wall-clock time is taken when the clock advances. It runs from `start()` to `stop()`, so that the hours between a
+    checkpoint and its resumption, or between two calls of `train()`, do not count.
+
+    >>> clock = Clock()
+    >>> clock.next_batch(samples=32)
+    >>> clock.batch, clock.reached(Time(32, "sp"))
+    (1, True)
+    """
+
+    __slots__ = (*FIELDS, "_ticked_at")
+
+    iteration: int
+    epoch: int
+    batch: int
+    step: int
+    sample: int
+    token: int
+    epoch_in_iteration: int
+    batch_in_iteration: int
+    step_in_iteration: int
+    sample_in_iteration: int
+    token_in_iteration: int
+    batch_in_epoch: int
+    step_in_epoch: int
+    sample_in_epoch: int
+    token_in_epoch: int
+    total_wct: float
+    iteration_wct: float
+    epoch_wct: float
+    batch_wct: float
+
+    def __init__(self) -> None:
+        self._ticked_at: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning of a run."""
+        self.load_state_dict(Timestamp().state_dict())
+
+    def start(self) -> None:
+        """Let wall-clock time run from now on."""
+        self._ticked_at = perf_counter()
+
+    def stop(self) -> None:
+        """Count the time since the last tick and stand still until `start()`."""
+        self._tick()
+        self._ticked_at = None
+
+    def next_batch(self, samples: int = 0, tokens: int = 0, stepped: bool = True) -> None:
+        """Count one batch; `stepped` says whether it closed an accumulation window."""
+        self.batch_wct = self._tick()
+        self.batch += 1
+        self.batch_in_iteration += 1
+        self.batch_in_epoch += 1
+        if stepped:
+            self.step += 1
+            self.step_in_iteration += 1
+            self.step_in_epoch += 1
+        if samples:
+            self.sample += samples
+            self.sample_in_iteration += samples
+            self.sample_in_epoch += samples
+        if tokens:
+            self.token += tokens
+            self.token_in_iteration += tokens
+            self.token_in_epoch += tokens
+
+    def next_epoch(self) -> None:
+        """Begin the next epoch."""
+        self._tick()
+        self.epoch += 1
+        self.epoch_in_iteration += 1
+        for name in EPOCH_FIELDS:
+            setattr(self, name, _ZERO[name])
+
+    def next_iteration(self) -> None:
+        """Begin the next iteration."""
+        self._tick()
+        self.iteration += 1
+        for name in (*ITERATION_FIELDS, *EPOCH_FIELDS):
+            setattr(self, name, _ZERO[name])
+
+    def get(self, unit: TimeUnit | str) -> Time:
+        """Return the time since the start of the run in `unit`."""
+        unit = TimeUnit(unit)
+        return Time(getattr(self, unit_field(unit)), unit)
+
+    def reached(self, time: Time, max_duration: Time | None = None, batches_per_epoch: int | None = None) -> bool:
+        """Say whether the run has come to `time`; a `dur` needs the length of the run to be compared with."""
+        field = _UNIT_FIELD.get(time.unit)
+        if field is not None:
+            return getattr(self, field) >= time.value
+        elapsed = elapsed_duration(self, max_duration, batches_per_epoch)
+        if elapsed is None:
+            raise TimeUnitError(f"{time} is a fraction of the run, whose length is not known here: give max_duration.")
+        # Nine decimals forgive binary fractions, so that 0.3dur of 10 batches is reached at batch 3.
+        return round(elapsed - time.value, 9) >= 0
+
+    def total_seconds(self) -> float:
+        """Return the wall-clock time of the run up to now, where `total_wct` stands still between two ticks."""
+        return self.total_wct + (0.0 if self._ticked_at is None else perf_counter() - self._ticked_at)
+
+    def snapshot(self) -> Timestamp:
+        """Return the present moment, which stays as it is."""
+        # Filled past the frozen __init__, whose nineteen guarded assignments would cost three times as much.
+        moment = object.__new__(Timestamp)
+        vars(moment).update(zip(FIELDS, _read_fields(self)))
+        return moment
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Return every counter."""
+        return dict(zip(FIELDS, _read_fields(self)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved moment; wall-clock time continues from there."""
+        for name, value in checked_fields(state).items():
+            setattr(self, name, value)
+        if self._ticked_at is not None:
+            self._ticked_at = perf_counter()
+
+    def __repr__(self) -> str:
+        return (
+            f"Clock(epoch={self.epoch}, batch={self.batch}, step={self.step}, sample={self.sample}, token={self.token})"
+        )
+
+    def _tick(self) -> float:
+        """Count the seconds since the last tick and return them."""
+        if self._ticked_at is None:
+            return 0.0
+        now = perf_counter()
+        seconds = now - self._ticked_at
+        self._ticked_at = now
+        self.total_wct += seconds
+        self.iteration_wct += seconds
+        self.epoch_wct += seconds
+        return seconds
+
+
+_ZERO: dict[str, int | float] = Timestamp().state_dict()
+_read_fields = operator.attrgetter(*FIELDS)
+
+
+def _seconds(duration: timedelta | float | None) -> float:
+    if duration is None:
+        return 0.0
+    return duration.total_seconds() if isinstance(duration, timedelta) else float(duration)

@@ -1,0 +1,406 @@
+"""The one strict YAML reader: what every configuration file of the library is read with.
+
+Scalars follow YAML 1.2, so `1e-3` is a number and `no` is a word; a key that appears twice is refused; mapping keys are
+text. Nothing in a file can run code: of tags, only the core schema's and our `!ref`, `!tuple`, `!list` and `!str` are
+known. Input is hostile until proven otherwise: size, nesting and what aliases and references expand to are limited.
+Every failure is one error that names file and line. JSON is read by the same functions.
+
+The reader composes with a `SafeLoader` subclass (libyaml's scanner where it is installed) and then builds plain Python
+values itself, because that is where lines are still known.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from drivetrain.core.errors import ConfigError, nearest_name
+from drivetrain.core.yaml_tags import BracketProblem, Reference, ReferenceProblem, parse_brackets, resolve_references
+
+KeyPath = tuple[str | int, ...]
+Source = str | os.PathLike[str] | IO[str] | IO[bytes]
+
+MAX_BYTES = 1_000_000  # about two seconds of reading; configuration files have a few thousand
+MAX_DEPTH = 64
+MAX_EXPANDED = 2_000_000  # values plus characters of text, after aliases and references have been followed
+
+_CORE = "tag:yaml.org,2002:"
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_RESOLVERS: list[tuple[str, re.Pattern[str], list[str | None]]] = [
+    ("null", _NULL, ["~", "n", "N", ""]),
+    ("bool", _BOOL, list("tTfF")),
+    ("int", _INT, list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", re.compile(r"^<<$"), ["<"]),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class YamlFile:
+    """What a file holds, and where in the file each key was written."""
+
+    data: dict[str, Any]
+    """Plain values: dict, list, tuple, str, int, float, bool, None."""
+    name: str
+    """The file's name as errors print it."""
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    """The line, counted from 1, of each key and list item."""
+
+    def line(self, *path: str | int) -> int | None:
+        """Return the line of the key, or of the nearest enclosing one that was written in the file."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.lines:
+                return self.lines[path[:length]]
+        return None
+
+    def where(self, *path: str | int, key: str | int | None = None) -> str:
+        """Return `file:line path` for an error message; `key` moves the line to that entry of the place.
+
+        >>> YamlFile(data={}, name="train.yaml", lines={("a", "b"): 3}).where("a", key="b")
+        'train.yaml:3 a'
+        """
+        line = self.line(*path) if key is None else self.line(*path, key)
+        place = f"{self.name}:{line}" if line else self.name
+        dotted = ".".join(map(str, path))
+        return f"{place} {dotted}" if dotted else place
+
+
+def load_yaml(source: Source, *, tags: bool = True, error: type[Exception] = ConfigError) -> dict[str, Any]:
+    """Read a YAML or JSON file, or an open stream, and return the mapping it holds; an empty file is an empty mapping.
+
+    >>> import io
+    >>> load_yaml(io.StringIO("lr: 1e-3\\nbetas: !tuple (0.9, 0.98)"))
+    {'lr': 0.001, 'betas': (0.9, 0.98)}
+    """
+    return read_yaml(source, tags=tags, error=error).data
+
+
+def read_yaml(source: Source, *, tags: bool = True, error: type[Exception] = ConfigError) -> YamlFile:
+    """Read a YAML or JSON file like `load_yaml`, and keep the line of every key.
+
+    `tags=False` refuses our own tags too, for files that are data rather than configuration. Failures raise `error`.
+    """
+    name, text = _read_text(source, error)
+    is_json = name.endswith(".json")
+    if is_json:
+        text = _json_as_yaml(text)
+    builder = _Builder(name, tags=tags, plain_text=not is_json, error=error)
+    try:
+        root = StrictLoader(text).get_single_node()
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark or problem.context_mark
+        line = mark.line + 1 if mark else 1
+        raise error(f"{name}:{line}: {_plain_reason(problem)}") from None
+    except yaml.reader.ReaderError as problem:
+        line = text.count("\n", 0, problem.position) + 1
+        code = problem.character if isinstance(problem.character, int) else ord(problem.character)
+        raise error(f"{name}:{line}: the character #x{code:04x} is not allowed in YAML.") from None
+    except yaml.YAMLError as problem:
+        raise error(f"{name}: {problem}") from None
+    if root is None or (isinstance(root, ScalarNode) and root.tag == _CORE + "null" and not root.value):
+        return YamlFile(data={}, name=name)
+    if not isinstance(root, MappingNode):
+        kind = "a list" if isinstance(root, SequenceNode) else f"the single value {root.value[:60]!r}"
+        raise error(
+            f"{name}:{root.start_mark.line + 1}: the file holds {kind}; expected `key: value` pairs at the top."
+        )
+    data = builder.build(root, ())
+    if tags:
+        try:
+            data = resolve_references(data, limit=MAX_EXPANDED)
+        except ReferenceProblem as problem:
+            raise error(f"{name}:{problem.line}: {problem}") from None
+    return YamlFile(data=data, name=name, lines=builder.lines)
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """Write plain values as YAML text that `load_yaml` reads back equal, tuples included.
+
+    >>> print(dump_yaml({"lr": 1e-5, "betas": (0.9, 0.98), "name": "1e-3"}), end="")
+    lr: 1.0e-05
+    betas: !tuple [0.9, 0.98]
+    name: '1e-3'
+    """
+    try:
+        return str(yaml.dump(dict(data), Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, width=100))
+    except yaml.representer.RepresenterError as problem:
+        value = problem.args[-1]
+        raise ConfigError(
+            f"{value!r} of type {type(value).__name__} cannot be written as YAML; use plain values."
+        ) from None
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Composes one document with YAML 1.2 scalars and refuses aliases and nesting that could exhaust the reader."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}
+
+    def __init__(self, text: str):
+        scanner = _libyaml_scanner()
+        super().__init__("" if scanner else text)
+        if scanner:  # the same events from libyaml, about ten times as fast
+            events = scanner(text)
+            self.check_event, self.peek_event, self.get_event = events.check_event, events.peek_event, events.get_event
+        self._depth, self._expanded = 0, 0
+        self._sizes: dict[int, int] = {}  # id of a finished node: what it expands to
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """Compose one node, counting what it would expand to."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            node: Node | None = super().compose_node(parent, index)
+            if id(node) not in self._sizes:
+                raise yaml.composer.ComposerError(None, None, "an alias refers to the value it is part of", mark)
+            self._count(self._sizes[id(node)], mark)
+            return node
+        mark = self.peek_event().start_mark
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"values are nested more than {MAX_DEPTH} deep", mark)
+        before = self._expanded
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._count(1 + (len(node.value) if isinstance(node, ScalarNode) else 0), mark)
+        self._sizes[id(node)] = self._expanded - before
+        return node
+
+    def _count(self, size: int, mark: Any) -> None:
+        self._expanded += size
+        if self._expanded > MAX_EXPANDED:
+            raise yaml.composer.ComposerError(None, None, "aliases expand to more than a configuration can need", mark)
+
+
+for _kind, _pattern, _first in _RESOLVERS:
+    StrictLoader.add_implicit_resolver(_CORE + _kind, _pattern, _first)
+
+
+class _StrictDumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as something else, and tags tuples."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+for _kind, _pattern, _first in _RESOLVERS[:-1]:
+    _StrictDumper.add_implicit_resolver(_CORE + _kind, _pattern, _first)
+_StrictDumper.add_representer(tuple, lambda dumper, data: dumper.represent_sequence("!tuple", data, flow_style=True))
+
+
+class _Builder:
+    """Turns composed nodes into plain values, remembering the line of every key."""
+
+    def __init__(self, name: str, *, tags: bool, plain_text: bool, error: type[Exception]):
+        self.name, self.tags, self.plain_text, self.error = name, tags, plain_text, error
+        self.lines: dict[KeyPath, int] = {}
+
+    def build(self, node: Node, path: KeyPath) -> Any:
+        """Return the value of a node."""
+        tag = node.tag
+        if tag.startswith("!") and tag != "!":
+            return self._build_tagged(node, path)
+        if isinstance(node, MappingNode):
+            self._expect(node, tag == _CORE + "map")
+            return self._build_mapping(node, path)
+        if isinstance(node, SequenceNode):
+            self._expect(node, tag == _CORE + "seq")
+            return self._build_items(node, path)
+        return self._build_scalar(node)
+
+    def fail(self, node: Node, message: str) -> Exception:
+        """Return the error of this reader for a place in the file."""
+        return self.error(f"{self.name}:{node.start_mark.line + 1}: {message}")
+
+    def _expect(self, node: Node, known: bool) -> None:
+        if not known:
+            raise self.fail(node, self._unknown_tag(node.tag))
+
+    def _unknown_tag(self, tag: str) -> str:
+        shown = tag.replace(_CORE, "!!")
+        valid = ["!ref", "!tuple", "!list", "!str"] if self.tags else []
+        near = nearest_name(shown, valid)
+        hint = f" Did you mean {near!r}?" if near else ""
+        known = f"Known tags: {', '.join(valid)}." if valid else "This file may use no tags."
+        return f"the tag {shown!r} is not allowed.{hint} {known}"
+
+    def _build_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        own: dict[str, Any] = {}
+        first_line: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            is_merge = key_node.tag == _CORE + "merge"
+            key = self._key(key_node)
+            line = key_node.start_mark.line + 1
+            if key in first_line:
+                place = f" in {'.'.join(map(str, path))}" if path else ""
+                raise self.fail(key_node, f"the key {key!r} appears twice{place}, first in line {first_line[key]}.")
+            first_line[key] = line
+            if is_merge:
+                merged = self._merge(value_node, path)
+                continue
+            self.lines[(*path, key)] = line
+            own[key] = self.build(value_node, (*path, key))
+        return {**merged, **own}
+
+    def _merge(self, node: Node, path: KeyPath) -> dict[str, Any]:
+        sources = node.value if isinstance(node, SequenceNode) else [node]
+        merged: dict[str, Any] = {}
+        for source in reversed(sources):  # the first of several mappings wins
+            if not isinstance(source, MappingNode):
+                raise self.fail(source, "'<<' merges mappings, given by an alias such as `<<: *defaults`.")
+            merged.update(self._build_mapping(source, path))
+        return merged
+
+    def _key(self, node: Node) -> str:
+        if not isinstance(node, ScalarNode) or not node.tag.startswith(_CORE):
+            raise self.fail(node, "a key must be plain text or a number.")
+        if not node.style and not self.plain_text:
+            raise self.fail(node, f"the key {node.value[:60]!r} needs double quotes in JSON.")
+        return str(node.value)
+
+    def _build_items(self, node: SequenceNode, path: KeyPath) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self.lines[(*path, index)] = item.start_mark.line + 1
+            items.append(self.build(item, (*path, index)))
+        return items
+
+    def _build_scalar(self, node: ScalarNode) -> Any:
+        kind = "str" if node.tag == "!" else node.tag.removeprefix(_CORE)
+        text: str = node.value
+        if kind == "str":
+            if not node.style and not self.plain_text:
+                raise self.fail(node, f"JSON has no value {text[:60]!r}; text needs double quotes.")
+            return text
+        if kind == "float" and _INT.match(text) and text[:2] not in ("0o", "0x"):
+            return float(text)  # an explicit !!float 1
+        patterns = {"null": _NULL, "bool": _BOOL, "int": _INT, "float": _FLOAT}
+        if kind not in patterns:
+            raise self.fail(node, self._unknown_tag(node.tag))
+        if not patterns[kind].match(text):
+            raise self.fail(node, f"{text[:60]!r} is no {kind}.")
+        return self._convert(node, kind, text)
+
+    def _convert(self, node: ScalarNode, kind: str, text: str) -> Any:
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text in ("true", "True", "TRUE")
+        if kind == "int":
+            try:
+                return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+            except ValueError:  # Python limits the digits of a number
+                raise self.fail(node, f"the number {text[:20]}... has {len(text)} digits.") from None
+        if text.lstrip("+-").lower() in (".inf", ".nan"):
+            return float(text.replace(".", ""))
+        value = float(text)
+        if value in (float("inf"), float("-inf")):
+            raise self.fail(node, f"the number {text[:60]} is too large; write .inf if infinity is meant.")
+        return value
+
+    def _build_tagged(self, node: Node, path: KeyPath) -> Any:
+        tag = node.tag
+        if not self.tags or tag not in ("!ref", "!tuple", "!list", "!str"):
+            raise self.fail(node, self._unknown_tag(tag))
+        if tag in ("!tuple", "!list"):
+            return self._build_brackets(node, path, tuple if tag == "!tuple" else list)
+        if not isinstance(node, ScalarNode):
+            raise self.fail(node, f"{tag} expects text, not a list or mapping.")
+        if tag == "!str":
+            return node.value
+        return Reference(text=node.value, line=node.start_mark.line + 1)
+
+    def _build_brackets(self, node: Node, path: KeyPath, kind: type) -> Any:
+        if isinstance(node, SequenceNode):
+            return kind(self._build_items(node, path))
+        if not isinstance(node, ScalarNode):
+            raise self.fail(node, f"{node.tag} expects items in brackets, not a mapping.")
+        try:
+            items = parse_brackets(node.value, lambda text: self._plain_value(node, text))
+        except BracketProblem as problem:
+            raise self.fail(node, f"{node.tag} {node.value[:60]}: {problem}") from None
+        return kind(items)
+
+    def _plain_value(self, node: ScalarNode, text: str) -> Any:
+        """Read one item of a bracketed text as YAML would read it on its own."""
+        for kind, pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
+            if pattern.match(text):
+                return self._convert(node, kind, text)
+        return text
+
+
+def _libyaml_scanner() -> Any:
+    try:
+        from yaml.cyaml import CParser
+    except ImportError:
+        return None
+    return CParser
+
+
+def _plain_reason(problem: yaml.MarkedYAMLError) -> str:
+    parts = [part for part in (problem.context, problem.problem, problem.note) if part]
+    return ", ".join(parts) + "."
+
+
+def _read_text(source: Source, error: type[Exception]) -> tuple[str, str]:
+    """Return the name and the text of a path or stream."""
+    content: str | bytes
+    if isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        if "\n" in name:
+            raise error(
+                "expected the path of a file or an open stream, got text. Wrap it: load_yaml(io.StringIO(text))."
+            )
+        content = _read_file(Path(name), error)
+        name = Path(name).name
+    else:
+        name = Path(str(getattr(source, "name", None) or "<stream>")).name
+        content = source.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise error(f"{name}: the file is longer than {MAX_BYTES:,} bytes, which no configuration needs.")
+    if isinstance(content, bytes):
+        content = _decoded(name, content, error)
+    return name, content.removeprefix("\ufeff")
+
+
+def _decoded(name: str, content: bytes, error: type[Exception]) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        line = content.count(b"\n", 0, problem.start) + 1
+        raise error(f"{name}:{line}: the file is not UTF-8 text (byte 0x{content[problem.start]:02x}).") from None
+
+
+def _read_file(path: Path, error: type[Exception]) -> bytes:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        folder = path.parent
+        near = nearest_name(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else None
+        hint = f" Did you mean {str(folder / near)!r}?" if near else ""
+        raise error(f"there is no file {str(path)!r}.{hint}") from None
+    except (OSError, ValueError) as problem:
+        raise error(f"the file {str(path)!r} cannot be read: {problem}") from None
+
+
+_SURROGATES = re.compile(r"(?<!\\)((?:\\\\)*)\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+def _json_as_yaml(text: str) -> str:
+    """Rewrite the two things JSON allows and YAML does not: tabs between tokens, and characters as surrogate pairs."""
+
+    def character(match: re.Match[str]) -> str:
+        high, low = int(match[2], 16), int(match[3], 16)
+        return match[1] + chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
+
+    return _SURROGATES.sub(character, text.replace("\t", " "))

@@ -1,0 +1,211 @@
+"""The two tags with a grammar of their own: `!ref <key>` and the bracketed text of `!tuple` and `!list`.
+
+A reference is a placeholder until the whole file is read, so it may point forward, at other references and into
+containers. What it yields is a copy: two places of a configuration never share a list.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.errors import nearest_name
+
+_BRACKETED = re.compile(r"<([^<>]*)>")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?[0-9]+)\]")
+_TOKEN = re.compile(
+    r"""\s*(?:([(\[])|([)\]])|(,)|'((?:[^']|'')*)'|"([^"]*)"|([^,()\[\]'"\s](?:[^,()\[\]]*[^,()\[\]\s])?))\s*"""
+)
+_MAX_NESTING = 20  # brackets in one text
+_MAX_DEPTH = 128  # containers and references within each other
+
+
+class ReferenceProblem(Exception):
+    """A reference cannot be resolved; `line` says where it was written."""
+
+    def __init__(self, line: int, message: str):
+        super().__init__(message)
+        self.line = line
+
+
+class BracketProblem(Exception):
+    """A bracketed text is malformed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A `!ref` that waits for the rest of the file."""
+
+    text: str
+    line: int
+
+
+def resolve_references(data: dict[str, Any], *, limit: int) -> dict[str, Any]:
+    """Replace every Reference by a copy of what it names; a result of more than `limit` values and characters fails."""
+    resolved = _Resolver(data, limit).resolve(data)
+    assert isinstance(resolved, dict)
+    return resolved
+
+
+class _Resolver:
+    def __init__(self, root: dict[str, Any], limit: int):
+        self.root, self.left = root, limit
+        self.active: list[Reference] = []  # the references being followed, outermost first
+        self.depth = 0
+
+    def resolve(self, value: Any) -> Any:
+        """Return a copy of `value` in which no Reference is left."""
+        self._spend(1 + (len(value) if isinstance(value, str) and self.active else 0))
+        if not isinstance(value, (Reference, dict, list, tuple)):
+            return value
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise ReferenceProblem(self._line(), f"references and containers are nested more than {_MAX_DEPTH} deep.")
+        copy: Any
+        if isinstance(value, Reference):
+            copy = self._follow(value)
+        elif isinstance(value, dict):
+            copy = {key: self.resolve(item) for key, item in value.items()}
+        else:
+            copy = type(value)([self.resolve(item) for item in value])
+        self.depth -= 1
+        return copy
+
+    def _line(self) -> int:
+        return self.active[0].line if self.active else 1
+
+    def _spend(self, amount: int) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise ReferenceProblem(self._line(), "references expand to more than a configuration can need.")
+
+    def _follow(self, reference: Reference) -> Any:
+        if reference in self.active:
+            chain = self.active[self.active.index(reference) :] + [reference]
+            raise ReferenceProblem(
+                reference.line, "references form a cycle: " + " -> ".join(r.text for r in chain) + "."
+            )
+        self.active.append(reference)
+        try:
+            whole = _BRACKETED.fullmatch(reference.text.strip())
+            if whole:
+                return self._look_up(reference, whole[1])
+            text = _BRACKETED.sub(lambda match: str(self._look_up(reference, match[1])), reference.text)
+            self._spend(len(text))
+            return text
+        finally:
+            self.active.pop()
+
+    def _look_up(self, reference: Reference, path: str) -> Any:
+        """Walk `a.b[0]` from the top of the file."""
+        value: Any = self.root
+        position, walked = 0, ""
+        path = path.strip()
+        if not path:
+            raise ReferenceProblem(reference.line, "`!ref <>` names nothing; write the name of a top-level key.")
+        while position < len(path):
+            match = _STEP.match(path, position)
+            if match is None:
+                raise ReferenceProblem(
+                    reference.line, f"!ref <{path}>: expected names and indexes such as <a.b>, <a[0]> or <a[0][1]>."
+                )
+            if isinstance(value, Reference):
+                value = self.resolve(value)
+            value = self._enter(reference, path, walked, value, match)
+            walked, position = path[: match.end()], match.end()
+        return self.resolve(value)
+
+    def _enter(self, reference: Reference, path: str, walked: str, value: Any, match: re.Match[str]) -> Any:
+        place = f"{walked!r}" if walked else "the file"
+        if match[1] is not None:
+            key = match[1].strip()
+            if not isinstance(value, dict):
+                raise ReferenceProblem(reference.line, f"!ref <{path}>: {place} has no keys; it is {_kind(value)}.")
+            if key not in value:
+                near = nearest_name(key, value)
+                hint = f" Did you mean {near!r}?" if near else ""
+                names = ", ".join(list(value)[:20]) or "none"
+                raise ReferenceProblem(
+                    reference.line, f"!ref <{path}>: {place} has no key {key!r}.{hint} Keys: {names}."
+                )
+            return value[key]
+        index = int(match[2])
+        if not isinstance(value, (list, tuple)):
+            raise ReferenceProblem(reference.line, f"!ref <{path}>: {place} has no items; it is {_kind(value)}.")
+        if not -len(value) <= index < len(value):
+            raise ReferenceProblem(
+                reference.line, f"!ref <{path}>: {place} has {len(value)} items, there is no [{index}]."
+            )
+        return value[index]
+
+
+def _kind(value: object) -> str:
+    return {dict: "a mapping", list: "a list", tuple: "a tuple"}.get(type(value), f"the value {str(value)[:40]!r}")
+
+
+def parse_brackets(text: str, plain: Callable[[str], Any]) -> list[Any]:
+    """Read `(a, b, (c, d))` or `[a, b]`: quoted items are text, others what `plain` makes of them.
+
+    >>> parse_brackets("(1, (2, x), [])", str)
+    ['1', ('2', 'x'), []]
+    """
+    tokens = _tokens(text)
+    if not tokens or tokens[0][0] not in ("(", "["):
+        raise BracketProblem("expected items in brackets, for example (0.9, 0.98) or [0.9, 0.98].")
+    items, end = _items(tokens, 0, plain, 1)
+    if end != len(tokens):
+        raise BracketProblem(f"unexpected {tokens[end][1]!r} after the closing bracket.")
+    return items
+
+
+def _tokens(text: str) -> list[tuple[str, str]]:
+    tokens: list[tuple[str, str]] = []
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise BracketProblem(f"cannot read {text[position : position + 20]!r}.")
+        opening, closing, comma, single, double, word = match.groups()
+        if opening or closing or comma:
+            symbol = opening or closing or comma
+            tokens.append((symbol, symbol))
+        elif word is not None:
+            tokens.append(("word", word))
+        else:
+            tokens.append(("text", single.replace("''", "'") if single is not None else double))
+        position = match.end()
+    return tokens
+
+
+def _items(tokens: list[tuple[str, str]], start: int, plain: Callable[[str], Any], depth: int) -> tuple[list[Any], int]:
+    """Read the items of the bracket that opens at `start`; return them and the position after its end."""
+    opening = tokens[start][0]
+    closing = ")" if opening == "(" else "]"
+    if depth > _MAX_NESTING:
+        raise BracketProblem(f"brackets are nested more than {_MAX_NESTING} deep.")
+    items: list[Any] = []
+    position, expects_item = start + 1, True
+    while position < len(tokens):
+        kind, value = tokens[position]
+        if kind == closing:
+            return items, position + 1
+        if kind == ",":
+            if expects_item:
+                raise BracketProblem("an item is missing before ','.")
+            expects_item = True
+            position += 1
+        elif not expects_item:
+            raise BracketProblem(f"a ',' is missing before {value!r}.")
+        elif kind in ("(", "["):
+            inner, position = _items(tokens, position, plain, depth + 1)
+            items.append(tuple(inner) if kind == "(" else inner)
+            expects_item = False
+        elif kind in (")", "]"):
+            raise BracketProblem(f"{opening!r} is closed by {kind!r}.")
+        else:
+            items.append(value if kind == "text" else plain(value))
+            expects_item = False
+            position += 1
+    raise BracketProblem(
+        f"{opening!r} is never closed. Inside {{ }} a comma ends the text, so write a list there: !tuple [0.9, 0.98]."
+    )

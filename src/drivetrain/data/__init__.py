@@ -1,0 +1,13 @@
+"""Data on its way to the model: a loader that knows its place, its order, and what makes it fast."""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".loader": ["SmartDataLoader"],
+        ".order": ["BatchInfo", "epoch_permutation"],
+        ".resident": ["make_resident"],
+        ".packing": ["PackedDataset", "PackedStream", "document_mask", "document_mask_mod", "pack_documents", "pack_lengths"],
+    },
+)

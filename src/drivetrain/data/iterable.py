@@ -1,0 +1,338 @@
+"""Iterable datasets: streams without an index, split over ranks and workers, with an exact place to continue from.
+
+`filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch. Reading is repeated, but the
+batches are exactly those of one process, for any number of ranks and workers, and one state of the stream fits them all.
+`sharded`: the dataset splits itself by rank and worker; each part has a place of its own, so a run must be continued with as many
+ranks and workers as it had.
+
+A stream with `state_dict`/`load_state_dict`, on the dataset or on the iterator it returns, continues at once; any other is read
+again up to the place and discarded.
+"""
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch.utils.data
+
+from drivetrain.core.errors import DistributedError, ResumeError
+from drivetrain.data.order import BatchInfo, Share, share_of
+from drivetrain.data.randomness import RngMode, keep_generators, put_back, seed_generators
+from drivetrain.data.workers import WorkerPool
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
+
+IterableMode = Literal["filter", "sharded"]
+
+IDLE = "idle"
+"""The answer to a job that only passes the turn to the next worker."""
+
+
+@dataclass(slots=True)
+class StreamStart:
+    """Everything a reader needs to open a stream at a place."""
+
+    token: int
+    """Tells one iteration from another; workers that outlive an epoch open the stream anew when it changes."""
+    seed: int
+    epoch: int
+    position: int
+    share: Share
+    stream: Any = None
+    """What the state holds about the stream; its meaning depends on the mode."""
+
+
+class StreamReader:
+    """Reads a stream in order, on generators seeded for the place in it."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool, rng: RngMode, own_collate: bool):
+        self.dataset, self.collate, self.batched, self.rng, self.own_collate = dataset, collate, batched, rng, own_collate
+        self.puts_back = True
+        self.iterator: Iterator[Any] = iter(())
+
+    def fresh(self) -> Self:
+        """Return a reader of the same stream that has not been opened."""
+        other = copy.copy(self)
+        other.iterator = iter(())
+        return other
+
+    def open(self, start: StreamStart, state: Any, *lane: int) -> None:
+        """Begin the stream, at `state` if there is one; `lane` keys the random numbers of one of several streams."""
+        self.start, self.lane = start, lane
+        with_state = state is not None
+
+        def begin() -> Iterator[Any]:
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(start.epoch)
+            if with_state and _keeps_state(self.dataset):
+                self.dataset.load_state_dict(copy.deepcopy(state))
+                return iter(self.dataset)
+            iterator = iter(self.dataset)
+            if with_state:
+                iterator.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
+            return iterator
+
+        self.iterator = self.seeded(begin, "open")
+
+    def seeded(self, action: Callable[[], Any], name: str, *place: int) -> Any:
+        """Run user code on seeded generators and put the caller's back."""
+        if self.rng == "off":
+            return action()
+        kept = keep_generators() if self.puts_back else None
+        try:
+            seed_generators(derive_seed(self.start.seed, name, self.start.epoch, *self.lane, *place))
+            return action()
+        finally:
+            if kept is not None:
+                put_back(kept)
+
+    def take(self, position: int, count: int) -> list[Any]:
+        """Read up to `count` samples, the first of which stands at `position`."""
+        if self.rng != "sample":
+            return list(itertools.islice(self.iterator, count))
+        samples = []
+        for place in range(position, position + count):
+            seed_generators(derive_seed(self.start.seed, "sample", self.start.epoch, *self.lane, place))
+            try:
+                samples.append(next(self.iterator))
+            except StopIteration:
+                break
+        return samples
+
+    def skip(self, position: int, step: int) -> None:
+        """Read and discard `position` samples, in the steps in which they were read the first time."""
+        place = 0
+        while place < position:
+            wanted = min(step, position - place)
+            read = len(self.seeded(lambda place=place, wanted=wanted: self.take(place, wanted), "stream", place))
+            place += read
+            if read < wanted:
+                raise ResumeError(
+                    f"the stream ended after {place} samples, but the run is to continue after {position}. Resume with the data "
+                    "it was started with."
+                )
+
+    def collated(self, samples: list[Any], *place: int) -> Any:
+        """Make a batch; a user's collation gets random numbers of this place."""
+        if self.own_collate and self.rng != "off":
+            seed_generators(derive_seed(self.start.seed, "fetch", self.start.epoch, *self.lane, *place))
+        return self.collate(samples if self.batched else samples[0])
+
+    def place(self, ended: bool) -> dict[str, Any] | None:
+        """Return where the stream stands now, or None if it cannot tell; at its end it may have gone back to the beginning."""
+        for part in (self.iterator, self.dataset):
+            if _keeps_state(part) and not ended:
+                return {"state": copy.deepcopy(part.state_dict()), "ended": False}
+        return {"state": None, "ended": True} if ended else None
+
+
+def _keeps_state(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+class FilterReader(StreamReader):
+    """Yields this rank's part of every global batch of the stream."""
+
+    def batches(self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[tuple[BatchInfo, Any]]:
+        """Yield info and batch for each batch whose number since the start is `wanted`, and (info, None) for the others."""
+        rank, world, size, drop_last = start.share
+        whole, position = size * world, start.position
+        saved = start.stream or {"state": None, "ended": False}
+        if saved["ended"]:
+            return
+        self.open(start, saved["state"])
+        if saved["state"] is None:
+            self.skip(position, whole)
+        for number in itertools.count():
+            step = self.seeded(lambda: self._next(position, whole, rank, world, drop_last, wanted(number)), "stream", position)
+            if step is None:
+                return
+            yield step
+            position = step[0].end
+
+    def _next(self, position: int, whole: int, rank: int, world: int, drop_last: bool, wanted: bool) -> Any:
+        samples = self.take(position, whole)
+        if not samples or (drop_last and len(samples) < whole):
+            return None
+        offset, size = share_of(len(samples), rank, world)
+        own = samples[offset : offset + size] or samples[-1:]
+        info = BatchInfo(
+            self.start.epoch, position // whole, position + offset, size, len(samples), int(size == 0), position + len(samples)
+        )
+        info.stream = self.place(ended=len(samples) < whole)
+        return info, self.collated(own, info.first) if wanted else None
+
+
+class ShardedReader(StreamReader):
+    """Yields the batches of this rank's and worker's own stream."""
+
+    def batches(self, start: StreamStart, worker: int) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+        """Yield size, batch and place of each batch of the stream of one worker."""
+        size, place = start.share.batch_size, {"samples": 0, "state": None, "ended": False}
+        if start.stream is not None:
+            place = start.stream["workers"].get(worker, place)
+        if place["ended"]:
+            return
+        self.open(start, place["state"], start.share.rank, worker)
+        read = place["samples"]
+        if place["state"] is None:
+            self.skip(read, size)
+        while True:
+            step = self.seeded(lambda: self._next(read, size, start.share.drop_last), "stream", read)
+            if step is None:
+                return
+            read = step[2]["samples"]
+            yield step
+
+    def _next(self, read: int, size: int, drop_last: bool) -> Any:
+        samples = self.take(read, size)
+        if not samples or (drop_last and len(samples) < size):
+            return None
+        batch = self.collated(samples, read)
+        place = self.place(ended=len(samples) < size) or {"state": None, "ended": False}
+        return len(samples), batch, {"samples": read + len(samples), **place}
+
+
+class StreamAnswer:
+    """Answers a worker's job `(start, number)`: the batch of that number, or None at the end of the stream."""
+
+    def __init__(self, reader: StreamReader):
+        self.reader = reader.fresh()
+        self.reader.puts_back = False
+        self.token: int | None = None
+
+    def __call__(self, job: tuple[StreamStart, int]) -> Any:
+        start, number = job
+        info = torch.utils.data.get_worker_info()
+        if isinstance(self.reader, ShardedReader):
+            if number < 0:
+                return IDLE
+            assert info is not None
+            if start.token != self.token:
+                self.token, self.steps = start.token, self.reader.batches(start, info.id)
+            step = next(self.steps, None)
+            return None if step is None else (info.id, *step)
+        assert isinstance(self.reader, FilterReader)
+        if start.token != self.token:
+            self.token, self.read, self.number = start.token, 0, number
+            self.steps = self.reader.batches(start, lambda index: index == self.number)
+        self.number = number
+        for step in self.steps:
+            self.read += 1
+            if self.read > number:
+                return step
+        return None
+
+
+class HiddenWorker:
+    """A `worker_init_fn` after which `get_worker_info()` is None, so that a dataset reads its whole stream in every worker.
+
+    A dataset that splits itself by `get_worker_info()` would, in `filter` mode, lose what the other workers have.
+    """
+
+    def __init__(self, init: Callable[[int], Any] | None):
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        torch.utils.data._utils.worker._worker_info = None
+        if self.init is not None:
+            self.init(worker_id)
+
+
+def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool | None) -> Iterator[tuple[BatchInfo, Any]]:
+    """Yield this rank's batches of the stream, read here or by workers."""
+    if start.position and start.stream is None:
+        _say_skipped(start.position)
+    if pool is None:
+        yield from reader.fresh().batches(start)
+        return
+    jobs = ((start, number) for number in itertools.count())
+    for _, step in pool.run(jobs, derive_seed(start.seed, "workers", start.epoch, start.share.rank)):
+        if step is None:
+            return
+        yield step
+
+
+def sharded_batches(
+    reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, num_workers: int
+) -> Iterator[tuple[BatchInfo, Any]]:
+    """Yield the batches of this rank's own stream; ranks that end early repeat their last batch as padding."""
+    rank, world = start.share.rank, start.share.world
+    lanes = max(1, num_workers)
+    stream = start.stream or {"workers": {}, "turn": 0}
+    skipped = sum(place["samples"] for place in stream["workers"].values() if place["state"] is None and not place["ended"])
+    if skipped:
+        _say_skipped(skipped)
+    turn = stream["turn"]
+    steps = _sharded_steps(reader, start, pool, lanes, turn)
+    workers, position = dict(stream["workers"]), start.position
+    last: tuple[int, Any] | None = None
+    for index in itertools.count(stream.get("batches", 0)):
+        step = next(steps, None)
+        size = 0 if step is None else step[1]
+        sizes = dict(all_gather_values((rank, size))) if world > 1 else {0: size}
+        if not any(sizes.values()):
+            return
+        if step is not None:
+            worker, _, batch, place, turn = step
+            workers[worker], last = place, (size, batch)
+        elif last is None:
+            raise DistributedError(f"data rank {rank} has no sample at all in epoch {start.epoch}; each rank's shard needs one.")
+        total = sum(sizes.values())
+        first = position + sum(size for other, size in sizes.items() if other < rank)
+        position += total
+        assert last is not None
+        info = BatchInfo(start.epoch, index, first, size, total, 0 if size else last[0], position)
+        info.stream = {"workers": dict(workers), "turn": turn, "batches": index + 1}
+        yield info, last[1]
+
+
+def _sharded_steps(reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int) -> Iterator[Any]:
+    """Yield (worker, size, batch, place, next turn) in the order in which workers take turns."""
+    if pool is None:
+        for size, batch, place in reader.fresh().batches(start, 0):
+            yield 0, size, batch, place, 0
+        return
+    # Workers answer in turn from the first. Idle jobs bring the turn to the worker whose batch comes next.
+    jobs = ((start, number) for number in itertools.count(-turn))
+    ended = 0
+    for (_, number), step in pool.run(jobs, derive_seed(start.seed, "workers", start.epoch, start.share.rank)):
+        if step is None:
+            ended += 1
+            if ended == lanes:
+                return
+        elif step != IDLE:
+            ended = 0
+            yield (*step, (number + turn + 1) % lanes)
+
+
+def gathered_stream_state(own: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
+    """Return what a state holds about the stream; for `sharded` a collective that brings the parts of all ranks together."""
+    if mode == "filter":
+        return own
+    parts = dict(all_gather_values((rank, own))) if world > 1 else {0: own}
+    return {"ranks": [parts[number] for number in range(world)], "num_workers": num_workers}
+
+
+def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
+    """Return this rank's part of a saved stream state, or refuse one of another number of ranks or workers."""
+    if mode == "filter" or stream is None:
+        return stream
+    saved = (len(stream["ranks"]), stream["num_workers"])
+    if saved != (world, num_workers):
+        raise ResumeError(
+            f"a sharded stream was saved with {saved[0]} ranks of {saved[1]} workers and cannot be continued with {world} ranks of "
+            f"{num_workers}. Use the same numbers, or iterable='filter', which allows any."
+        )
+    return stream["ranks"][rank]
+
+
+def _say_skipped(count: int) -> None:
+    logger.warning(
+        "the dataset has no state_dict: reading %d samples again and discarding them to continue at the same place", count
+    )

@@ -1,0 +1,488 @@
+"""SmartDataLoader: a torch DataLoader that knows its place.
+
+The order of an epoch depends on the seed and the epoch alone, each data rank takes its slice of it, and the state is a position in
+that order. So a run can stop after any batch and go on with another number of processes or workers. Tensor data is gathered
+instead of collated, and batches arrive on the device ahead of their use.
+
+What each part does is in the modules beside this one; here they are put together once per iteration, and the loop that remains is
+as short as the data allows.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate, default_convert
+
+from drivetrain.core.errors import DistributedError, ParameterError, ResumeError
+from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
+from drivetrain.data.fetch import Columns, ColumnSamples, GatherFetch, UserFetch, dataset_length, find_columns, keys_of, sized_length
+from drivetrain.data.iterable import (
+    FilterReader,
+    HiddenWorker,
+    IterableMode,
+    ShardedReader,
+    StreamAnswer,
+    StreamStart,
+    filtered_batches,
+    gathered_stream_state,
+    own_stream_state,
+    sharded_batches,
+)
+from drivetrain.data.order import (
+    BatchInfo,
+    BatchOrder,
+    IndexOrder,
+    Order,
+    ReplicaOrder,
+    SamplerOrder,
+    Share,
+    load_sampler_state,
+    num_sliced_batches,
+    sampler_state,
+)
+from drivetrain.data.prefetch import Pairs, pin, to_device
+from drivetrain.data.progress import bar_is_wanted, with_bar
+from drivetrain.data.randomness import RngMode
+from drivetrain.data.resident import resident_columns
+from drivetrain.data.state import VERSION, Cursor, check_state
+from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
+from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import derive_seed
+
+T_co = TypeVar("T_co", covariant=True)
+
+_tokens = itertools.count()
+
+
+class SmartDataLoader(DataLoader[T_co]):
+    """Yields batches in a fixed global order, on the device, with a place that can be saved and restored.
+
+    >>> loader = SmartDataLoader(torch.arange(6), batch_size=4)
+    >>> [batch.tolist() for batch in loader]
+    [[0, 1, 2, 3], [4, 5]]
+
+    `batch_size` is per process, `global_batch_size` over all of them. Other keywords are those of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        shuffle: bool = False,
+        random_seed: int | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        move_output: bool = True,
+        loading_bar: bool = True,
+        *,
+        global_batch_size: int | None = None,
+        rng: RngMode = "batch",
+        prefetch: int = 1,
+        resident: Literal["auto"] | bool = "auto",
+        iterable: IterableMode = "filter",
+        name: str | None = None,
+        **dataloader_kwargs: Any,
+    ):
+        own = {
+            "shuffle": shuffle,
+            "random_seed": random_seed,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+            "move_output": move_output,
+            "loading_bar": loading_bar,
+            "global_batch_size": global_batch_size,
+            "rng": rng,
+            "prefetch": prefetch,
+            "resident": resident,
+            "iterable": iterable,
+            "name": name,
+        }
+        check_arguments(dataset, own, dataloader_kwargs)
+        self._arguments = {"dataset": dataset, **own, **dataloader_kwargs}
+        self.move_output, self.loading_bar, self.global_batch_size = move_output, loading_bar, global_batch_size
+        self.rng, self.prefetch, self.resident, self.iterable, self.name = rng, prefetch, resident, iterable, name
+
+        collate = dataloader_kwargs.get("collate_fn")
+        batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
+        self._reader: FilterReader | ShardedReader | None = None
+        self._columns: Columns | None = None
+        self._fetch: GatherFetch | UserFetch | None = None
+        self._order: Order | None = None
+        self._length: int | None = None
+        if isinstance(dataset, IterableDataset):
+            kind = FilterReader if iterable == "filter" else ShardedReader
+            used = collate or (default_collate if batched else default_convert)
+            self._reader = kind(dataset, used, batched=batched, rng=rng, own_collate=collate is not None)
+        else:
+            self._prepare_order(dataset, bool(shuffle), sampler, batch_sampler, collate, batched)
+        if resident is True and self._columns is None:
+            resident_columns(None, torch.device("cpu"), True)  # says what is missing
+
+        if self._order is not None and batch_sampler is None:
+            sampler = self._order if isinstance(self._order, IndexOrder) else sampler
+        super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
+
+        self._seed, self._seed_agrees = self._first_seed(random_seed, name, dataloader_kwargs.get("generator"))
+        self._cursor = Cursor()
+        self._device: torch.device | None = None
+        self._placed: tuple[torch.device, GatherFetch | None] | None = None
+        self._pool: WorkerPool | None = None
+        if global_batch_size is not None:
+            local_batch_size(global_batch_size, num_data_ranks())
+
+    @classmethod
+    def from_loader(cls, loader: DataLoader[Any], **changes: Any) -> "SmartDataLoader[Any]":
+        """Return a SmartDataLoader over the same data as a plain torch loader, shuffled if that one is."""
+        if isinstance(loader, SmartDataLoader):
+            return loader.rebuild(**changes)
+        return SmartDataLoader(**{**arguments_of(loader), **changes})
+
+    def rebuild(self, **changes: Any) -> "SmartDataLoader[Any]":
+        """Return a loader with other arguments, and the same seed and device; it starts at epoch 0."""
+        other: SmartDataLoader[Any] = SmartDataLoader(**{**self._arguments, **changes})
+        if "random_seed" not in changes:
+            other._seed, other._seed_agrees = self._seed, self._seed_agrees
+        other._device, other.loading_bar = self._device, changes.get("loading_bar", self.loading_bar)
+        return other
+
+    # ------------------------------------------------------------------ what a loop reads
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples of a full batch on this process; None where a batch sampler decides or nothing is batched."""
+        return self._batch_size if self.global_batch_size is None else local_batch_size(self.global_batch_size, num_data_ranks())
+
+    @batch_size.setter
+    def batch_size(self, size: int | None) -> None:
+        self._batch_size = size
+
+    @property
+    def seed(self) -> int:
+        """The root of everything this loader draws."""
+        return self._seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest iterator, or the one that comes next when that has ended."""
+        return self._cursor.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks together have received in this epoch."""
+        return self._cursor.position
+
+    @property
+    def batch_info(self) -> BatchInfo | None:
+        """Where the batch in hand stands in its epoch; None before the first one."""
+        cursor = self._cursor
+        return cursor.info or cursor.before
+
+    @property
+    def sample_index(self) -> Tensor | None:
+        """Dataset indices of the rows of the batch in hand, padding included; None where the order has none.
+
+        It is on the device where the data is gathered there, else on the CPU; reading it makes nobody wait.
+        """
+        info = self.batch_info
+        rows = None if info is None else info.rows
+        if rows is None or isinstance(rows, Tensor):
+            return rows
+        if isinstance(rows, range):
+            return torch.arange(rows.start, rows.stop)
+        try:
+            return torch.tensor(rows, dtype=torch.int64)
+        except (TypeError, ValueError):
+            return None
+
+    @property
+    def columns(self) -> Columns | None:
+        """The tensors the data consists of; None where it is read through a dataset's own methods."""
+        return self._columns
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch on this process."""
+        share = self._share()
+        if self._order is not None:
+            return self._order.num_batches(share)
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return num_sliced_batches(samples, share if self.iterable == "filter" else share._replace(world=1))
+
+    # ------------------------------------------------------------------ iteration
+
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
+        share = self._share()
+        self._agree_on_seed()
+        cursor = self._cursor = self._next_cursor()
+        batches = self._open(cursor, share)
+        if self.loading_bar and bar_is_wanted():
+            done = cursor.start // (share.batch_size * share.world)
+            batches = with_bar(batches, done, self._known_length(), self.name or f"epoch {cursor.epoch}")
+        return batches
+
+    def _next_cursor(self) -> Cursor:
+        """Claim the next epoch, or the place that was restored."""
+        last = self._cursor
+        cursor = Cursor(last.epoch + 1) if last.started else Cursor(last.epoch, last.start, stream=last.stream)
+        cursor.started = True
+        if self._order is not None:
+            cursor.sampler = sampler_state(self._order)
+        return cursor
+
+    def _open(self, cursor: Cursor, share: Share) -> Iterator[Any]:
+        """Return the batches from a place on: read, brought to the device, and published one by one."""
+        device = self._device if self.move_output else None
+        if self._reader is not None:
+            pairs = self._stream(cursor, share)
+        else:
+            fetch, arrived = self._choose_fetch(device)
+            assert self._order is not None
+            infos = self._order.batches(self._seed, cursor.epoch, cursor.start, share)
+            device = None if arrived else device
+            if self.num_workers == 0 or arrived:
+                if device is None and not self._pins(device):
+                    return self._gathered(cursor, infos, fetch)
+                seed = self._seed
+                pairs = ((info, fetch(info, seed)) for info in infos)
+            else:
+                pairs = self._fetched_by_workers(cursor, infos, share)
+        if device is not None:
+            pairs = to_device(pairs, device, self.prefetch)
+        elif self._pins(device) and self.num_workers == 0:
+            pairs = ((info, pin(batch)) for info, batch in pairs)
+        return self._published(cursor, pairs)
+
+    def _gathered(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any) -> Iterator[Any]:
+        """The shortest way: read here, hand out at once."""
+        seed = self._seed
+        for info in infos:
+            batch = fetch(info, seed)
+            cursor.info = info
+            yield batch
+        self._close(cursor)
+
+    def _published(self, cursor: Cursor, pairs: Pairs) -> Iterator[Any]:
+        """Hand out batches that were read ahead; only what is handed out counts."""
+        for info, batch in pairs:
+            cursor.info = info
+            yield batch
+        self._close(cursor)
+
+    def _close(self, cursor: Cursor) -> None:
+        """End the epoch: the next iterator begins the next one."""
+        if self._cursor is cursor:
+            self._cursor = Cursor(cursor.epoch + 1, before=cursor.info)
+
+    def _stream(self, cursor: Cursor, share: Share) -> Pairs:
+        stream = own_stream_state(cursor.stream, self.iterable, share.rank, share.world, self.num_workers)
+        start = StreamStart(next(_tokens), self._seed, cursor.epoch, cursor.start, share, stream)
+        assert self._reader is not None
+        pool = self._workers(StreamAnswer(self._reader)) if self.num_workers else None
+        if isinstance(self._reader, FilterReader):
+            return filtered_batches(self._reader, start, pool)
+        return sharded_batches(self._reader, start, pool, self.num_workers)
+
+    def _fetched_by_workers(self, cursor: Cursor, infos: Iterator[BatchInfo], share: Share) -> Pairs:
+        pool = self._workers(FetchAnswer(self._fetch))
+        base_seed = derive_seed(self._seed, "workers", cursor.epoch, share.rank)
+        for (info, _), batch in pool.run(self._jobs(infos), base_seed):
+            yield info, batch
+
+    def _jobs(self, infos: Iterator[BatchInfo]) -> Iterator[tuple[BatchInfo, int]]:
+        for info in infos:
+            if isinstance(info.rows, Tensor):
+                info.rows = keys_of(info.rows)  # a tensor would travel through shared memory, one file per batch
+            yield info, self._seed
+
+    def _workers(self, answer: Callable[[Any], Any]) -> WorkerPool:
+        if self._pool is None:
+            names = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+            options = {name: getattr(self, name) for name in names}
+            options["pin_memory"] = self._pins(self._device if self.move_output else None)
+            if self._reader is not None and self.iterable == "filter":
+                options["worker_init_fn"] = HiddenWorker(self.worker_init_fn)
+            self._pool = WorkerPool(WorkerSide(self.dataset, answer), options)
+        return self._pool
+
+    def _pins(self, device: torch.device | None) -> bool:
+        wanted = self.pin_memory or (device is not None and device.type != "cpu")
+        return wanted and torch.accelerator.is_available()
+
+    def _choose_fetch(self, device: torch.device | None) -> tuple[Any, bool]:
+        """Return how batches are made, and whether they are then where they should be."""
+        assert self._order is not None
+        fetch, arrived = self._fetch, False
+        if self._columns is not None:
+            target = device or self._columns.device
+            if self._placed is None or self._placed[0] != target:
+                columns = resident_columns(self._columns, target, self.resident)
+                self._placed = (target, None if columns is None else GatherFetch(columns))
+            if self._placed[1] is not None:
+                fetch = self._placed[1]
+            assert isinstance(fetch, GatherFetch)
+            place = fetch.columns.device
+            arrived = place == target
+            if not isinstance(self._order, BatchOrder):
+                self._order.device = None if place.type == "cpu" else place  # type: ignore[attr-defined]
+        return fetch, arrived
+
+    # ------------------------------------------------------------------ place and device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place: valid between any two batches, the batch in hand counts as used."""
+        cursor = self._cursor
+        state = {
+            "seed": self._seed,
+            "epoch": cursor.epoch,
+            "position": cursor.position,
+            "length": self._samples(),
+            "version": VERSION,
+        }
+        if self._order is not None:
+            sampler = cursor.sampler if cursor.started else sampler_state(self._order)
+            if sampler is not None:
+                state["sampler"] = sampler
+        else:
+            stream = cursor.stream
+            if cursor.info is not None:
+                stream = gathered_stream_state(
+                    cursor.info.stream, self.iterable, data_rank(), num_data_ranks(), self.num_workers
+                )
+            if stream is not None:
+                state["stream"] = stream
+        return state
+
+    def load_state_dict(self, state: dict[str, Any] | None, strict: bool = True) -> None:
+        """Go to a saved place: the next iteration continues there. `strict=False` warns where it would refuse."""
+        if state is None:
+            warnings.warn("the loader's saved state is None: it keeps its own place.", stacklevel=2)
+            return
+        checked = check_state(state, self._samples(), None if self._order is None else self._order.samples, strict)
+        self._check_continuable(checked["position"], strict)
+        if self._arguments["random_seed"] is not None and checked["seed"] != self._seed:
+            warnings.warn(
+                f"random_seed={self._seed} was given, but the saved state has {checked['seed']}: the state wins, so that the order "
+                "of samples goes on. Leave random_seed out to resume without this warning.",
+                stacklevel=2,
+            )
+        self._seed, self._seed_agrees = checked["seed"], True
+        if checked.get("sampler") is not None and self._order is not None:
+            load_sampler_state(self._order, checked["sampler"])
+        self._cursor = Cursor(checked["epoch"], checked["position"], stream=checked.get("stream"))
+
+    def _check_continuable(self, position: int, strict: bool) -> None:
+        draws_random = self._fetch is None or self._fetch.draws_random
+        if not position or not draws_random or self.rng != "off" or (self.num_workers == 0 and self.prefetch == 0):
+            return
+        message = (
+            f"the loader {self.name or ''} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its "
+            f"dataset draws depends on what was read ahead, so it cannot continue exactly at position {position}. Use rng='batch' "
+            "(the default), or num_workers=0 and prefetch=0."
+        )
+        if strict:
+            raise ResumeError(message)
+        warnings.warn(message, stacklevel=3)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch `epoch`, from its beginning; a restored place in that epoch is kept."""
+        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+            raise ParameterError(f"set_epoch({epoch!r}): expected a whole number of at least 0.")
+        if self._cursor.started or self._cursor.epoch != epoch:
+            self._cursor = Cursor(epoch)
+
+    def to(self, device: torch.device | str | None) -> Self:
+        """Deliver batches on `device` from the next iteration on; None leaves them where they are."""
+        chosen = None if device is None else choose_device(device)
+        if chosen != self._device:
+            self._device, self._pool = chosen, None
+        return self
+
+    def place(self, columns: Columns, device: torch.device) -> None:
+        """Gather from these tensors from the next iteration on."""
+        self.to(device)
+        self._placed = (device, GatherFetch(columns))
+
+    def ddp(self) -> Self:
+        """Take rank 0's seed, so that all ranks have one order; rank and world are read at each `iter()`."""
+        if not is_distributed():
+            raise DistributedError(
+                "ddp() needs a process group: start with torchrun or distributed=True, or call init_distributed() first."
+            )
+        self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
+        return self
+
+    # ------------------------------------------------------------------ building
+
+    def _prepare_order(
+        self,
+        dataset: Any,
+        shuffle: bool,
+        sampler: Iterable[Any] | None,
+        batch_sampler: Iterable[Any] | None,
+        collate: Callable[[Any], Any] | None,
+        batched: bool,
+    ) -> None:
+        columns = find_columns(dataset)
+        has_keys = sampler is not None or batch_sampler is not None
+        self._length = sized_length(dataset, columns) if has_keys else dataset_length(dataset, columns)
+        gathers = columns is not None and collate is None and batched
+        rows = self._length if gathers else None  # a dataset's own methods may understand other indices
+        if batch_sampler is not None:
+            self._order = BatchOrder(batch_sampler)
+        elif isinstance(sampler, DistributedSampler):
+            self._order = ReplicaOrder(sampler)
+        elif sampler is not None:
+            self._order = SamplerOrder(sampler, rows)
+        else:
+            assert self._length is not None
+            self._order = IndexOrder(self._length, shuffle)
+        if columns is not None and gathers:
+            self._columns, self._fetch = columns, GatherFetch(columns)
+        else:
+            samples = ColumnSamples(columns) if columns is not None and isinstance(dataset, dict | tuple) else dataset
+            self._fetch = UserFetch(samples, collate, batched=batched, rng=self.rng)
+
+    def _first_seed(self, random_seed: int | None, name: str | None, generator: Any) -> tuple[int, bool]:
+        """Return the seed, and whether all ranks have the same."""
+        if random_seed is not None:
+            return random_seed, True
+        if generator is not None:
+            return generator.initial_seed(), True
+        run = current_run()
+        if run is None:
+            return torch.initial_seed(), False
+        if name is not None:
+            return derive_seed(run.seed, f"loader:{name}"), True
+        return derive_seed(run.seed, "loader", run.next_index("loader")), True
+
+    def _agree_on_seed(self) -> None:
+        """Take rank 0's seed where something is drawn from it and ranks may differ; a collective, once."""
+        draws = self._fetch is None or self._fetch.draws_random or getattr(self._order, "shuffle", True)
+        if draws and not self._seed_agrees and get_num_processes() > 1:
+            self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
+
+    def _share(self) -> Share:
+        world = num_data_ranks()
+        size = self.batch_size if self.batch_sampler is None or self._batch_size is not None else None
+        return Share(data_rank(), world, size or 1, self.drop_last)
+
+    def _samples(self) -> int | None:
+        """Return the samples of an epoch, for the state; None where only the stream can tell."""
+        if self._order is not None:
+            return self._length if self._order.samples is None else self._order.samples
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _known_length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
+

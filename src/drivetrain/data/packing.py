@@ -1,0 +1,310 @@
+"""Sequence packing: several documents in one row of fixed length, without padding most of it and without mixing them.
+
+Documents are put into bins of `max_length` by best fit (each into the fullest bin that still has room), after Krell et al.,
+"Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027); documents longer than a bin are cut into pieces first,
+as in Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). In a packed row position ids restart with each
+document, document ids tell them apart (-1 is padding), and the first label of each document is ignored, because it would be
+predicted from the end of another one. Attention is allowed between two places only if they are real and of one document.
+
+Two datasets pack for a loader: `PackedDataset` over data with an index, whose rows are shuffled and split like any samples, and
+`PackedStream` over an iterable, which keeps a buffer and can be saved in the middle.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from drivetrain.core.errors import ParameterError, StateError, unknown_name
+
+PackingStrategy = Literal["best_fit", "first_fit"]
+STRATEGIES = ("best_fit", "first_fit")
+
+PADDING = -1
+"""The document id of places that hold no document."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of one that is longer than a bin."""
+
+    document: int
+    start: int
+    length: int
+
+
+def pack_lengths(lengths: Sequence[int], max_length: int, strategy: PackingStrategy = "best_fit") -> list[list[int]]:
+    """Return bins of indices whose lengths add up to at most `max_length`; longest first, each bin in order of index.
+
+    >>> pack_lengths([5, 3, 2, 6, 4], max_length=8)
+    [[2, 3], [0, 1], [4]]
+    """
+    _check(max_length, strategy)
+    too_long = next((length for length in lengths if length > max_length), None)
+    if too_long is not None:
+        raise ParameterError(f"a document of length {too_long} does not fit into bins of {max_length}; cut it first.")
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    bins: list[list[int]] = []
+    place = _best_fit(max_length) if strategy == "best_fit" else _first_fit(max_length)
+    for index in by_length:
+        number = place(lengths[index])
+        if number == len(bins):
+            bins.append([])
+        bins[number].append(index)
+    return [sorted(members) for members in bins]
+
+
+def _best_fit(max_length: int) -> Callable[[int], int]:
+    """Return a function that gives each length the fullest bin with room for it, or a new one."""
+    open_bins: list[tuple[int, int]] = []  # (room left, bin), sorted
+    count = itertools.count()
+
+    def place(length: int) -> int:
+        at = bisect.bisect_left(open_bins, (length, -1))
+        room, number = open_bins.pop(at) if at < len(open_bins) else (max_length, next(count))
+        if room > length:
+            bisect.insort(open_bins, (room - length, number))
+        return number
+
+    return place
+
+
+def _first_fit(max_length: int) -> Callable[[int], int]:
+    """Return a function that gives each length the oldest bin with room for it, or a new one."""
+    rooms: list[int] = []
+
+    def place(length: int) -> int:
+        for number, room in enumerate(rooms):
+            if room >= length:
+                rooms[number] -= length
+                return number
+        rooms.append(max_length - length)
+        return len(rooms) - 1
+
+    return place
+
+
+def cut_pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
+    """Return the documents as pieces of at most `max_length`; empty documents have none.
+
+    >>> cut_pieces([5], max_length=3)
+    [Piece(document=0, start=0, length=3), Piece(document=0, start=3, length=2)]
+    """
+    return [
+        Piece(document, start, min(max_length, length - start))
+        for document, length in enumerate(lengths)
+        for start in range(0, length, max_length)
+    ]
+
+
+def pack_documents(
+    documents: Sequence[Any],
+    max_length: int,
+    strategy: PackingStrategy = "best_fit",
+    *,
+    pad_token: int = 0,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """Return documents packed into rows: `input_ids`, `labels`, `position_ids` and `document_ids`, each (rows, max_length).
+
+    A document is a sequence of token ids, or a mapping with `input_ids` and, if they differ, `labels`.
+
+    >>> pack_documents([[1, 2, 3], [4, 5]], max_length=6)["position_ids"]
+    tensor([[0, 1, 2, 0, 1, 0]])
+    """
+    read = [_tokens_and_labels(document) for document in documents]
+    pieces = cut_pieces([len(tokens) for tokens, _ in read], max_length)
+    bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
+    rows = [
+        fill_row([_part(read[piece.document], piece) for piece in map(pieces.__getitem__, members)], max_length, pad_token, ignore_index)
+        for members in bins
+    ]
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    empty = torch.empty(0, max_length, dtype=torch.int64)
+    return {name: torch.stack([row[name] for row in rows]) if rows else empty for name in names}
+
+
+def fill_row(parts: Sequence[tuple[Tensor, Tensor]], max_length: int, pad_token: int, ignore_index: int) -> dict[str, Tensor]:
+    """Return one packed row of documents given as (tokens, labels)."""
+    row = {
+        "input_ids": torch.full((max_length,), pad_token),
+        "labels": torch.full((max_length,), ignore_index),
+        "position_ids": torch.zeros(max_length, dtype=torch.int64),
+        "document_ids": torch.full((max_length,), PADDING),
+    }
+    at = 0
+    for number, (tokens, labels) in enumerate(parts):
+        end = at + len(tokens)
+        row["input_ids"][at:end] = tokens
+        row["labels"][at + 1 : end] = labels[1:]  # the first label would be predicted from another document
+        row["position_ids"][at:end] = torch.arange(len(tokens))
+        row["document_ids"][at:end] = number
+        at = end
+    return row
+
+
+def _tokens_and_labels(document: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(document, Mapping):
+        if "input_ids" not in document:
+            raise ParameterError(
+                f"packing: a document has the entries {sorted(map(str, document))}, expected 'input_ids' (and 'labels' if they differ)."
+            )
+        tokens = torch.as_tensor(document["input_ids"], dtype=torch.int64)
+        labels = torch.as_tensor(document.get("labels", tokens), dtype=torch.int64)
+    else:
+        tokens = labels = torch.as_tensor(document, dtype=torch.int64)
+    if tokens.ndim != 1 or labels.shape != tokens.shape:
+        raise ParameterError(
+            f"packing: a document has tokens of shape {list(tokens.shape)} and labels of shape {list(labels.shape)}; expected two "
+            "lists of the same length."
+        )
+    return tokens, labels
+
+
+def _part(document: tuple[Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tensor]:
+    tokens, labels = document
+    end = piece.start + piece.length
+    return tokens[piece.start : end], labels[piece.start : end]
+
+
+def document_mask(document_ids: Tensor, causal: bool = True) -> Tensor:
+    """Return which places may attend to which, (batch, 1, query, key), for `scaled_dot_product_attention`.
+
+    A place of padding may attend to itself, so that no row of the attention is empty and turns into NaN.
+    """
+    same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
+    allowed = same & (document_ids != PADDING).unsqueeze(-1)
+    if causal:
+        allowed = allowed.tril()
+    itself = torch.eye(document_ids.shape[-1], dtype=torch.bool, device=document_ids.device)
+    return (allowed | itself).unsqueeze(-3)
+
+
+def document_mask_mod(document_ids: Tensor, causal: bool = True) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the same rule as `document_mask` as a `mask_mod` for flex_attention."""
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = document_ids[batch, query]
+        rule = (own == document_ids[batch, key]) & (own != PADDING)
+        if causal:
+            rule = rule & (key <= query)
+        return rule | (query == key)
+
+    return allowed
+
+
+def num_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """Return how many labels count in a loss that predicts each place from those before it."""
+    return (labels[..., 1:] != ignore_index).sum()
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Rows of packed documents of a dataset with an index; the bins are fixed when it is built.
+
+    `buffer` documents are packed together, in the order of the dataset. `lengths` saves reading every document once.
+    """
+
+    def __init__(
+        self,
+        documents: Any,
+        max_length: int,
+        strategy: PackingStrategy = "best_fit",
+        buffer: int = 1000,
+        *,
+        lengths: Sequence[int] | None = None,
+        pad_token: int = 0,
+        ignore_index: int = -100,
+    ):
+        _check(max_length, strategy, buffer)
+        self.documents, self.max_length = documents, max_length
+        self.pad_token, self.ignore_index = pad_token, ignore_index
+        if lengths is None:
+            lengths = [len(_tokens_and_labels(documents[index])[0]) for index in range(len(documents))]
+        elif len(lengths) != len(documents):
+            raise ParameterError(f"lengths has {len(lengths)} entries for {len(documents)} documents; expected one for each.")
+        self.rows: list[list[Piece]] = []
+        for first in range(0, len(lengths), buffer):
+            pieces = cut_pieces(lengths[first : first + buffer], max_length)
+            pieces = [piece._replace(document=piece.document + first) for piece in pieces]
+            bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
+            self.rows += [[pieces[member] for member in members] for members in bins]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        parts = [_part(_tokens_and_labels(self.documents[piece.document]), piece) for piece in self.rows[index]]
+        return fill_row(parts, self.max_length, self.pad_token, self.ignore_index)
+
+
+class PackedStream(IterableDataset[dict[str, Tensor]]):
+    """Rows of packed documents of an iterable: `buffer` documents are read, packed, and given out row by row.
+
+    The place is the number of documents before the buffer and of rows given out of it. If the source itself has `state_dict`, its
+    place at the start of the buffer is kept too; if not, documents are read again up to the place.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Any],
+        max_length: int,
+        strategy: PackingStrategy = "best_fit",
+        buffer: int = 1000,
+        *,
+        pad_token: int = 0,
+        ignore_index: int = -100,
+    ):
+        _check(max_length, strategy, buffer)
+        self.documents, self.max_length, self.strategy, self.buffer = documents, max_length, strategy, buffer
+        self.pad_token, self.ignore_index = pad_token, ignore_index
+        self._place: dict[str, Any] = {"documents": 0, "rows": 0, "source": None}
+        self._restored = False
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        place = self._place if self._restored else {"documents": 0, "rows": 0, "source": None}
+        self._restored = False
+        with_state = callable(getattr(self.documents, "state_dict", None))
+        if place["source"] is not None:
+            self.documents.load_state_dict(place["source"])  # type: ignore[attr-defined]
+        documents = iter(self.documents)
+        if place["source"] is None:
+            next(itertools.islice(documents, place["documents"], place["documents"]), None)
+        read, given = place["documents"], place["rows"]
+        while True:
+            source = self.documents.state_dict() if with_state and read else None  # type: ignore[attr-defined]
+            held = list(itertools.islice(documents, self.buffer))
+            if not held:
+                return
+            rows = pack_documents(
+                held, self.max_length, self.strategy, pad_token=self.pad_token, ignore_index=self.ignore_index
+            )
+            for number in range(given, len(rows["input_ids"])):
+                self._place = {"documents": read, "rows": number + 1, "source": source}
+                yield {name: values[number] for name, values in rows.items()}
+            read, given = read + len(held), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a source that shuffles by it."""
+        if callable(getattr(self.documents, "set_epoch", None)):
+            self.documents.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place after the last row given out."""
+        return dict(self._place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration start at a saved place."""
+        if set(state) != {"documents", "rows", "source"}:
+            raise StateError(f"packed stream: the state has {sorted(map(str, state))}, expected documents, rows and source.")
+        self._place, self._restored = dict(state), True
+
+
+def _check(max_length: int, strategy: str, buffer: int = 1) -> None:
+    for name, value in (("max_length", max_length), ("buffer", buffer)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ParameterError(f"packing: {name}={value!r}, expected a whole number of at least 1.")
+    if strategy not in STRATEGIES:
+        raise ParameterError(unknown_name("strategy", strategy, STRATEGIES, where="packing"))

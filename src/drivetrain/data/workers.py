@@ -1,0 +1,112 @@
+"""Worker processes: torch's DataLoader carries jobs to them and results back, in order.
+
+A job says everything a worker needs (seed, epoch, place, indices), so workers hold no position of their own: they may live for the
+whole run, read ahead as far as they like, and be replaced by none at all without a change in what comes out. The inner DataLoader
+gets a generator of its own, because torch would take the workers' base seed from the global one.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class WorkerSide(Dataset[Any]):
+    """What a worker has in hand: the user's dataset and the function that answers a job.
+
+    It stands in for the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
+    """
+
+    def __init__(self, dataset: Any, answer: Callable[[Any], Any]):
+        own = self.__dict__
+        own["dataset"], own["answer"] = dataset, answer
+
+    def __getitem__(self, job: Any) -> Any:
+        return self.__dict__["answer"](job)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["dataset"], name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class FetchAnswer:
+    """Answers a job `(info, seed)` with the batch."""
+
+    def __init__(self, fetch: Any):
+        self.fetch = copy.copy(fetch)
+        self.fetch.puts_back = False
+
+    def __call__(self, job: Any) -> Any:
+        info, seed = job
+        return self.fetch(info, seed)
+
+
+class _Source:
+    """The sampler of the inner DataLoader: whatever jobs the next iteration has."""
+
+    def __init__(self) -> None:
+        self.jobs: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.jobs
+
+
+class WorkerPool:
+    """Worker processes that answer jobs; with `persistent_workers` the same ones for every epoch."""
+
+    def __init__(self, side: WorkerSide, options: dict[str, Any]):
+        self._side, self._options = side, options
+        self._source = _Source()
+        self._busy = False
+        self._inner: DataLoader[Any] = DataLoader(
+            side,
+            batch_size=None,
+            sampler=self._source,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def run(self, jobs: Iterator[Any], base_seed: int) -> Iterator[tuple[Any, Any]]:
+        """Yield each job with its answer, in the order of jobs."""
+        if self._busy and self._inner.persistent_workers:  # another iterator is using them
+            yield from WorkerPool(self._side, {**self._options, "persistent_workers": False}).run(jobs, base_seed)
+            return
+        self._busy = True
+        iterator = None
+        try:
+            sent: deque[Any] = deque()
+            self._source.jobs = _recorded(jobs, sent)
+            self._inner.generator.manual_seed(base_seed)
+            iterator = iter(self._inner)
+            for answer in iterator:
+                yield sent.popleft(), answer
+        finally:
+            self._busy = False
+            # After an error the traceback holds the iterator until the garbage collector comes, which then waits 5 s per worker.
+            shut_down = getattr(iterator, "_shutdown_workers", None)
+            if shut_down is not None and not self._inner.persistent_workers:
+                shut_down()
+
+
+def _recorded(jobs: Iterator[Any], sent: deque[Any]) -> Iterator[Any]:
+    for job in jobs:
+        sent.append(job)
+        yield job
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer

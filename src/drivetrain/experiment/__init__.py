@@ -1,0 +1,1 @@
+"""Experiments: describe a run and start it."""

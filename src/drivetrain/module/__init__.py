@@ -1,0 +1,35 @@
+"""What can be done to an nn.Module: surgery, block discovery, wrapping, averaged weights, compilation,
+checkpointing."""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".surgery": [
+            "ReplacementFunction",
+            "count_module_instances",
+            "replace_module_classes",
+            "update_params_in_optimizer",
+        ],
+        ".blocks": ["BlockGroup", "find_blocks", "repeated_blocks", "select_modules"],
+        ".wrapping": [
+            "clean_name",
+            "clean_state_dict",
+            "is_wrapped",
+            "load_clean_state_dict",
+            "rebind_optimizer",
+            "rewrap_ddp",
+            "shard_fully",
+            "unwrap",
+            "wrap_ddp",
+        ],
+        ".average": ["AveragedWeights"],
+        ".params": ["MuonGroups", "muon_groups", "named_trainable", "select_parameters"],
+        ".compilation": ["compile_module", "set_recompile_limit"],
+        ".checkpointing": ["checkpoint_blocks"],
+        ".layout": ["channels_last_input", "is_worth_channels_last", "to_channels_last"],
+        ".accumulation": ["AccumulationWindow", "scale_gradients"],
+        ".precision": ["Precision", "parse_precision"],
+    },
+)

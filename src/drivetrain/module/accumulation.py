@@ -1,0 +1,91 @@
+"""The one accumulation rule: the gradient of a window is the mean over all its items, on all ranks.
+
+A window is a run of micro-batches that form one update. Micro-batch i has the mean loss l_i over n_i items (samples, or
+tokens). What must be stepped with is the gradient of sum(n_i l_i) / sum(n_i), the sums running over the window and over
+all P ranks. Each backward gets l_i * n_i / (r * A), with A the window's length and r a reference count, so its size is that of an
+ordinary loss; ranks average; and when the window closes the gradients are multiplied once by c = P * r * A / N, with N the
+items of the window on all ranks. Equal full windows have c = 1, which is not applied; a short last window, a smaller last
+batch and unequal token counts all come out right.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Count = int | float | Tensor
+
+
+class AccumulationWindow:
+    """Counts the micro-batches of an update and knows the factors that make their gradients a mean.
+
+    >>> window = AccumulationWindow(length=2)
+    >>> window.begin(last=False); window.opens, window.closes
+    (True, False)
+    >>> window.begin(last=True); window.opens, window.closes
+    (False, True)
+    """
+
+    __slots__ = ("length", "world", "reference", "count", "opens", "closes", "items", "everywhere", "is_plain")
+
+    def __init__(self, length: int = 1, world: int = 1):
+        self.length, self.world = length, world
+        self.reference: Count | None = None  # r: the first count of the run, the same on all ranks
+        self.is_plain = length == 1 and world == 1  # one batch, one process: losses and gradients pass untouched
+        self.opens = self.closes = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the micro-batches seen; the next one opens a window."""
+        self.count = 0
+        self.items: Count = 0  # n summed over this rank's micro-batches
+        self.everywhere: Count | None = 0  # n summed over all ranks, or None when only a reduction can tell
+
+    def begin(self, last: bool) -> None:
+        """Take the next micro-batch into the window; `last` closes a window that is not full."""
+        self.opens = self.count == 0
+        self.count += 1
+        self.closes = last or self.count >= self.length
+
+    def weigh(self, loss: Tensor, items: Count, items_everywhere: Count | None) -> Tensor:
+        """Return the loss to back-propagate for a micro-batch that is a mean over `items`."""
+        if self.is_plain:
+            return loss
+        self.items = self.items + items
+        if self.everywhere is not None:
+            self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere
+        if self.reference is None:
+            self.reference = items
+        if items is self.reference or (not isinstance(items, Tensor) and items == self.reference):
+            return loss if self.length == 1 else loss / self.length
+        return loss * (items / (self.reference * self.length))
+
+    def correction(self, total: Count | None = None) -> Count | None:
+        """Return c for the window that closes, or None when it is exactly one; `total` is N where a reduction found it."""
+        if self.is_plain:
+            return None
+        total = total if total is not None else self.everywhere if self.everywhere is not None else self.items
+        if self.reference is None:
+            return None
+        expected = self.world * self.reference * self.length
+        if isinstance(total, Tensor) or isinstance(expected, Tensor):
+            return expected / total
+        if total == 0 or total == expected:
+            return None
+        return expected / total
+
+    def state_dict(self) -> dict[str, Count | None]:
+        """Return the counts of a window in progress."""
+        return {"count": self.count, "items": self.items, "everywhere": self.everywhere, "reference": self.reference}
+
+    def load_state_dict(self, state: dict[str, Count | None]) -> None:
+        """Go on with a window that a checkpoint interrupted."""
+        for name in ("count", "items", "everywhere", "reference"):
+            setattr(self, name, state[name])
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
+    """Multiply all gradients by one factor; a tensor factor is not read back."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)

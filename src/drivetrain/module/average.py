@@ -1,0 +1,266 @@
+"""The averaged weights of a model: one shadow for exponential averages (Polyak & Juditsky, 1992) and for equal-weight
+means (SWA, Izmailov et al., 2018).
+
+The shadow holds trainable parameters and persistent buffers. Floating values are averaged, counters are copied.
+Averages of parameters in half precision are kept in float32, because a small step would be rounded away. Nothing here
+waits for the device.
+
+Swapping exchanges contents, not storage: parameters keep their identity and their addresses, which optimizers, captured
+CUDA graphs, flattened recurrent weights and sharded parameters rely on. It costs three copies of the weights, through a
+buffer of bounded size.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import StateError, nearest_name
+from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
+from drivetrain.module.wrappers import clean_key, is_fully_sharded, unwrap
+
+_SWAP_BYTES = 64 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class AveragedWeights:
+    """A shadow copy of a model's weights that is updated from the model and can be swapped with it.
+
+    >>> model = nn.Linear(1, 1)
+    >>> average = AveragedWeights(model)
+    >>> average.update_lerp(model, 0.01)      # shadow += 0.01 * (model - shadow)
+    >>> average.swap(model)                   # evaluate with the average ...
+    >>> average.swap(model)                   # ... and train on
+    """
+
+    def __init__(self, model: nn.Module):
+        self.num_updates = 0
+        """How many updates were made; in an equal-weight mean the next one has the weight 1 / (num_updates + 1)."""
+        self.is_swapped = False
+        """Whether the model holds the average now, and the shadow the training weights."""
+        self._kept: dict[str, Tensor] = {}  # half-precision training weights while the model holds the average
+        self._view: _View | None = None
+        self._plan: _Plan | None = None
+        live = self._live(model)
+        self._known = frozenset(live)  # also what is frozen now and may be trained later
+        self._shadow = {name: _new_shadow(tensor) for name, tensor in live.items() if _is_averaged(tensor)}
+
+    def update_lerp(self, model: nn.Module, weight: float) -> None:
+        """Move the shadow towards the model: shadow += weight * (model - shadow)."""
+        self._update(model, weight)
+
+    def update_mean(self, model: nn.Module) -> None:
+        """Take the model into an equal-weight mean; the first call replaces the copy made at the start."""
+        self._update(model, 1.0 / (self.num_updates + 1))
+
+    @torch.no_grad()
+    def _update(self, model: nn.Module, weight: float) -> None:
+        if self.is_swapped:
+            raise StateError("the model holds the averaged weights now; call swap(model) before updating the average.")
+        plan = self._plan_for(model)
+        for averages, values in plan.groups:
+            torch._foreach_lerp_(averages, plan.localised(values), weight)
+        for average, value in plan.singles:
+            # One by one, so that only one converted or moved copy exists at a time.
+            average.lerp_(local_part(value).to(average), weight)
+        for average, value in plan.counters:
+            average.copy_(local_part(value), non_blocking=True)
+        self.num_updates += 1
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        """Exchange the model's weights and the average in place; a second call exchanges them back."""
+        live = self._live(model)
+        self._fit_to(live)
+        alike: list[tuple[Tensor, Tensor]] = []
+        for name, shadow in self._shadow.items():
+            ours, theirs = local_part(shadow), local_part(live[name])
+            if ours.dtype == theirs.dtype:
+                alike.append((ours, theirs))
+            elif self.is_swapped:
+                theirs.copy_(self._kept.pop(name))
+            else:
+                self._kept[name] = theirs.clone()
+                theirs.copy_(ours)
+        for chunk in _chunks(alike):
+            averages, values = [pair[0] for pair in chunk], [pair[1] for pair in chunk]
+            held = [tensor.clone() for tensor in averages]
+            torch._foreach_copy_(averages, values)
+            torch._foreach_copy_(values, held)
+        self.is_swapped = not self.is_swapped
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the averaged weights into a model, this one or another of the same structure."""
+        if self.is_swapped:
+            raise StateError("the averaged weights are in the model they were swapped into; call swap(model) first.")
+        live = _View(model).tensors()
+        for name, shadow in self._shadow.items():
+            local_part(live[name]).copy_(local_part(fit_tensor(shadow, live[name])))
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and averaged tensor."""
+        yield from self._shadow.items()
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the shadow to a device and return it; on the host it takes no device memory but a copy per update."""
+        self._shadow = {name: tensor.to(device) for name, tensor in self._shadow.items()}
+        self._kept = {name: tensor.to(device) for name, tensor in self._kept.items()}
+        self._plan = None
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates and the averaged tensors by name."""
+        if self.is_swapped:
+            raise StateError("the model holds the averaged weights now; call swap(model) before saving.")
+        return {"num_updates": self.num_updates, "shadow": dict(self._shadow)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over saved averages; names and shapes must be those of the model, the tensors may be sharded or full."""
+        saved = state["shadow"]
+        faults = [f"{name}: missing" for name in self._shadow if name not in saved]
+        for name, value in saved.items():
+            expected = self._shadow.get(name)
+            if name not in self._known:
+                near = nearest_name(name, self._known)
+                faults.append(f"{name}: not a weight of this model" + (f" (nearest: {near})" if near else ""))
+            elif expected is not None and expected.shape != value.shape:
+                faults.append(f"{name}: given shape {tuple(value.shape)}, expected {tuple(expected.shape)}")
+        if faults:
+            raise StateError("the saved average does not fit the model; nothing was loaded.\n  " + "\n  ".join(faults))
+        for name, value in saved.items():
+            if name in self._shadow:
+                local_part(self._shadow[name]).copy_(local_part(fit_tensor(value, self._shadow[name])))
+            else:  # frozen when this shadow was made, trained when the saved one was
+                self._shadow[name] = value.detach().clone()
+        self.num_updates, self.is_swapped, self._plan = int(state["num_updates"]), False, None
+        self._kept.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_view": None, "_plan": None}  # a copy does not copy the model
+
+    def _live(self, model: nn.Module) -> dict[str, Tensor]:
+        if self._view is None or self._view.model() is not unwrap(model):
+            self._view = _View(model)
+        return self._view.tensors()
+
+    def _fit_to(self, live: Mapping[str, Tensor]) -> None:
+        """Adopt what is trained since the last time, and shard the shadow if the model has been sharded since."""
+        for name, tensor in live.items():
+            shadow = self._shadow.get(name)
+            if shadow is None:
+                if _is_averaged(tensor):
+                    self._shadow[name] = _new_shadow(tensor)
+            elif is_dtensor(tensor) is not is_dtensor(shadow):
+                self._shadow[name] = fit_tensor(shadow, tensor)
+
+    def _plan_for(self, model: nn.Module) -> "_Plan":
+        """Return how to update from the model, made anew when its tensors are not the ones seen last."""
+        live = self._live(model)
+        if self._plan is None or not self._plan.still_holds(live):
+            self._fit_to(live)
+            self._plan = _Plan.make(live, self._shadow)
+        return self._plan
+
+
+class _View:
+    """Where a model keeps its parameters and persistent buffers, so that reading them all costs little."""
+
+    def __init__(self, model: nn.Module):
+        root = unwrap(model)
+        self.model = weakref.ref(root)
+        self.sharded = [module for module in root.modules() if is_fully_sharded(module)]
+        self.places: dict[str, tuple[dict[str, Any], str]] = {}
+        seen: set[int] = set()
+        for path, module in root.named_modules():
+            prefix = clean_key(root, path)
+            persistent = {key: value for key, value in module._buffers.items() if key not in _not_saved(module)}
+            for home, entries in ((module._parameters, module._parameters), (module._buffers, persistent)):
+                for key, tensor in entries.items():
+                    if tensor is not None and id(tensor) not in seen:  # tied tensors are averaged once
+                        seen.add(id(tensor))
+                        self.places[f"{prefix}.{key}" if prefix else key] = (home, key)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are in place now."""
+        for module in self.sharded:
+            # After a forward pass without backward some parameters are still gathered; writing to those would be lost.
+            module.reshard()  # type: ignore[operator]
+        return {name: home[key] for name, (home, key) in self.places.items()}
+
+
+@dataclass
+class _Plan:
+    """The tensors of an update, sorted by how they are treated."""
+
+    live: dict[str, Tensor]
+    devices: list[torch.device]
+    frozen: list[Tensor] = field(default_factory=list)
+    groups: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)  # one device and type each
+    singles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of another type or device than their average
+    counters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    has_shards: bool = False
+
+    @classmethod
+    def make(cls, live: dict[str, Tensor], shadow: Mapping[str, Tensor]) -> Self:
+        plan = cls(live=live, devices=[tensor.device for tensor in live.values()])
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for name, tensor in live.items():
+            if name not in shadow:
+                plan.frozen.append(tensor)
+                continue
+            average, value = local_part(shadow[name]), local_part(tensor)
+            plan.has_shards |= value is not tensor
+            if not average.is_floating_point():
+                plan.counters.append((average, tensor))
+            elif (average.device, average.dtype) != (value.device, value.dtype):
+                plan.singles.append((average, tensor))
+            else:
+                averages, values = groups.setdefault((average.device, average.dtype), ([], []))
+                averages.append(average)
+                values.append(tensor)
+        plan.groups = list(groups.values())
+        return plan
+
+    def still_holds(self, live: Mapping[str, Tensor]) -> bool:
+        """Say whether these are the same tensors on the same devices, and nothing has been unfrozen."""
+        return (
+            all(map(lambda new, old: new is old, live.values(), self.live.values()))
+            and self.devices == [tensor.device for tensor in live.values()]
+            and not any(tensor.requires_grad for tensor in self.frozen)
+        )
+
+    def localised(self, values: list[Tensor]) -> list[Tensor]:
+        return [local_part(value) for value in values] if self.has_shards else values
+
+
+def _not_saved(module: nn.Module) -> set[str]:
+    return module._non_persistent_buffers_set
+
+
+def _is_averaged(tensor: Tensor) -> bool:
+    """Say whether a tensor belongs into the shadow: buffers, and parameters that are trained."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+
+def _new_shadow(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.float() if copy.dtype in _LOW_PRECISION else copy
+
+
+def _chunks(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Cut a list into parts whose copies stay below the size of the swap buffer."""
+    chunk: list[tuple[Tensor, Tensor]] = []
+    size = 0
+    for pair in pairs:
+        size += pair[0].numel() * pair[0].element_size()
+        if chunk and size > _SWAP_BYTES:
+            yield chunk
+            chunk, size = [], pair[0].numel() * pair[0].element_size()
+        chunk.append(pair)
+    if chunk:
+        yield chunk

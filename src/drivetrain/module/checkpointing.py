@@ -1,0 +1,113 @@
+"""Trade time for memory: forget what a block computed and compute it again for backward (Chen et al., 2016).
+
+The block's class becomes a generated subclass, so names, keys, deep copies and `isinstance` stay as they were. Three
+modes: `full` keeps only the block's inputs; `selective` also keeps what is expensive to compute, the results of matrix
+products, convolutions and attention; `offload` keeps the inputs too, but in host memory.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.module.blocks import repeated_blocks, select_modules
+from drivetrain.module.classes import GeneratedClass, subclass_of
+
+Mode = Literal["full", "selective", "offload"]
+_MODES = ("full", "selective", "offload")
+# Keys and values remembered for generation. A second pass would append to them again, and training has no use for them.
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+class Checkpointed(GeneratedClass):
+    """Makes a block recompute its forward pass in backward."""
+
+    _checkpoint_mode: str
+    _checkpoint_reentrant: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, keeping little of it when gradients are recorded."""
+        run = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+        if self._checkpoint_reentrant:
+            return checkpoint(lambda *inputs: run(*inputs, **kwargs), *args, use_reentrant=True)
+        if self._checkpoint_mode == "selective":
+            return checkpoint(run, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+        if self._checkpoint_mode == "offload":
+            with torch.autograd.graph.save_on_cpu(pin_memory=_is_on_cuda(args, kwargs)):
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_blocks(
+    model: nn.Module,
+    blocks: Any = "auto",
+    mode: Mode = "full",
+    every: int = 1,
+    max_modules: int | None = None,
+    *,
+    reentrant: bool = False,
+) -> list[str]:
+    """Checkpoint blocks of a model in place and return their names.
+
+    `blocks` is "auto" for the repeated blocks, a class, a class name, a dotted name or pattern, or a list of these.
+    `every=2` takes every second one; `max_modules` stops after so many. A second call with other settings replaces the
+    first for the blocks it names. `reentrant` uses torch's older mechanism, in mode `full` only.
+    """
+    if mode not in _MODES:
+        raise ConfigError(unknown_name("mode", mode, _MODES, where="checkpoint_blocks"))
+    if every < 1 or (max_modules is not None and max_modules < 1):
+        raise ConfigError(f"checkpoint_blocks: every={every} and max_modules={max_modules} must be at least 1.")
+    if reentrant and mode != "full":
+        raise ConfigError(f"checkpoint_blocks: reentrant checkpointing knows only mode 'full', not {mode!r}.")
+    if isinstance(blocks, str) and blocks == "auto":
+        found = repeated_blocks(model) or select_modules(model, "auto")
+        found = [(name, module) for name, module in found if name]  # the model itself is no block
+    else:
+        found = _outermost(select_modules(model, blocks, where="checkpoint_blocks"))
+    chosen = found[::every][:max_modules]
+    for _, block in chosen:
+        block.__dict__["_checkpoint_mode"] = mode
+        block.__dict__["_checkpoint_reentrant"] = reentrant
+        if not isinstance(block, Checkpointed):
+            block.__class__ = subclass_of(type(block), Checkpointed)
+    return [name for name, _ in chosen]
+
+
+def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Leave out modules inside others: one recomputation inside another costs twice and saves nothing."""
+    inside = {child for _, module in found for child in module.modules() if child is not module}
+    return [(name, module) for name, module in found if module not in inside]
+
+
+def _is_on_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
+
+
+def _selective_contexts() -> Any:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts(_keep_expensive)
+
+
+def _keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep the results of matrix products, convolutions and attention; recompute what is element-wise."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    name = operation.name().partition(".")[0] if hasattr(operation, "name") else ""
+    if name in _EXPENSIVE or "scaled_dot_product" in name or "flex_attention" in name:
+        return CheckpointPolicy.MUST_SAVE
+    if name in _BATCHED and len(args) >= 2:
+        first, second = args[-2:] if name == "aten::baddbmm" else args[:2]
+        # Attention scores (T x T from T x D) are larger than what they are made of; expert and value products are not.
+        if first.shape[-2] * second.shape[-1] <= first[0].numel() + second[0].numel():
+            return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_EXPENSIVE = frozenset({"aten::mm", "aten::addmm", "aten::convolution", "aten::_scaled_mm", "aten::_grouped_mm"})
+_BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})

@@ -1,0 +1,102 @@
+"""Put a model into DistributedDataParallel without losing sight of it.
+
+The shell passes unknown attributes on to the model: reading `model.config` and setting `model.temperature` work as
+before. What DDP itself defines (`device`, `logger`, `module`...) is DDP's. A method reached through the shell runs on
+the inner module, so gradients are synchronised only when the shell itself is called.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.core.errors import DistributedError, unknown_name
+from drivetrain.module.wrappers import is_compiled_shell, is_fully_sharded
+from drivetrain.runtime.ranks import data_group, is_distributed
+
+_ASKED_BY_DDP = frozenset({"buffer_hook"})  # DDP tests for these with hasattr; a model's own must not answer
+
+
+class TransparentDDP(DistributedDataParallel):
+    """DistributedDataParallel through which the model's own attributes and methods stay reachable."""
+
+    def __init__(self, module: nn.Module, **settings: Any):
+        super().__init__(module, **settings)
+        self.__dict__["_own_names"] = frozenset(self.__dict__)  # from here on, other names may be the model's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is None or name in _ASKED_BY_DDP or (name.startswith("__") and name.endswith("__")):
+                raise
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        fields = self.__dict__
+        own_names = fields.get("_own_names")
+        if own_names is None or name in fields or name in own_names or name == "module" or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: Any) -> nn.Module:
+    """Return the model in DDP, averaging gradients over the data ranks.
+
+    A model without trainable parameters, or already in DDP, is returned as it is. `device` moves the model first;
+    keywords are those of DistributedDataParallel, with `gradient_as_bucket_view=True` unless given.
+    """
+    if isinstance(model._orig_mod if is_compiled_shell(model) else model, DistributedDataParallel):
+        return model
+    _check_keywords(kw)
+    if any(is_fully_sharded(module) for module in model.modules()):
+        raise TypeError(
+            f"{type(model).__name__} is sharded by fully_shard, which already averages gradients: do not wrap it in "
+            f"DDP as well."
+        )
+    if device is not None:
+        model.to(device)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    if not is_distributed():
+        raise DistributedError(
+            "DDP needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=N "
+            "program.py` and call "
+            "drivetrain.runtime.group.init_distributed() first."
+        )
+    settings = {"gradient_as_bucket_view": True, **kw}
+    if "process_group" not in settings and "device_mesh" not in settings:
+        settings["process_group"] = data_group()
+    devices = {parameter.device for parameter in model.parameters()}
+    if "device_ids" not in settings and len(devices) == 1 and next(iter(devices)).type == "cuda":
+        settings["device_ids"] = list(devices)
+    wrapped = TransparentDDP(model, **settings)
+    wrapped.__dict__["_wrap_settings"] = dict(kw)
+    return wrapped
+
+
+def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Wrap a DDP model anew with the same settings, after parameters were frozen, unfrozen or moved.
+
+    DDP looks at `requires_grad` and devices only when it is built. Anything that is not in DDP is returned as it is.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    return wrap_ddp(model.module, device, **model.__dict__.get("_wrap_settings", {}))
+
+
+def _check_keywords(kw: dict[str, Any]) -> None:
+    valid = [
+        name
+        for name in inspect.signature(DistributedDataParallel.__init__).parameters
+        if name not in ("self", "module")
+    ]
+    for name in kw:
+        if name not in valid:
+            raise TypeError("wrap_ddp: " + unknown_name("keyword", name, valid))

@@ -1,0 +1,53 @@
+"""The few things the other files need to know about DTensors, without importing them before anybody else does."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_dtensor(value: Any) -> bool:
+    """Say whether a value is a sharded or replicated tensor; nothing is one before DTensor was imported."""
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(value, package.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the memory this rank holds of a tensor, which is all of it for an ordinary one."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def like_sharded(value: Tensor, sharded: Tensor) -> Tensor:
+    """Return this rank's shards of a full tensor, laid out like `sharded`, without communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    full = value.detach().to(device=local_part(sharded).device)
+    return distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
+    """Return `value` full or sharded as `live` is; gathering a sharded value needs all its ranks."""
+    if is_dtensor(live):
+        if not is_dtensor(value):
+            return like_sharded(value, live)
+        if (value.device_mesh, value.placements) != (live.device_mesh, live.placements):  # type: ignore[attr-defined]
+            return value.redistribute(live.device_mesh, live.placements)  # type: ignore[attr-defined]
+        return value
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def synchronise(tensors: list[Tensor], mesh: Any) -> None:
+    """Give every rank of the mesh the values that its first rank holds."""
+    import torch.distributed as dist
+
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
+            buffer = tensor.detach().to(mesh.device_type).contiguous()
+            dist.broadcast(buffer, group=group, group_src=0)
+            if buffer.data_ptr() != tensor.data_ptr():
+                tensor.copy_(buffer)

@@ -1,0 +1,125 @@
+"""Which modules stand side by side and are of one kind: the families from which blocks are chosen."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from drivetrain.module.classes import written_class
+
+_PLAIN = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NUMBERED = re.compile(r"^(.*?)(\d+)$")
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Modules of one class in one row."""
+
+    cls: type[nn.Module]
+    names: tuple[str, ...]
+    members: tuple[nn.Module, ...]
+    owner: nn.Module
+    """The closest module above the row that is not a plain container; its forward decides how the members run."""
+    is_chain: bool = False
+    """Whether the row stands in nn.Sequential, so that its members certainly run one after another."""
+
+    @staticmethod
+    def joined(parts: "list[Family]") -> "Family":
+        """Return one family of the members of several, such as the blocks of all stages."""
+        names = tuple(name for part in parts for name in part.names)
+        members = tuple(member for part in parts for member in part.members)
+        return Family(cls=parts[0].cls, names=names, members=members, owner=parts[0].owner)
+
+
+def is_plain_container(module: nn.Module) -> bool:
+    """Say whether a module is only a holder: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
+    return written_class(module) in _PLAIN
+
+
+def find_families(root: nn.Module, prefix: str = "") -> list[Family]:
+    """Return the outermost families below a module."""
+    found: list[Family] = []
+    _search(root, prefix, root, found, set())
+    return found
+
+
+def _search(module: nn.Module, name: str, owner: nn.Module, found: list[Family], seen: set[nn.Module]) -> None:
+    """Look for families in the rows of one module, and below whatever is in none."""
+    if module in seen:
+        return
+    seen.add(module)
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # those have no forward of their own
+        owner = module
+    for row, is_chain in _rows(module, name):
+        by_class: dict[type[nn.Module], dict[nn.Module, str]] = {}
+        for child_name, child in row:
+            by_class.setdefault(written_class(child), {}).setdefault(child, child_name)
+        for cls, children in by_class.items():
+            if len(children) > 1 and not _is_layer(children):
+                found.append(
+                    Family(
+                        cls=cls, names=tuple(children.values()), members=tuple(children), owner=owner, is_chain=is_chain
+                    )
+                )
+                seen.update(children)
+        for child_name, child in row:
+            _search(child, child_name, owner, found, seen)
+
+
+def _rows(module: nn.Module, name: str) -> Iterator[tuple[list[Named], bool]]:
+    """Yield the children of a module as rows of things that belong side by side, plain containers replaced by their
+    content."""
+    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        yield _expanded(children), isinstance(module, nn.Sequential)
+        return
+    numbered = _numbered_rows(children)
+    in_row = {child for row in numbered for _, child in row}
+    for row in numbered:
+        yield _expanded(row), False
+    others = [(child_name, child) for child_name, child in children if child not in in_row]
+    if isinstance(module, nn.ModuleDict):  # its values are a row; containers among them stay apart, they have names
+        yield [pair for pair in others if not is_plain_container(pair[1])], False
+        others = [pair for pair in others if is_plain_container(pair[1])]
+    for child_name, child in others:
+        yield [(child_name, child)], False
+
+
+def _numbered_rows(children: list[Named]) -> list[list[Named]]:
+    """Return the children whose names have one stem and running numbers, such as `block1` to `block4`."""
+    stems: dict[str, dict[int, Named]] = {}
+    for name, child in children:
+        match = _NUMBERED.match(name.rpartition(".")[2])
+        if match and match.group(1):
+            stems.setdefault(match.group(1), {})[int(match.group(2))] = (name, child)
+    return [list(row.values()) for row in stems.values() if len(row) > 1 and max(row) - min(row) == len(row) - 1]
+
+
+def _expanded(row: list[Named]) -> list[Named]:
+    """Replace positional containers in a row by what they hold, so that the stages of a ResNet are one row of
+    blocks."""
+    result: list[Named] = []
+    for name, child in row:
+        if is_plain_container(child) and not isinstance(child, nn.ModuleDict):
+            result += _expanded([(f"{name}.{key}", grandchild) for key, grandchild in child.named_children()])
+        else:
+            result.append((name, child))
+    return result
+
+
+def num_matrices(module: nn.Module) -> int:
+    """Return how many parameters of two or more dimensions a module holds."""
+    return sum(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+def _is_layer(modules: dict[nn.Module, str]) -> bool:
+    """Say whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one
+    matrix."""
+    first = next(iter(modules))
+    matrices = max(num_matrices(module) for module in modules)
+    if next(first.children(), None) is not None:
+        return matrices == 0
+    return written_class(first).__module__.startswith("torch.") or matrices < 2

@@ -1,0 +1,85 @@
+"""What a precision name means: the autocast type, the parameters' type, and whether gradients need scaling.
+
+Mixed precision keeps parameters in float32 and lets autocast choose per operation (Micikevicius et al., 2018). Only
+float16 on an accelerator needs a gradient scaler: bfloat16 has float32's range, and a CPU has no fast float16.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigError, unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """One way to compute; made by `parse_precision`."""
+
+    name: str
+    """The canonical name, which is also what a checkpoint and a run configuration show."""
+    autocast_dtype: torch.dtype | None = None
+    """The low-precision type of autocast, or None for no autocast."""
+    parameter_dtype: torch.dtype | None = None
+    """The type parameters are cast to, or None to leave them as they are."""
+
+    def autocast(self, device_type: str) -> AbstractContextManager[object]:
+        """Return a context in which operations run in this precision."""
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast_dtype)
+
+    def make_scaler(self, device: torch.device) -> "torch.amp.GradScaler | None":
+        """Return a gradient scaler where float16 needs one, else None."""
+        if self.autocast_dtype is torch.float16 and device.type != "cpu":
+            return torch.amp.GradScaler(device.type)
+        return None
+
+    def cast_parameters(self, model: nn.Module) -> nn.Module:
+        """Cast floating parameters and buffers in place where this precision asks for it."""
+        return model if self.parameter_dtype is None else model.to(dtype=self.parameter_dtype)
+
+
+PRECISIONS = {
+    "no": Precision(name="no"),
+    "bf16": Precision(name="bf16", autocast_dtype=torch.bfloat16),
+    "fp16": Precision(name="fp16", autocast_dtype=torch.float16),
+    "bf16-true": Precision(name="bf16-true", parameter_dtype=torch.bfloat16),
+    "fp64": Precision(name="fp64", parameter_dtype=torch.float64),
+    "fp8": Precision(name="fp8", autocast_dtype=torch.bfloat16),
+}
+_ALIASES = {
+    "fp32": "no",
+    "32": "no",
+    "32-true": "no",
+    "float32": "no",
+    "bf16-mixed": "bf16",
+    "amp_bf16": "bf16",
+    "bfloat16": "bf16",
+    "16-mixed": "fp16",
+    "amp_fp16": "fp16",
+    "float16": "fp16",
+    "64": "fp64",
+    "64-true": "fp64",
+    "float64": "fp64",
+    "double": "fp64",
+}
+
+
+def parse_precision(name: "str | int | Precision | None") -> Precision:
+    """Return the precision of that name; None asks the environment variable that `accelerate launch` sets.
+
+    >>> parse_precision("bf16-mixed").name
+    'bf16'
+    """
+    if isinstance(name, Precision):
+        return name
+    if name is None:
+        name = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    text = str(name).strip().lower()
+    canonical = _ALIASES.get(text, text)
+    if canonical not in PRECISIONS:
+        raise ConfigError("precision: " + unknown_name("precision", name, [*PRECISIONS, *_ALIASES]))
+    return PRECISIONS[canonical]

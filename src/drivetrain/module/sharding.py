@@ -1,0 +1,231 @@
+"""Shard a model's parameters over ranks with `fully_shard`: each block a unit, then the rest.
+
+The units are those of `find_blocks`. A parameter that a block shares with something outside must live in the unit that
+holds both users, or it would be sharded twice and come untied; such a block is opened, and only its unshared parts
+become units. All units have the same parameter and reduction types, because a block in bfloat16 under a root in float32
+would meet the head with the wrong type; only the root turns its output back to float32.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError, DistributedError, StateError, unknown_name
+from drivetrain.module.blocks import select_modules
+from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
+from drivetrain.module.families import is_plain_container
+from drivetrain.module.wrappers import is_fully_sharded, named_clean_parameters, unwrap
+from drivetrain.runtime.ranks import is_distributed
+
+
+def shard_fully(
+    model: nn.Module, mesh: Any = None, *, wrap: Any = "auto", mixed_precision: Any = None, **fully_shard_kwargs: Any
+) -> nn.Module:
+    """Shard the model in place over a device mesh and return it; names and tied parameters are kept.
+
+    `wrap` says what becomes a unit: "auto" for the model's blocks, a class, a class name, a dotted name or pattern, a
+    list of these, or an int for every subtree of at least that many elements. `mixed_precision` is a dtype for
+    computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy. All ranks start from the first
+    rank's values, as with DDP. A DDP shell is taken off first; a model that is sharded already is returned as it is.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    model = unwrap(model)
+    if is_fully_sharded(model):
+        return model
+    if not is_distributed():
+        raise DistributedError(
+            "fully_shard needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=N "
+            "program.py` "
+            "and call drivetrain.runtime.group.init_distributed() first."
+        )
+    mesh = _default_mesh(model) if mesh is None else mesh
+    units = _without_shared(model, _units(model, wrap))
+    scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]  # nothing to shard in those
+    ignored = set(fully_shard_kwargs.pop("ignored_params", None) or ())
+    if any(scalar.is_meta and scalar not in ignored for scalar in scalars):
+        names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+        raise ConfigError(
+            f"{', '.join(names)}: a parameter without dimensions cannot be sharded, and on the meta device its gradient "
+            "cannot be averaged either. Give it the shape (1,), or materialise the model before sharding."
+        )
+    settings = {"mesh": mesh, "ignored_params": {*ignored, *scalars}, **fully_shard_kwargs}
+    inner, outer = _policies(mixed_precision)
+
+    synchronise([t for t in [*model.parameters(), *model.buffers()] if t not in ignored and not is_dtensor(t)], mesh)
+    for unit in units:
+        fully_shard(unit, mp_policy=inner, **settings)
+    fully_shard(model, mp_policy=outer, **settings)
+    for scalar in scalars:
+        if scalar not in ignored:
+            scalar.data = scalar.data.to(mesh.device_type)
+            if scalar.requires_grad:
+                _average_gradient(scalar, mesh)
+    return model
+
+
+def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Make an optimizer that was built before sharding train the sharded parameters, groups and state kept.
+
+    `old_names` is `dict(model.named_parameters())` from before. State shaped like its parameter is sharded like it,
+    without communication; scalars such as the step count are kept.
+    """
+    names = {id(parameter): name for name, parameter in old_names.items()}
+    new = dict(named_clean_parameters(model))
+    pairs: list[tuple[Tensor, nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        for old in group["params"]:
+            name = names.get(id(old))
+            if name is None:
+                raise StateError(
+                    f"the optimizer holds a parameter of shape {tuple(old.shape)} that is not among the {len(names)} "
+                    f"names given. "
+                    "Pass dict(model.named_parameters()) taken before the model was sharded."
+                )
+            if name not in new:
+                raise StateError("rebind_optimizer: " + unknown_name("parameter of the sharded model", name, new))
+            pairs.append((old, new[name]))
+    states = {
+        id(old): _sharded_state(optimizer.state[old], old, fresh) for old, fresh in pairs if old in optimizer.state
+    }
+
+    replacement = {id(old): fresh for old, fresh in pairs}
+    for group in optimizer.param_groups:
+        group["params"] = [replacement[id(old)] for old in group["params"]]
+    for old, fresh in pairs:
+        if old in optimizer.state:
+            del optimizer.state[old]
+            optimizer.state[fresh] = states[id(old)]
+
+
+def _sharded_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
+    """Return optimizer state for `new` made of that for `old`."""
+    if not is_dtensor(new):
+        return dict(state)
+    result = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and not is_dtensor(value):
+            if value.shape != old.shape:
+                raise StateError(
+                    f"optimizer state {key!r} has shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(old.shape)}, so it "
+                    "cannot be sharded with it. Shard the model before the first step, or make a new optimizer "
+                    "afterwards."
+                )
+            value = like_sharded(value, new)
+        result[key] = value
+    return result
+
+
+def _default_mesh(model: nn.Module) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    kind = device.type
+    if kind == "cpu" and dist.get_backend() == "nccl":
+        kind = "cuda"  # not moved yet; fully_shard moves each shard
+    elif kind == "meta":
+        accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
+        kind = accelerator.type if accelerator is not None else "cpu"
+    return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _units(model: nn.Module, wrap: Any) -> list[nn.Module]:
+    """Return the modules asked for, inner ones before the ones around them."""
+    if isinstance(wrap, bool) or wrap is None:
+        raise ConfigError(
+            f"wrap={wrap!r} is not understood. Give 'auto', classes, names, or a smallest number of elements."
+        )
+    if isinstance(wrap, int):
+        chosen = _subtrees_of_size(model, wrap)
+    else:
+        chosen = [module for _, module in select_modules(model, wrap, where="wrap")]
+    # Reversed definition order puts children before parents; containers without forward cannot be units.
+    return [
+        module for module in reversed(chosen) if module is not model and type(module).forward is not nn.Module.forward
+    ]
+
+
+def _subtrees_of_size(model: nn.Module, smallest: int) -> list[nn.Module]:
+    """Return subtrees of at least `smallest` elements, not counting what is in units inside them."""
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        size = sum(p.numel() for p in module.parameters(recurse=False)) + sum(
+            visit(child) for child in module.children()
+        )
+        if size < smallest or is_plain_container(module):
+            return size
+        chosen.append(module)
+        return 0
+
+    visit(model)
+    return chosen[::-1]
+
+
+def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Open units that share a parameter with the outside, leaving the shared one to the root."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    chosen: dict[nn.Module, None] = {}
+
+    def shares(module: nn.Module) -> bool:
+        inside: dict[int, int] = {}
+        for child in module.modules():
+            for parameter in child.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        return any(count != holders[key] for key, count in inside.items())
+
+    def take(module: nn.Module) -> None:
+        if next(module.parameters(), None) is None:
+            return
+        if shares(module) or type(module).forward is nn.Module.forward:
+            for child in module.children():
+                take(child)
+        else:
+            chosen[module] = None
+
+    for unit in units:
+        take(unit)
+    return list(chosen)
+
+
+def _policies(mixed_precision: Any) -> tuple[Any, Any]:
+    """Return the policy of the blocks and that of the root."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if mixed_precision is None:
+        return MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    if isinstance(mixed_precision, torch.dtype):
+        inner = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+        return inner, dataclasses.replace(inner, output_dtype=torch.float32)
+    if isinstance(mixed_precision, MixedPrecisionPolicy):
+        return dataclasses.replace(mixed_precision, output_dtype=None), mixed_precision
+    raise ConfigError(
+        f"mixed_precision={mixed_precision!r} is not understood. Give a torch.dtype such as torch.bfloat16, or a "
+        "torch.distributed.fsdp.MixedPrecisionPolicy."
+    )
+
+
+def _average_gradient(parameter: nn.Parameter, mesh: Any) -> None:
+    """Average the gradient of a parameter that cannot be sharded, each time it has been accumulated.
+
+    Averaging what is already the same on all ranks changes nothing, so accumulation over several backward passes is
+    right too.
+    """
+    import torch.distributed as dist
+
+    def average(tensor: Tensor) -> None:
+        assert tensor.grad is not None
+        for dim in range(mesh.ndim):
+            dist.all_reduce(tensor.grad, group=mesh.get_group(dim))
+            tensor.grad /= mesh.size(dim)
+
+    parameter.register_post_accumulate_grad_hook(average)

@@ -1,0 +1,59 @@
+"""Optimizer and schedule are one thing: units that own parameters, a loss and a learning rate, alone or in sets.
+
+    from drivetrain.optim import NoamLr, OptimSet
+
+    optim = OptimSet(
+        encoder=NoamLr("Adam", {"lr": 1e-3}, model, optim_loss="encoder_loss", updated_modules="encoder"),
+        decoder=NoamLr("AdamW", {"lr": 2e-3}, model, optim_loss="decoder_loss", updated_modules="decoder"),
+    )
+
+Formulas are in `schedules`, one small file per schedule holds its class, and `config` reads and writes YAML.
+"""
+
+import importlib
+
+from drivetrain.core.lazy import lazy_exports
+
+_UNITS = {
+    ".scheduler": ["OptimScheduler"],
+    ".optim_set": ["OptimSet", "BatchPlan"],
+    ".config": [
+        "as_optim_set",
+        "build_optim_sches",
+        "from_config",
+        "from_yaml",
+        "resolve_type",
+        "to_config",
+        "to_yaml",
+    ],
+    "drivetrain.core.yaml": ["load_yaml"],
+    ".plotting": ["plot", "sparkline"],
+    ".lr_lambda": ["as_lr_lambda"],
+}
+
+_SCHEDULES = {
+    ".noam": ["NoamLr", "Noamlr"],
+    ".exp": ["ExponentDecayLr"],
+    ".constant": ["ConstantLr"],
+    ".linear": ["LinearLr"],
+    ".cosine": ["CosineLr", "CosineRestartsLr"],
+    ".polynomial": ["PolynomialLr"],
+    ".step": ["StepLr"],
+    ".multistep": ["MultiStepLr"],
+    ".wsd": ["WSDLr"],
+    ".inverse_sqrt": ["InverseSqrtLr"],
+    ".one_cycle": ["OneCycleLr"],
+    ".function": ["LambdaLr"],
+}
+
+_OPTIMIZERS: dict[str, list[str]] = {}  # one entry per file of optim/optimizers
+
+_COMPOSER_SCHEDULERS: dict[str, list[str]] = {}
+
+_get_export, __dir__ = lazy_exports(__name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS, **_COMPOSER_SCHEDULERS})
+
+
+def __getattr__(name: str) -> object:
+    if name in ("curves", "schedules"):  # the formulas, as a module
+        return importlib.import_module(f"{__name__}.{name}")
+    return _get_export(name)

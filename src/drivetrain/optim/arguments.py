@@ -1,0 +1,133 @@
+"""Checks of what a user passes to a unit, and the defaults that a set or the Trainer may replace.
+
+Six arguments can be shared: a value given to the unit wins, then the one shared by set or Trainer, then the default. So
+"not given" must differ from "given, and equal to the default"; `Default` is that difference.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name, unknown_name
+
+
+class Default:
+    """The value of an argument that was not given; shows as that value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+# Typed Any so that signatures can state the type of the value a caller passes.
+DISTRIBUTED: Any = Default(False)
+USE_AMP: Any = Default(True)
+ACCUM_GRAD: Any = Default(1)
+FT_FACTOR: Any = Default(1.0)
+GRAD_CLIP: Any = Default(1.0)
+GRAD_NORM_TYPE: Any = Default(2.0)
+
+SHARED: dict[str, Any] = {
+    "distributed": DISTRIBUTED,
+    "use_amp": USE_AMP,
+    "accum_grad": ACCUM_GRAD,
+    "ft_factor": FT_FACTOR,
+    "grad_clip": GRAD_CLIP,
+    "grad_norm_type": GRAD_NORM_TYPE,
+}
+
+NONFINITE = ("skip", "raise", "ignore")
+
+
+def check_shared(name: str, value: Any) -> Any:
+    """Return the value of a shared argument, or say what it must be."""
+    if name in ("distributed", "use_amp"):
+        return check_flag(name, value)
+    if name == "accum_grad":
+        return check_count(name, value)
+    if name == "grad_clip" and value is None:
+        return None
+    hint = " (None switches clipping off)" if name == "grad_clip" else ""
+    return check_positive(name, value, infinite=name == "grad_norm_type", hint=hint)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return a bool, or say that one is expected."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: expected True or False.")
+    return value
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number of at least one; a bool or float is refused."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1.")
+    return value
+
+
+def check_positive(name: str, value: Any, *, infinite: bool = False, hint: str = "") -> float:
+    """Return a number above zero."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not value > 0 or (math.isinf(value) and not infinite):
+        raise ConfigError(f"{name}={value!r}: expected a number above 0{hint}.")
+    return float(value)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """Return one of the choices, or name the nearest."""
+    if value not in tuple(choices):
+        raise ConfigError(unknown_name("value", value, choices, where=name))
+    return str(value)
+
+
+def check_fraction(name: str, value: Any) -> float:
+    """Return a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(f"{name}={value!r}: expected a fraction from 0 to 1.")
+    return float(value)
+
+
+def check_keywords(
+    function: Callable[..., Any], given: Mapping[str, Any], owner: str, also_valid: Iterable[str] = ()
+) -> None:
+    """Check keywords against a signature; an unknown or missing one is a TypeError with the nearest name."""
+    accepted, required = keywords_of(function)
+    if accepted is not None:
+        for name in given:
+            if name not in accepted:
+                choices = [*accepted, *also_valid]
+                near = nearest_name(name, choices)
+                hint = f" Did you mean {near!r}?" if near else ""
+                raise ConfigTypeError(
+                    f"{owner} takes no argument {name!r}.{hint} Valid: {', '.join(choices) or 'none'}."
+                )
+    for name in required:
+        if name not in given:
+            raise ConfigTypeError(f"{owner} needs the argument {name!r}, which was not given.")
+
+
+def keywords_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
+    """Return the keywords a bound function accepts (None: any) and those it requires."""
+    parameters = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)
+    ]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return (None if takes_any else [p.name for p in named]), [p.name for p in named if p.default is p.empty]
+
+
+def one_of_two_names(conf: dict[str, Any], alias: str, name: str, value: Any) -> Any:
+    """Take an alias out of `conf`; given under both names with different values is an error."""
+    if alias not in conf:
+        return value
+    other = conf.pop(alias)
+    if value is not None and value != other:
+        raise ConfigError(f"{name}={value!r} and {alias}={other!r} are two names of one argument and differ. Give one.")
+    return other

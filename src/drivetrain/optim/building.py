@@ -1,0 +1,199 @@
+"""Makes the torch optimizer of a unit from a name and a configuration, checked before anything is called.
+
+A name is imported, never evaluated, and what it names must be an Optimizer class.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError, nearest_name, unknown_name
+from drivetrain.optim.arguments import keywords_of
+from drivetrain.optim.selection import as_list, names_parameter, unknown_module
+
+OptimizerMaker = Callable[..., Optimizer]
+
+
+def find_optimizer(optim_type: Any) -> OptimizerMaker:
+    """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
+    if isinstance(optim_type, str):
+        return _checked_class(optim_type, _find_by_name(optim_type))
+    if isinstance(optim_type, type):
+        return _checked_class(optim_type.__name__, optim_type)
+    if callable(optim_type):
+        made: OptimizerMaker = optim_type
+        return made
+    raise ConfigError(f"optim_type={optim_type!r}: expected a name such as 'AdamW', an Optimizer class or a function.")
+
+
+def build_optimizer(
+    optim_type: Any, optim_conf: Mapping[str, Any], own: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]]
+) -> Optimizer:
+    """Return the optimizer over a unit's own parameters, its groups made by name pattern."""
+    maker = find_optimizer(optim_type)
+    label = optim_type if isinstance(optim_type, str) else getattr(optim_type, "__name__", repr(optim_type))
+    _check_conf(maker, label, optim_conf)
+    _check_shapes(maker, label, own)
+    arguments = _named_groups(own, groups, with_names=getattr(maker, "takes_names", False))
+    try:
+        optimizer = maker(arguments, **optim_conf)
+    except (ValueError, TypeError) as problem:
+        raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} refused it: {problem}") from problem
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optim_type={label!r} made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    if _needs_closure(type(optimizer)):
+        raise ConfigError(_closure_message(type(optimizer).__name__))
+    for group in groups:
+        for key in group:
+            if key != "match" and key not in optimizer.defaults:
+                raise ConfigError(
+                    unknown_name("option", key, list(optimizer.defaults), where=f"param_groups of {label}")
+                )
+    return optimizer
+
+
+def check_groups(groups: Any) -> list[dict[str, Any]]:
+    """Return the `param_groups` argument as a list of mappings with `match`, or say what is wrong."""
+    if groups is None:
+        return []
+    if isinstance(groups, (Mapping, str)) or not isinstance(groups, Sequence):
+        raise ConfigError(
+            f"param_groups={groups!r}: expected a list such as [{{'match': '*.bias', 'weight_decay': 0.0}}]."
+        )
+    for group in groups:
+        if not isinstance(group, Mapping) or "match" not in group or "params" in group:
+            raise ConfigError(
+                f"param_groups: {group!r} needs 'match' (a pattern or a list) and options of the optimizer."
+            )
+        as_list("param_groups.match", group["match"])
+    return [dict(group) for group in groups]
+
+
+def _find_by_name(name: str) -> Any:
+    found = getattr(torch.optim, name, None)
+    if found is None:
+        found = getattr(importlib.import_module("drivetrain.optim"), name, None)
+    if found is None and "." in name:
+        found = import_dotted(name, "optim_type")
+    if found is None:
+        near = nearest_name(name, optimizer_names())
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(
+            f"optim_type={name!r}: no optimizer has this name.{hint} Valid: {', '.join(optimizer_names())}, or a dotted path."
+        )
+    return found
+
+
+def optimizer_names() -> list[str]:
+    """Return the names of torch's optimizers and of ours, for messages."""
+    names: list[str] = []
+    for package in (torch.optim, importlib.import_module("drivetrain.optim")):
+        for name in dir(package):
+            value = getattr(package, name) if name[:1].isupper() else None
+            if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def import_dotted(path: str, where: str) -> Any:
+    """Import what a dotted path names, a class or function inside a module."""
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts) or len(parts) < 2:
+        raise ConfigError(f"{where}={path!r}: expected a dotted path such as 'package.module.Name'.")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            value: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as problem:
+            if problem.name is not None and (module_name == problem.name or module_name.startswith(problem.name + ".")):
+                continue
+            raise ConfigError(f"{where}={path!r}: importing {module_name!r} failed: {problem}") from problem
+        except ImportError as problem:
+            raise ConfigError(f"{where}={path!r}: importing {module_name!r} failed: {problem}") from problem
+        for part in parts[length:]:
+            if not hasattr(value, part):
+                near = nearest_name(part, dir(value))
+                hint = f" Did you mean {near!r}?" if near else ""
+                raise ConfigError(f"{where}={path!r}: {module_name!r} has no {part!r}.{hint}")
+            value = getattr(value, part)
+        return value
+    raise ConfigError(f"{where}={path!r}: there is no module {parts[0]!r}.")
+
+
+def _checked_class(name: str, value: Any) -> type[Optimizer]:
+    if not isinstance(value, type) or not issubclass(value, Optimizer) or value is Optimizer:
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise ConfigError(f"optim_type={name!r} is {what}; expected a subclass of torch.optim.Optimizer.")
+    if _needs_closure(value):
+        raise ConfigError(_closure_message(name))
+    return value
+
+
+def _needs_closure(cls: type[Optimizer]) -> bool:
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _closure_message(name: str) -> str:
+    return (
+        f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit cannot offer. "
+        "Use another optimizer here, or pass the torch optimizer to the Trainer on its own."
+    )
+
+
+def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, Any]) -> None:
+    accepted, required = keywords_of(maker)
+    if "params" in conf:
+        raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be given.")
+    if accepted is not None:
+        valid = [name for name in accepted if name != "params"]
+        for name in conf:
+            if name not in valid:
+                near = nearest_name(name, valid)
+                hint = f" Did you mean {near!r}?" if near else ""
+                raise ConfigError(
+                    f"optim_conf: {label} takes no argument {name!r}.{hint} Its arguments: {', '.join(valid)}."
+                )
+        missing = [name for name in required if name not in conf and name != accepted[0]]
+        if missing:
+            raise ConfigError(f"optim_conf: {label} needs {', '.join(map(repr, missing))}, which was not given.")
+
+
+def _check_shapes(maker: OptimizerMaker, label: str, own: Mapping[str, nn.Parameter]) -> None:
+    if maker is getattr(torch.optim, "Muon", None):
+        others = [name for name, p in own.items() if p.ndim != 2]
+        if others:
+            raise ConfigError(
+                f"optim_type={label!r} updates matrices only, and {len(others)} of {len(own)} parameters are none "
+                f"({', '.join(others[:5])}). Use 'MuonHybrid', which gives the others to AdamW, or name matrices in updated_modules."
+            )
+
+
+def _named_groups(
+    own: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]], *, with_names: bool
+) -> list[dict[str, Any]]:
+    """Split own parameters over groups: the first match wins, what is left comes first as the default group."""
+    left = dict(own)
+    made: list[dict[str, Any]] = []
+    for group in groups:
+        entries = as_list("param_groups.match", group["match"]) or []
+        for entry in entries:
+            if not any(names_parameter(entry, name) for name in own):
+                raise ConfigError(unknown_module(entry, list(own), "param_groups.match"))
+        matched = {name: p for name, p in left.items() if any(names_parameter(entry, name) for entry in entries)}
+        if not matched:
+            raise ConfigError(
+                f"param_groups: everything that {group['match']!r} matches is in an earlier group already."
+            )
+        for name in matched:
+            del left[name]
+        options = {key: value for key, value in group.items() if key != "match"}
+        made.append({"params": list(matched.items()) if with_names else list(matched.values()), **options})
+    if left:
+        made.insert(0, {"params": list(left.items()) if with_names else list(left.values())})
+    return made

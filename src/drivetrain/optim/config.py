@@ -1,0 +1,287 @@
+"""Units from configuration and back: mappings, YAML files, and whatever a Trainer may be given as its optimizer.
+
+`optim_sches: {type: noam.NoamLr, conf: {...}}` is one unit, called `main`; otherwise each key is the name of a unit with
+its own `type` and `conf`. Types are imported and checked before they are called, and every complaint names the place in
+the file.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name, unknown_name
+from drivetrain.core.time import Time
+from drivetrain.core.yaml import YamlFile, dump_yaml, read_yaml
+from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
+from drivetrain.optim.building import import_dotted
+from drivetrain.optim.optim_set import OptimSet
+from drivetrain.optim.scheduler import GENERAL, OptimScheduler
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "noam": ("NoamLr", "Noamlr"),
+    "exp": ("ExponentDecayLr",),
+    "constant": ("ConstantLr",),
+    "linear": ("LinearLr",),
+    "cosine": ("CosineLr", "CosineRestartsLr"),
+    "polynomial": ("PolynomialLr",),
+    "step": ("StepLr",),
+    "multistep": ("MultiStepLr",),
+    "wsd": ("WSDLr",),
+    "inverse_sqrt": ("InverseSqrtLr",),
+    "one_cycle": ("OneCycleLr",),
+    "function": ("LambdaLr",),
+}
+"""The files of this folder that hold schedules, and the classes in each."""
+
+_KEY = "optim_sches"
+
+
+def resolve_type(query: str) -> type[OptimScheduler]:
+    """Return the schedule class of `file_name.class_name`, a bare class name, or the dotted path of a user's own.
+
+    >>> resolve_type("noam.NoamLr") is resolve_type("NoamLr") is resolve_type("noam.Noamlr")
+    True
+    """
+    if not isinstance(query, str):
+        raise ConfigError(f"type={query!r}: expected a name such as 'noam.NoamLr'.")
+    file, _, name = query.rpartition(".")
+    for known, names in SCHEDULES.items():
+        if name in names and file in (known, "", f"drivetrain.optim.{known}"):
+            found: type[OptimScheduler] = getattr(importlib.import_module(f"drivetrain.optim.{known}"), name)
+            return found
+    valid = [f"{known}.{names[0]}" for known, names in SCHEDULES.items()]
+    if not file or file in SCHEDULES:
+        everything = [f"{known}.{one}" for known, names in SCHEDULES.items() for one in names]
+        near = nearest_name(query, everything) or nearest_name(
+            name, [one for names in SCHEDULES.values() for one in names]
+        )
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(
+            f"type={query!r}: no schedule has this name.{hint} Valid: {', '.join(valid)}, or a dotted path."
+        )
+    value = import_dotted(query, "type")
+    if not isinstance(value, type) or not issubclass(value, OptimScheduler):
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise ConfigError(f"type={query!r} is {what}; expected a subclass of OptimScheduler.")
+    return value
+
+
+def from_config(cfg: Mapping[str, Any], model: nn.Module, *, file: YamlFile | None = None, **shared: Any) -> OptimSet:
+    """Build a set from a mapping; `shared` values hold for units that do not give their own."""
+    reader = _Reader(file)
+    _check_shared_names(shared)
+    units = reader.units(cfg)
+    built = {name: reader.build(name, spec, model) for name, spec in units.items()}
+    for unit in built.values():
+        unit.share(**shared)
+    return OptimSet(built)
+
+
+def from_yaml(source: Any, model: nn.Module, **shared: Any) -> OptimSet:
+    """Build a set from the `optim_sches` of a YAML file or open stream; other top-level keys are for `!ref`."""
+    file = read_yaml(source)
+    return from_config(file.data, model, file=file, **shared)
+
+
+def build_optim_sches(model: nn.Module, optim_sche_cfg: Mapping[str, Any], args: Any = None, **shared: Any) -> OptimSet:
+    """Build a set as SpeeChain's runner does: `args` is a namespace or mapping that holds shared arguments among others."""
+    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+    found = {name: values[name] for name in SHARED if name in values}
+    return from_config(optim_sche_cfg, model, **{**found, **shared})
+
+
+def as_optim_set(value: Any, model: nn.Module, **shared: Any) -> OptimSet:
+    """Turn whatever may stand for units into a set: units, optimizers, mappings of them, configuration, or a function.
+
+    `shared` values hold for units that were not given their own.
+    """
+    _check_shared_names(shared)
+    if isinstance(value, (str, os.PathLike)):
+        return from_yaml(value, model, **shared)
+    if isinstance(value, OptimSet):
+        made = value
+    elif isinstance(value, (OptimScheduler, Optimizer)):
+        made = OptimSet({"main": _as_unit(value, model)})
+    elif isinstance(value, Mapping):
+        if not all(isinstance(item, (OptimScheduler, Optimizer)) for item in value.values()) or not value:
+            return from_config(value, model, **shared)
+        made = OptimSet({name: _as_unit(item, model) for name, item in value.items()})
+    elif callable(value):
+        return as_optim_set(value(model), model, **shared)
+    else:
+        raise ConfigTypeError(
+            f"a {type(value).__name__} is no optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "
+            "a configuration with 'optim_sches', the path of a YAML file, or a function of the model that returns one of these."
+        )
+    made.share(**shared)
+    return made
+
+
+def to_config(optim_set: Mapping[str, OptimScheduler]) -> dict[str, Any]:
+    """Return plain values from which `from_config` builds the same set; shared values are written into each unit."""
+    return {_KEY: {name: {"type": _type_name(type(unit)), "conf": _conf(unit)} for name, unit in optim_set.items()}}
+
+
+def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str] | None = None) -> str:
+    """Return the configuration of a set as YAML text, and write it to `path` if one is given."""
+    text = dump_yaml(to_config(optim_set))
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text
+
+
+class _Reader:
+    """Checks a configuration and says where in the file it is wrong."""
+
+    def __init__(self, file: YamlFile | None):
+        self.file = file
+
+    def where(self, *path: str, key: str | None = None) -> str:
+        """Return the place for a message, with file and line where they are known."""
+        return self.file.where(*path, key=key) if self.file is not None else ".".join(path)
+
+    def units(self, cfg: Any) -> dict[str, Any]:
+        """Return the unit descriptions by name, for both forms."""
+        if not isinstance(cfg, Mapping):
+            raise ConfigError(f"expected a mapping with {_KEY!r}, got a {type(cfg).__name__}.")
+        if _KEY in cfg:
+            cfg = cfg[_KEY]
+        elif not cfg or not (_is_single(cfg) or all(isinstance(v, Mapping) and "type" in v for v in cfg.values())):
+            near = nearest_name(_KEY, cfg)
+            hint = f" Did you mean it by {near!r}?" if near else ""
+            raise ConfigError(f"{self.where()}: there is no {_KEY!r}.{hint}".removeprefix(": "))
+        if not isinstance(cfg, Mapping) or not cfg:
+            raise ConfigError(
+                f"{self.where(_KEY)}: expected {{type, conf}} or names of units, each with {{type, conf}}."
+            )
+        return {"main": dict(cfg)} if _is_single(cfg) else dict(cfg)
+
+    def build(self, name: str, spec: Any, model: nn.Module) -> OptimScheduler:
+        """Build one unit, its keys checked first."""
+        path: tuple[str, ...] = (_KEY, name)
+        if self.file is not None and self.file.line(*path) == self.file.line(_KEY) and name == "main":
+            path = (_KEY,)  # the single form has no level for the name
+        if not isinstance(spec, Mapping):
+            raise ConfigError(f"{self.where(*path)}: expected {{type, conf}}, got {spec!r}.")
+        for key in spec:
+            if key not in ("type", "conf"):
+                raise ConfigError(self._unknown(path, key, ["type", "conf"]))
+        for key in ("type", "conf"):
+            if key not in spec:
+                raise ConfigError(f"{self.where(*path)}: {key!r} is missing. A unit has 'type' and 'conf'.")
+        if not isinstance(spec["conf"], Mapping):
+            raise ConfigError(f"{self.where(*path, 'conf')}: expected a mapping of arguments, got {spec['conf']!r}.")
+        try:
+            cls = resolve_type(spec["type"])
+        except ConfigError as problem:
+            raise ConfigError(f"{self.where(*path, 'type')}: {problem}") from problem
+        return self._construct(cls, path, dict(spec["conf"]), model)
+
+    def _construct(
+        self, cls: type[OptimScheduler], path: tuple[str, ...], conf: dict[str, Any], model: nn.Module
+    ) -> OptimScheduler:
+        path = (*path, "conf")
+        accepted, _ = keywords_of(cls.sche_init)
+        if accepted is not None:
+            valid = [*GENERAL, *SHARED, *(name for name in accepted if name != "self")]
+            for key in conf:
+                if key not in valid:
+                    raise ConfigError(self._unknown(path, key, valid))
+        if "optim_type" not in conf:
+            raise ConfigError(f"{self.where(*path)}: 'optim_type' is missing, for example optim_type: AdamW.")
+        try:
+            return cls(conf.pop("optim_type"), conf.pop("optim_conf", None), model, **conf)
+        except (ConfigError, TypeError) as problem:
+            raise ConfigError(f"{self.where(*path)}: {problem}") from problem
+
+    def _unknown(self, path: tuple[str, ...], key: str, valid: list[str]) -> str:
+        near = nearest_name(key, valid)
+        hint = f"; did you mean {near!r}?" if near else "."
+        return f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}."
+
+
+def _is_single(cfg: Mapping[str, Any]) -> bool:
+    return isinstance(cfg.get("type"), str)
+
+
+def _check_shared_names(shared: Mapping[str, Any]) -> None:
+    for name, value in shared.items():
+        if name not in SHARED:
+            raise ConfigTypeError(unknown_name("shared argument", name, SHARED))
+        check_shared(name, value)
+
+
+def _as_unit(value: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
+    if isinstance(value, OptimScheduler):
+        return value
+    from drivetrain.optim.plain import as_unit
+
+    return as_unit(value, model)
+
+
+def _type_name(cls: type) -> str:
+    file = cls.__module__.removeprefix("drivetrain.optim.")
+    return f"{file}.{_qualified(cls)}" if cls.__name__ in SCHEDULES.get(file, ()) else _dotted(cls)
+
+
+def _conf(unit: OptimScheduler) -> dict[str, Any]:
+    conf: dict[str, Any] = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
+    general: dict[str, tuple[Any, Any]] = {
+        "optim_loss": (unit.optim_loss, None),
+        "updated_modules": (unit.updated_modules, None),
+        "excluded_modules": (unit.excluded_modules, None),
+        "step_per_update": (unit.step_per_update, 1),
+        "accumulate_skipped": (unit.accumulate_skipped, False),
+        "param_groups": (unit.param_groups, []),
+        "nonfinite": (unit.nonfinite, "skip"),
+        "manual": (unit.manual, False),
+    }
+    conf.update({name: _plain(value) for name, (value, default) in general.items() if value != default})
+    conf.update(unit.given_arguments)
+    conf.update({name: _plain(value) for name, value in unit.sche_conf.items()})
+    return conf
+
+
+def _optimizer_name(optim_type: Any) -> str:
+    if isinstance(optim_type, str):
+        return optim_type
+    if not isinstance(optim_type, type):
+        raise ConfigError(f"optim_type={optim_type!r} is a function; a configuration can only name Optimizer classes.")
+    is_torch = getattr(torch.optim, optim_type.__name__, None) is optim_type
+    return optim_type.__name__ if is_torch else _dotted(optim_type)
+
+
+def _dotted(value: Callable[..., Any]) -> str:
+    return f"{value.__module__}.{_qualified(value)}"
+
+
+def _qualified(value: Callable[..., Any]) -> str:
+    name = value.__qualname__
+    if "<" in name:
+        raise ConfigError(
+            f"{name} is defined inside a function and has no path that a configuration could name. Move it to a module."
+        )
+    return name
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a configuration can hold it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (
+            type(value)([_plain(item) for item in value])
+            if type(value) in (list, tuple)
+            else [_plain(item) for item in value]
+        )
+    if isinstance(value, Time):
+        return str(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return _dotted(value) if callable(value) else value

@@ -1,0 +1,473 @@
+"""OptimScheduler: one torch optimizer, the parameters it may change, the loss it follows, and its learning rate.
+
+The rate is a pure function of the real step, the number of the accumulation window. A unit works alone, by `step(losses)`
+in a hand-written loop, or as part of an `OptimSet`. How gradients are taken is in `passes.py`, what happens when a window
+closes in `closing.py`; this file holds the clock, the public face and the state.
+"""
+
+import inspect
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
+from drivetrain.optim.arguments import (
+    ACCUM_GRAD,
+    DISTRIBUTED,
+    FT_FACTOR,
+    GRAD_CLIP,
+    GRAD_NORM_TYPE,
+    NONFINITE,
+    SHARED,
+    USE_AMP,
+    Default,
+    check_choice,
+    check_count,
+    check_flag,
+    check_keywords,
+    check_shared,
+    one_of_two_names,
+)
+from drivetrain.optim.building import build_optimizer, check_groups
+from drivetrain.optim.closing import apply_updates, finish_gradients
+from drivetrain.optim.durations import RunLength
+from drivetrain.optim.losses import Losses, LossNames, loss_terms
+from drivetrain.optim.passes import Pass
+from drivetrain.optim.scaling import Scaling
+from drivetrain.optim.selection import Names, as_list, own_parameters
+from drivetrain.optim.state import load_unit, save_unit
+from drivetrain.optim.terrain import Terrain
+from drivetrain.optim.window import UnitWindow, Weight
+
+TimeFunction = Callable[[list[str | None]], AbstractContextManager[Any]]
+_log = logging.getLogger(__name__)
+
+GENERAL = (
+    "optim_type",
+    "optim_conf",
+    "optim_loss",
+    "optim_losses",
+    "updated_modules",
+    "update_modules",
+    "step_per_update",
+    "accumulate_skipped",
+    "excluded_modules",
+    "param_groups",
+    "nonfinite",
+    "manual",
+)
+"""The arguments every unit has beside the shared ones, under all their names."""
+
+
+class OptimScheduler(ABC):
+    """One optimizer with its schedule; a subclass says how the learning rate follows the real step.
+
+    A subclass defines `sche_init(**sche_conf)`, called last in the constructor, and `update_lr(real_step)` or
+    `update_lr(real_step, epoch_num)`.
+
+    >>> class HalvingLr(OptimScheduler):
+    ...     def sche_init(self, every=10):
+    ...         self.every, self.first = every, self.get_lr()
+    ...     def update_lr(self, real_step):
+    ...         return self.first * 0.5 ** ((real_step - 1) // self.every)
+    >>> model = nn.Linear(2, 1)
+    >>> unit = HalvingLr("SGD", {"lr": 0.1}, model, every=1)
+    >>> for _ in range(2):
+    ...     changed = unit.step(model(torch.ones(1, 2)).mean())
+    >>> unit.real_step, unit.get_lr()
+    (2, 0.05)
+    """
+
+    decays: ClassVar[bool] = False
+    """Whether the schedule lowers the rate by itself; schedule-free optimizers warn about that."""
+
+    optimizer: Optimizer
+    params: list[nn.Parameter]
+    param_names: list[str]
+    base_lrs: list[float]
+    window: UnitWindow
+    terrain: Terrain
+    _pass: Pass | None
+    _ratios: list[float]
+
+    def __init__(
+        self,
+        optim_type: str | type[Optimizer] | Callable[..., Optimizer],
+        optim_conf: Mapping[str, Any] | None,
+        model: nn.Module,
+        distributed: bool = DISTRIBUTED,
+        optim_loss: LossNames = None,
+        updated_modules: Names = None,
+        step_per_update: int = 1,
+        use_amp: bool = USE_AMP,
+        accum_grad: int = ACCUM_GRAD,
+        ft_factor: float = FT_FACTOR,
+        grad_clip: float | None = GRAD_CLIP,
+        grad_norm_type: float = GRAD_NORM_TYPE,
+        *,
+        accumulate_skipped: bool = False,
+        excluded_modules: Names = None,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        nonfinite: str = "skip",
+        manual: bool = False,
+        **sche_conf: Any,
+    ):
+        optim_loss = one_of_two_names(sche_conf, "optim_losses", "optim_loss", optim_loss)
+        updated_modules = one_of_two_names(sche_conf, "update_modules", "updated_modules", updated_modules)
+        check_keywords(self.sche_init, sche_conf, type(self).__name__, [*GENERAL, *SHARED])
+        if optim_conf is not None and not isinstance(optim_conf, Mapping):
+            raise ConfigError(f"optim_conf={optim_conf!r}: expected a mapping of the optimizer's arguments, or None.")
+        self.name = type(self).__name__
+        self.optim_type, self.optim_conf = optim_type, dict(optim_conf or {})
+        self.optim_loss, self.loss_terms = optim_loss, loss_terms(optim_loss)
+        self.updated_modules = as_list("updated_modules", updated_modules)
+        self.excluded_modules = as_list("excluded_modules", excluded_modules)
+        self.step_per_update = check_count("step_per_update", step_per_update)
+        self.accumulate_skipped = check_flag("accumulate_skipped", accumulate_skipped)
+        self.param_groups = check_groups(param_groups)
+        self.nonfinite = check_choice("nonfinite", nonfinite, NONFINITE)
+        self.manual = check_flag("manual", manual)
+        self.sche_conf = dict(sche_conf)
+
+        given = (distributed, use_amp, accum_grad, ft_factor, grad_clip, grad_norm_type)
+        self._given = {
+            name: check_shared(name, value) for name, value in zip(SHARED, given) if not isinstance(value, Default)
+        }
+        self._shared: dict[str, Any] = {}
+        self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
+            self._given.get(name, default.value) for name, default in SHARED.items()
+        )
+        self.real_step = 0
+        self.last_grad_norm: Tensor | None = None
+        self.is_active = self.is_due = self.is_reduced = False
+        self.batch = self._position = 0
+        self.closes = True
+        self._updates = self._skips = self._logged_at = 0
+        self._device_skips: Tensor | None = None
+        self.scaling = Scaling()
+        self.run_length = RunLength()
+        self._settled = False
+        self._takes_epoch = _takes_epoch(self.update_lr)
+        self.model = model
+        self.attach(model)
+        self.sche_init(**sche_conf)
+        if self.decays and hasattr(self.optimizer, "eval"):
+            warnings.warn(
+                f"{type(self.optimizer).__name__} averages weights instead of lowering the rate, and {type(self).__name__} lowers it "
+                "as well. ConstantLr with a warm-up is the schedule it is made for.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------ what a subclass defines
+
+    @abstractmethod
+    def sche_init(self, *args: Any, **sche_conf: Any) -> None:
+        """Take the arguments of the schedule; `get_lr()` is the configured rate here."""
+
+    @abstractmethod
+    def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:
+        """Return the learning rate of a real step, counted from 1."""
+
+    def extra_repr_fn(self) -> str:
+        """Return what the schedule adds to `repr`."""
+        return ""
+
+    def settle(self) -> None:  # noqa: B027 - a schedule without durations has nothing to do
+        """Turn durations into real steps; called when the length of the run is known, and before the first rate."""
+
+    # ------------------------------------------------------------------ one batch
+
+    def step(
+        self,
+        losses: Losses,
+        time_func: TimeFunction | None = None,
+        optim_name: str | None = None,
+        step_num: int | None = None,
+        epoch_num: int | None = None,
+        logger: logging.Logger | None = None,
+    ) -> bool:
+        """Back-propagate and, when the window closes, update; True if parameters changed.
+
+        `step_num` is the number of the batch since the start of training, from 1; None counts on from the last one.
+        """
+        self.backward(losses, step_num, epoch_num, time_func=time_func, optim_name=optim_name)
+        return self.update(time_func=time_func, optim_name=optim_name, logger=logger)
+
+    def backward(
+        self,
+        losses: Losses,
+        step_num: int | None = None,
+        epoch_num: int | None = None,
+        *,
+        weight: Weight = None,
+        retain_graph: bool = False,
+        time_func: TimeFunction | None = None,
+        optim_name: str | None = None,
+    ) -> bool:
+        """Leave gradients in own parameters only; True if the unit is active in this batch.
+
+        `weight` is what the batch counts for in the mean over its window; None means one.
+        """
+        self._enter(self.batch + 1 if step_num is None else step_num, epoch_num)
+        if not self.is_active:
+            return False
+        if self._pass is None:
+            self._pass = Pass([self])
+        with nullcontext() if time_func is None else time_func(["loss_backward_time", optim_name]):
+            self._pass.run(losses, weight, retain_graph)
+        return True
+
+    def update(
+        self,
+        step_num: int | None = None,
+        epoch_num: int | None = None,
+        *,
+        close: bool | None = None,
+        time_func: TimeFunction | None = None,
+        optim_name: str | None = None,
+        logger: logging.Logger | None = None,
+    ) -> bool:
+        """Update if the window closes with this batch, or if `close` says so; True if parameters changed."""
+        if step_num is not None:
+            self._enter(step_num, epoch_num)
+        if not (self.is_due if close is None else close) or not self.window.count:
+            return False
+        with nullcontext() if time_func is None else time_func(["optim_time", optim_name]):
+            finish_gradients([self])
+            changed = apply_updates([self], logger)[0]
+            self.clear_gradients()
+        self.window.reset()
+        return changed
+
+    def begin(self, step_num: int, epoch_num: int | None, last: bool) -> None:
+        """Take the next batch of an `OptimSet`: windows end with their epoch, and real steps count windows."""
+        opens = self.closes
+        if opens:
+            self._position = 0
+            if self.real_step == 0 and step_num > 1:  # training goes on, but no clock was saved: take the caller's
+                self.real_step, self._position = divmod(step_num - 1, self.accum_grad)
+            self.real_step += 1
+        self.batch = step_num
+        self._position += 1
+        self.closes = last or self._position >= self.accum_grad
+        self._activate(opens, epoch_num)
+
+    def _enter(self, step_num: int, epoch_num: int | None) -> None:
+        """Take a batch by its number: windows run on over epochs."""
+        if isinstance(step_num, bool) or not isinstance(step_num, int) or step_num < 1:
+            raise ConfigError(f"step_num={step_num!r}: batches are counted from 1.")
+        if step_num == self.batch:
+            return
+        window, position = divmod(step_num - 1, self.accum_grad)
+        opens = window + 1 != self.real_step or self.batch == 0
+        self.batch, self.real_step, self._position = step_num, window + 1, position + 1
+        self.closes = position + 1 == self.accum_grad
+        self._activate(opens, epoch_num)
+
+    def _activate(self, opens: bool, epoch_num: int | None) -> None:
+        """Decide whether this batch counts, and set the rate of a window that opens."""
+        has_turn = self.real_step % self.step_per_update == 0
+        self.is_active = has_turn or self.accumulate_skipped
+        self.is_due = has_turn and self.closes
+        if not opens:
+            return
+        is_new_span = not self.accumulate_skipped or (self.real_step - 1) % self.step_per_update == 0
+        if self.window.count and is_new_span:
+            _log.warning(
+                "unit %s: a window ended without an update; the gradients of %d batches are left out.",
+                self.name,
+                self.window.count,
+            )
+            self.clear_gradients()
+            self.window.reset()
+        if self.is_active:
+            self._set_rates(epoch_num)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of own parameters."""
+        for p in self.params:
+            p.grad = None
+
+    # ------------------------------------------------------------------ learning rate
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group; before the first window, the configured one."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def lr_at(self, real_step: int, epoch_num: int | None = None) -> float:
+        """Return the learning rate of any real step, without setting it."""
+        if not self._settled:
+            self.settle()
+            self._settled = True
+        lr = self.update_lr(real_step, epoch_num) if self._takes_epoch else self.update_lr(real_step)
+        return self.ft_factor * lr
+
+    def bind(
+        self, total_steps: int | None = None, steps_per_epoch: int | None = None, **precision: torch.dtype | None
+    ) -> None:
+        """Learn the length of the run, in batches; `autocast_dtype=` also tells the precision of the forward pass."""
+        for name in precision:
+            if name != "autocast_dtype":
+                raise ConfigTypeError(
+                    unknown_name("argument", name, ["total_steps", "steps_per_epoch", "autocast_dtype"], where="bind")
+                )
+        if precision:
+            self.scaling.use(precision["autocast_dtype"])
+        self.run_length = RunLength(total_batches=total_steps, batches_per_epoch=steps_per_epoch)
+        self.settle()
+        self._settled = True
+
+    def _set_rates(self, epoch_num: int | None) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):  # somebody added a group: its rate is what it was given
+            self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
+            self._ratios = _ratios(self.base_lrs)
+        lr = self.lr_at(self.real_step, epoch_num)
+        for group, ratio in zip(groups, self._ratios):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr * ratio)
+            else:
+                group["lr"] = lr * ratio
+
+    # ------------------------------------------------------------------ model and shared arguments
+
+    def attach(self, model: nn.Module, taken: Mapping[int, str] | None = None) -> None:
+        """Look the unit's parameters up in a model and make the optimizer, unless they are those it has."""
+        terrain = Terrain(model)
+        own = own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
+        same = hasattr(self, "params") and [id(p) for p in own.values()] == [id(p) for p in self.params]
+        if not same:
+            if self._updates:
+                raise RuntimeError(
+                    f"unit {self.name!r} has made {self._updates} updates and cannot move to other parameters. Rebind before training, "
+                    "or build a new unit and load its state."
+                )
+            self.optimizer = build_optimizer(self.optim_type, self.optim_conf, own, self.param_groups)
+            self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._ratios = _ratios(self.base_lrs)
+            self.params, self.param_names = list(own.values()), list(own)
+        self.model = model
+        self.stand_on(terrain)
+
+    def stand_on(self, terrain: Terrain) -> None:
+        """Take the view of the model that all units of a set share."""
+        self.terrain = terrain
+        self._pass = None
+        self._make_window()
+
+    def share(self, **shared: Any) -> None:
+        """Take values for the shared arguments that this unit was not given itself."""
+        for name, value in shared.items():
+            if name not in SHARED:
+                raise ConfigTypeError(unknown_name("shared argument", name, SHARED, where=self.name))
+            value = check_shared(name, value)
+            if name in self._given or getattr(self, name) == value:
+                continue
+            if name == "accum_grad" and self.window.count:
+                raise ConfigError(
+                    f"unit {self.name!r}: accum_grad cannot change from {self.accum_grad} to {value} inside a window."
+                )
+            setattr(self, name, value)
+            self._shared[name] = value
+        self._settled = False
+        self._make_window()
+
+    @property
+    def given_arguments(self) -> dict[str, Any]:
+        """The shared arguments that are not at their defaults' mercy: given here, or shared by set or Trainer."""
+        return {name: getattr(self, name) for name in SHARED if name in self._given or name in self._shared}
+
+    def _make_window(self) -> None:
+        length = self.accum_grad * (self.step_per_update if self.accumulate_skipped else 1)
+        world = self.terrain.world(self.distributed)
+        window = getattr(self, "window", None)
+        if window is None or (window.length, window.world) != (length, world):
+            self.window = UnitWindow(length, world)
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def scaler(self) -> "torch.amp.GradScaler | None":
+        """The gradient scaler, or None where none is needed."""
+        return self.scaling.scaler
+
+    @property
+    def update_count(self) -> int:
+        """How many updates changed parameters; reading it may wait for the device."""
+        return self._updates - (0 if self._device_skips is None else int(self._device_skips))
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many updates were left out for non-finite gradients; reading it may wait for the device."""
+        return self._skips + (0 if self._device_skips is None else int(self._device_skips))
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether the optimizer takes the verdict about its gradients as a flag on the device."""
+        return getattr(self.optimizer, "_step_supports_amp_scaling", False) and (
+            self.nonfinite != "raise" or self.scaler is not None
+        )
+
+    def step_unless(self, overflow: Tensor) -> None:
+        """Step a fused optimizer, which leaves parameters and state alone where the flag is one."""
+        self.optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        self.optimizer.step()
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+        self._updates += 1
+        self._device_skips = overflow.clone() if self._device_skips is None else self._device_skips + overflow
+
+    def count_update(self) -> None:
+        """Count an update that was made."""
+        self._updates += 1
+
+    def count_skip(self, log_every: int) -> bool:
+        """Count an update that was left out; True if it is time for a line about it."""
+        self._skips += 1
+        if self._skips > 1 and self.real_step - self._logged_at < log_every:
+            return False
+        self._logged_at = self.real_step
+        return True
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return optimizer, scaler, clock and, inside a window, its gradients."""
+        return save_unit(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a saved state; base rates come from the configuration, not from the file."""
+        load_unit(self, state_dict)
+
+    def __repr__(self) -> str:
+        parts = [
+            f"optimizer={type(self.optimizer).__name__}",
+            f"optim_loss={self.optim_loss!r}",
+            f"updated_modules={self.updated_modules!r}",
+        ]
+        extra = self.extra_repr_fn()
+        return f"{type(self).__name__}({', '.join([*parts, extra] if extra else parts)})"
+
+
+def _takes_epoch(update_lr: Callable[..., float]) -> bool:
+    """Say whether `update_lr` has a second parameter, for the epoch."""
+    parameters = inspect.signature(update_lr).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def _ratios(base_lrs: list[float]) -> list[float]:
+    """Return each group's rate relative to the first one's."""
+    first = base_lrs[0]
+    if first == 0 and any(base_lrs):
+        raise ConfigError(
+            f"the learning rates of the groups are {base_lrs}: with 0 in the first, the others have no ratio to it."
+        )
+    return [1.0 if lr == first else lr / first for lr in base_lrs]

@@ -1,0 +1,84 @@
+"""Saves and restores a unit: optimizer, scaler, clock and the gradients of a window in progress."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drivetrain.optim.scheduler import OptimScheduler
+
+_CLOCK = ("real_step", "update_count", "skipped_steps", "param_names", "partial")
+
+
+def save_unit(unit: "OptimScheduler") -> dict[str, Any]:
+    """Return the state of a unit as plain containers and tensors."""
+    return {
+        "optimizer": unit.optimizer.state_dict(),
+        "scaler": unit.scaling.state_dict(),
+        "real_step": unit.real_step,
+        "update_count": unit.update_count,
+        "skipped_steps": unit.skipped_steps,
+        "param_names": list(unit.param_names),
+        "partial": _save_window(unit),
+    }
+
+
+def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
+    """Put a saved state into a unit; one without a clock takes the clock of whoever drives it."""
+    if "optimizer" not in state:
+        raise ConfigError(f"unit {unit.name!r}: the saved state has {sorted(state)}; expected 'optimizer' and a clock.")
+    missing = [key for key in _CLOCK if key not in state]
+    if missing and len(missing) < len(_CLOCK):
+        raise ConfigError(f"unit {unit.name!r}: the saved state lacks {', '.join(missing)}.")
+    if not missing:
+        _check_names(unit, list(state["param_names"]))
+    unit.optimizer.load_state_dict(state["optimizer"])
+    unit.scaling.load_state_dict(state.get("scaler"), unit)
+    unit.clear_gradients()
+    unit.window.reset()
+    unit._device_skips = None
+    unit.batch = unit._position = unit.real_step = unit._updates = unit._skips = 0
+    unit.closes = True
+    if missing:
+        return
+    unit.real_step = int(state["real_step"])
+    unit._updates, unit._skips = int(state["update_count"]), int(state["skipped_steps"])
+    unit.batch = unit.real_step * unit.accum_grad
+    if state["partial"] is not None:
+        _load_window(unit, state["partial"])
+
+
+def _save_window(unit: "OptimScheduler") -> dict[str, Any] | None:
+    if unit.closes and not unit.window.count:
+        return None
+    grads = {}
+    if unit.window.count:
+        grads = {name: p.grad.detach().clone() for name, p in zip(unit.param_names, unit.params) if p.grad is not None}
+    return {"position": unit._position, "closed": unit.closes, **unit.window.saved(), "grads": grads}
+
+
+def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
+    unit._position, unit.closes = int(partial["position"]), bool(partial["closed"])
+    if not unit.closes:
+        unit.batch = (unit.real_step - 1) * unit.accum_grad + unit._position
+    unit.window.restore(dict(partial))
+    for name, p in zip(unit.param_names, unit.params):
+        grad = partial["grads"].get(name)
+        if grad is not None:
+            p.grad = grad.detach().clone().to(device=p.device, dtype=p.dtype)
+
+
+def _check_names(unit: "OptimScheduler", saved: list[str]) -> None:
+    if saved == unit.param_names:
+        return
+    missing = [name for name in unit.param_names if name not in saved]
+    unexpected = [name for name in saved if name not in unit.param_names]
+    detail = (
+        f"missing in it: {missing[:5]}; unknown here: {unexpected[:5]}"
+        if missing or unexpected
+        else "their order differs"
+    )
+    raise ConfigError(
+        f"unit {unit.name!r}: the saved state is for other parameters ({len(saved)} there, {len(unit.param_names)} here; {detail})."
+    )

@@ -1,0 +1,238 @@
+"""What processes tell each other: values from rank 0, values of all ranks, rows of all ranks, a shared yes.
+
+Without a process group every function returns what one process would see. Control messages travel over a gloo group on
+the CPU, so that they neither wait for the device nor mix with its traffic; tensors travel on their own device where the
+group can carry them. Values are sent by torch's object collectives, between our own processes only.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.core.errors import DistributedError
+from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
+
+CPU_BACKENDS = {"gloo", "fake", "threaded", "mpi"}
+
+_control: tuple[object, dist.ProcessGroup] | None = None
+
+
+class _TensorSlot(NamedTuple):
+    """Where a tensor stood in a value, and what it takes to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+class _Unsendable(NamedTuple):
+    """Sent in place of a value that cannot travel, so that all ranks fail together instead of waiting."""
+
+    reason: str
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the CPU group for control messages: the default group where that is gloo, None without a group.
+
+    The first call on an accelerator's group makes the second group, which is a collective; `init_distributed` makes it.
+    """
+    global _control
+    if not is_distributed():
+        return None
+    world = dist.group.WORLD
+    if _control is None or _control[0] is not world:
+        assert world is not None
+        _control = (world, world if dist.get_backend() in CPU_BACKENDS else dist.new_group(backend="gloo"))
+    return _control[1]
+
+
+def forget_control_group() -> None:
+    """Drop the control group of a process group that is being destroyed."""
+    global _control
+    _control = None
+
+
+def distributed_barrier() -> None:
+    """Wait until every process has come here; nothing without a group."""
+    group = control_group()
+    if group is not None:
+        # A one-element sum instead of dist.barrier, which would look for an accelerator and may pick the wrong one.
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def agree_any(flag: bool) -> bool:
+    """Return True on every rank if any rank says True."""
+    return start_agree_any(flag)()
+
+
+def start_agree_any(flag: bool) -> Callable[[], bool]:
+    """Ask all ranks without waiting; the returned function waits and tells whether any of them said True.
+
+    Asked at the start of a step and read at its end, the answer is there by then and nobody waits.
+    """
+    group = control_group()
+    if group is None:
+        return lambda: flag
+    vote = torch.tensor([int(flag)], dtype=torch.int32)
+    work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result() -> bool:
+        work.wait()
+        return bool(vote.item())
+
+    return result
+
+
+def all_gather_values(value: Any) -> list[Any]:
+    """Return the plain values of all ranks, in rank order, on every rank."""
+    group = control_group()
+    if group is None:
+        return [value]
+    return _gather_objects(value, group)
+
+
+def broadcast_from_master(value: Any) -> Any:
+    """Return rank 0's value on every rank: the kind it was given, tensors on the same kind of device.
+
+    Numbers, strings, None and nested dicts, lists and tuples of them travel as they are; tensors may stand anywhere
+    within. What other ranks pass does not matter.
+    """
+    group = control_group()
+    if group is None:
+        return value
+    tensors: list[Tensor] = []
+    message = [_sendable(value, lambda item: _take_tensors(item, tensors)) if get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0, group=group)
+    if isinstance(message[0], _Unsendable):
+        raise DistributedError(f"broadcast_from_master cannot send a {message[0].reason}")
+    if get_rank() == 0:
+        for tensor in tensors:
+            _broadcast_tensor(tensor)
+        return value
+    return _put_tensors(message[0])
+
+
+def gather_rows(tensor: Tensor) -> Tensor:
+    """Return the rows of all data ranks, in order of rank, on every rank; their numbers of rows may differ.
+
+    An empty tensor without further dimensions fits rows of any shape, so that a rank without results need not know
+    theirs.
+    """
+    rows = tensor.detach()
+    rows = rows.unsqueeze(0) if rows.ndim == 0 else rows
+    if not is_distributed():
+        return rows
+    group = data_group()
+    kinds = _gather_objects((tuple(rows.shape), rows.dtype), group or control_group())
+    filled = {(shape[1:], dtype) for shape, dtype in kinds if shape != (0,)}
+    if len(filled) > 1:
+        listing = ", ".join(f"rank {rank}: {list(shape)} {dtype}" for rank, (shape, dtype) in enumerate(kinds))
+        raise DistributedError(
+            f"gather_rows needs the same row shape and dtype on every rank; only the number of rows may differ. "
+            f"Got {listing}."
+        )
+    if not filled:
+        return rows
+    row_shape, dtype = filled.pop()
+    longest = max(shape[0] for shape, _ in kinds)
+    carrier = _carrier(rows.device, group)
+    padded = torch.zeros((longest, *row_shape), dtype=dtype, device=carrier.device)
+    padded[: rows.shape[0]] = rows.reshape(rows.shape[0], *row_shape)
+    as_bytes = _bytes_of(padded)
+    received = [torch.empty_like(as_bytes) for _ in kinds]
+    dist.all_gather(received, as_bytes, group=carrier.group)
+    parts = [
+        part.view(dtype).reshape(longest, *row_shape)[: shape[0]]
+        for part, (shape, _) in zip(received, kinds, strict=True)
+    ]
+    return torch.cat(parts).to(rows.device)
+
+
+class _Carrier(NamedTuple):
+    group: "dist.ProcessGroup | None"
+    device: torch.device
+
+
+def _carrier(device: torch.device, group: "dist.ProcessGroup | None" = None) -> _Carrier:
+    """Choose how a tensor on `device` travels: as it is if `group` carries such tensors, else as a copy elsewhere."""
+    if device.type in _device_types(group):
+        return _Carrier(group, device)
+    if group is None:
+        return _Carrier(control_group(), torch.device("cpu"))
+    if "cpu" in _device_types(group):
+        return _Carrier(group, torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None  # a group that carries neither this device nor CPU tensors belongs to an accelerator
+    return _Carrier(group, torch.device(accelerator.type, torch.accelerator.current_device_index()))
+
+
+def _device_types(group: "dist.ProcessGroup | None") -> set[str]:
+    """Return the kinds of device whose tensors `group` carries, from a text such as "cpu:gloo,cuda:nccl"."""
+    return {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+
+
+def _broadcast_tensor(tensor: Tensor) -> Tensor:
+    """Send rank 0's tensor, or fill this one with it, and return it on its own device."""
+    carrier = _carrier(tensor.device)
+    as_bytes = _bytes_of(tensor.detach().to(carrier.device))
+    if as_bytes.numel():
+        dist.broadcast(as_bytes, src=0, group=carrier.group)
+    return as_bytes.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View a tensor as bytes: every backend carries those, whatever the dtype."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _take_tensors(value: Any, found: list[Tensor]) -> Any:
+    """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or hasattr(value, "full_tensor"):
+            raise TypeError("only dense tensors travel; call to_dense(), or full_tensor() for a sharded one")
+        found.append(value)
+        return _TensorSlot(tuple(value.shape), value.dtype, value.device.type)
+    return _rebuild(value, lambda item: _take_tensors(item, found))
+
+
+def _put_tensors(value: Any) -> Any:
+    """Return `value` with each slot replaced by the tensor that is received for it."""
+    if isinstance(value, _TensorSlot):
+        # Without a number, an accelerator's name means this process's current device.
+        return _broadcast_tensor(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+    return _rebuild(value, _put_tensors)
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the members of a plain container, keeping its type; anything else stays as it is."""
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(item) for item in value))
+    return value
+
+
+def _sendable(value: Any, prepare: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return the prepared value, or a note for all ranks that it cannot travel."""
+    try:
+        prepared = prepare(value)
+        pickle.dumps(prepared)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        advice = "Send plain values, and build the object from them on every rank."
+        return _Unsendable(f"{type(value).__name__} ({error}). {advice}")
+    return prepared
+
+
+def _gather_objects(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, _sendable(value), group=group)
+    for rank, item in enumerate(gathered):
+        if isinstance(item, _Unsendable):
+            raise DistributedError(f"all_gather_values: rank {rank} cannot send a {item.reason}")
+    return gathered

@@ -1,0 +1,151 @@
+"""What a launcher told this process about its world, read from the environment and checked.
+
+torchrun, accelerate launch and our own `launch` set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
+`MASTER_PORT`; `srun` sets `SLURM_PROCID`, `SLURM_NTASKS` and friends. A world that contradicts itself would hang in the
+first collective, so it is refused here, with the names of the variables, before any work is done.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain.core.errors import DistributedError
+
+INTERACTIVE_SLURM_JOBS = {"bash", "sh", "zsh", "interactive"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedWorld:
+    """This process's place among the processes that were started together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    """Processes on this node; None when the launcher does not say."""
+
+    master_addr: str | None
+    master_port: int | None
+    launcher: str
+    """`torchrun` (anything that sets RANK and WORLD_SIZE) or `slurm`."""
+
+
+def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorld | None:
+    """Return the world a launcher describes, None when this process was started on its own.
+
+    >>> launched_world({"RANK": "1", "WORLD_SIZE": "2"}).rank
+    1
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" not in env and _in_slurm_step(env):  # job scripts often export WORLD_SIZE, but only torchrun sets RANK
+        return _from_slurm(env)
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return _from_torchrun(env)
+    return None
+
+
+def in_launched_process() -> bool:
+    """Say whether a launcher started this process, so that it joins a world and starts no further processes."""
+    return launched_world() is not None
+
+
+def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
+    for given, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if missing not in env:
+            raise DistributedError(
+                f"the environment has {given}={env[given]!r} but no {missing}: both belong together. Start the program "
+                f"with torchrun, accelerate launch or srun, which set both, or unset {given} to run on one process."
+            )
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
+    if rank >= world_size:
+        raise DistributedError(
+            f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks run from 0 to {world_size - 1}. Give every "
+            "process its own RANK below WORLD_SIZE, or let torchrun set both."
+        )
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in env else None
+    if env.get("LOCAL_RANK", "-1") == "-1":  # -1 is how some launchers say "not given"
+        local_rank = rank % (local_world_size or world_size)
+    else:
+        local_rank = _integer(env, "LOCAL_RANK")
+    if local_rank >= (local_world_size or world_size):
+        name = "LOCAL_WORLD_SIZE" if local_world_size else "WORLD_SIZE"
+        raise DistributedError(
+            f"LOCAL_RANK={local_rank} does not fit {name}={local_world_size or world_size}: local ranks run from 0, "
+            "and there are no more of them than processes. Let the launcher set both."
+        )
+    return LaunchedWorld(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=env.get("MASTER_ADDR") or None,
+        master_port=_integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else None,
+        launcher="torchrun",
+    )
+
+
+def _in_slurm_step(env: Mapping[str, str]) -> bool:
+    """Say whether srun started this process as a task; a batch script or an interactive shell is no task."""
+    if "SLURM_PROCID" not in env or not ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env):
+        return False
+    if env.get("SLURM_JOB_NAME") in INTERACTIVE_SLURM_JOBS or "SLURM_PTY_PORT" in env:
+        return False
+    # Inside a job only srun sets the step; the batch script too has PROCID=0, and would wait for tasks nobody started.
+    return "SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env
+
+
+def _from_slurm(env: Mapping[str, str]) -> LaunchedWorld:
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    rank, world_size = _integer(env, "SLURM_PROCID"), _integer(env, tasks, least=1)
+    if rank >= world_size:
+        raise DistributedError(
+            f"SLURM_PROCID={rank} does not fit {tasks}={world_size}: task numbers run from 0 to {world_size - 1}. "
+            "Start the program with srun, or unset SLURM_PROCID to run on one process."
+        )
+    if "WORLD_SIZE" in env and _integer(env, "WORLD_SIZE", least=1) != world_size:
+        raise DistributedError(
+            f"WORLD_SIZE={env['WORLD_SIZE']} and {tasks}={world_size} contradict each other. Unset WORLD_SIZE, or "
+            "start as many tasks (srun --ntasks)."
+        )
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    num_nodes = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES")
+    first_node = "127.0.0.1" if num_nodes == "1" or not nodes else first_slurm_host(nodes)
+    job = re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or "0"
+    step = re.sub(r"\D", "", env.get("SLURM_STEP_ID", "")) or "0"
+    # Every task derives the same port; steps of one job, and jobs on one node, get different ones.
+    port = 15000 + (int(job) * 7 + int(step)) % 15000
+    return LaunchedWorld(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(env, "SLURM_LOCALID") if "SLURM_LOCALID" in env else rank,
+        local_world_size=world_size if num_nodes == "1" else None,
+        master_addr=env.get("MASTER_ADDR") or first_node,
+        master_port=_integer(env, "MASTER_PORT") if env.get("MASTER_PORT") else port,
+        launcher="slurm",
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list.
+
+    >>> first_slurm_host("gpu-[07-09,12],login1")
+    'gpu-07'
+    """
+    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes.strip())
+    if first is None:
+        raise DistributedError(
+            f"the SLURM node list {nodes!r} names no host, so the address of rank 0 is unknown. Set MASTER_ADDR "
+            "to its host name."
+        )
+    return "".join(part or "" for part in first.groups())
+
+
+def _integer(env: Mapping[str, str], name: str, least: int = 0) -> int:
+    text = env[name]
+    if not text.strip().isdecimal() or int(text) < least:
+        raise DistributedError(
+            f"the environment variable {name}={text!r} is not a whole number from {least} on. Let the launcher set it, "
+            "or unset it to run on one process."
+        )
+    return int(text)

@@ -1,0 +1,160 @@
+"""Joining and leaving the process group.
+
+The environment says who is in the world; this file checks that it is complete, chooses the backend for the device, and
+starts torch's process group once. Everything is checked before the first connection, because a world that does not fit
+its environment would otherwise only wait.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.core.errors import ConfigError, DistributedError
+from drivetrain.runtime.collectives import control_group, forget_control_group
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.environment import LaunchedWorld, launched_world
+from drivetrain.runtime.ranks import clear_data_ranks, is_distributed
+
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+_times_joined = 0
+
+
+def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None) -> None:
+    """Join the process group the launcher describes; a second call changes nothing.
+
+    `backend` None means nccl for CUDA (with gloo for CPU tensors), gloo for the CPU, else torch's choice for the
+    device; `timeout` is in seconds, None is torch's default.
+    """
+    if is_distributed():
+        _check_same_backend(backend)
+        return
+    world = launched_world()
+    if world is None:
+        raise DistributedError(
+            "there is no world to join: RANK and WORLD_SIZE are not set. Start the program on several processes with "
+            "torchrun --nproc-per-node N program.py, or from Python with drivetrain.runtime.launch.launch(function, N). "
+            "One process needs no process group."
+        )
+    limit = _timeout(timeout)
+    _check_address(world)
+    device = choose_device("cpu" if backend == "gloo" else "auto")
+    chosen = backend or _backend_for(device)
+    _check_backend(chosen)
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index)  # before the group starts, else every rank would open device 0
+    _use_loopback_if_needed(world)
+    dist.init_process_group(
+        backend=chosen,
+        **_meeting_place(world),
+        world_size=world.world_size,
+        rank=world.rank,
+        timeout=limit,
+        device_id=device if device.type == "cuda" and "nccl" in chosen else None,
+    )
+    control_group()
+
+
+def destroy_group() -> None:
+    """Leave the process group and forget what belonged to it; nothing without a group."""
+    if is_distributed():
+        dist.destroy_process_group()
+    forget_control_group()
+    clear_data_ranks()
+
+
+def _meeting_place(world: LaunchedWorld) -> dict[str, Any]:
+    """Return the arguments by which torch finds the other ranks.
+
+    Under torch's agent all attempts of a group share the agent's store, and torch 2.13 gives them the same keys in it:
+    a restarted gloo rank reads the address of a dead one and fails or hangs. Each attempt, and each time a process
+    joins anew, therefore gets keys of its own.
+    """
+    global _times_joined
+    if world.launcher == "slurm":
+        return {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {"init_method": "env://"}
+    assert world.master_addr is not None and world.master_port is not None  # checked by now
+    store = dist.TCPStore(world.master_addr, world.master_port, world.world_size, is_master=False)
+    _times_joined += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": dist.PrefixStore(f"drivetrain/{attempt}/{world.world_size}/{_times_joined}", store)}
+
+
+def _backend_for(device: torch.device) -> str:
+    if device.type in ("cpu", "mps"):
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _timeout(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+        raise ConfigError(f"timeout: {timeout!r} is no positive number of seconds. Give seconds, a timedelta, or None.")
+    return timedelta(seconds=timeout)
+
+
+def _check_address(world: LaunchedWorld) -> None:
+    given = {"MASTER_ADDR": world.master_addr, "MASTER_PORT": world.master_port}
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise DistributedError(
+            f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set, but not {' and '.join(missing)}: the "
+            "processes cannot find each other. Set the host and a free port of rank 0 (on one machine: "
+            "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500), or start with torchrun, which sets both."
+        )
+    assert world.master_port is not None
+    if not 0 < world.master_port < 65536:
+        raise DistributedError(f"MASTER_PORT={world.master_port} is no port: expected a number from 1 to 65535.")
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse a backend this build of torch lacks, or whose device is absent, before anybody waits for it."""
+    for entry in backend.split(","):
+        name = entry.rpartition(":")[2].strip().lower()
+        available = dist.is_backend_available(name)
+        if name == "nccl" and not torch.cuda.is_available():
+            reason = "it needs a CUDA device and torch finds none"
+        elif not available:
+            reason = "this build of torch does not have it"
+        else:
+            continue
+        raise DistributedError(f"backend {name!r} cannot be used: {reason}. Use 'gloo', or None to choose by device.")
+
+
+def _check_same_backend(backend: str | None) -> None:
+    active = dist.get_backend_config()
+    wanted = {entry.rpartition(":")[2] for entry in backend.lower().split(",")} if backend else set()
+    if not wanted <= {entry.rpartition(":")[2] for entry in active.split(",")}:
+        raise DistributedError(
+            f"the process group already runs with {active!r}, and {backend!r} was asked for. Ask for the backend at "
+            "the first call, or call destroy_group() on every rank before joining again."
+        )
+
+
+def _use_loopback_if_needed(world: LaunchedWorld) -> None:
+    """Let gloo talk over the loopback interface on a single machine whose host name leads nowhere.
+
+    gloo listens on the address its host name resolves to; in containers and on laptops that address may not exist.
+    """
+    if world.master_addr not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ or _host_name_is_local():
+        return
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+
+
+def _host_name_is_local() -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # an address of another machine, or of none, cannot be bound
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""Running a function on several processes of this machine, through torch's elastic agent.
+
+The process that calls `launch` becomes the agent: it starts the workers, restarts them if asked to, and returns their
+results or fails with the traceback of the worker that failed first. Inside a process that a launcher has started
+already, the function is just called, so that a program may launch itself and still be started by torchrun or srun.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.core.errors import ConfigError, DistributedError, unknown_name
+from drivetrain.runtime.environment import in_launched_process
+from drivetrain.runtime.workers import run_worker, watched_workers
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
+
+DEFAULT_PORT = 29500
+SHUTDOWN_SECONDS = 120
+"""How long workers may save after the agent was asked to end; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT wins."""
+
+AGENT_LOGGERS = (
+    "torch.distributed.elastic",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.multiprocessing.spawn",
+)
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+class WorkerFailed(DistributedError):
+    """A worker of a launch failed; `rank`, `exit_code` (negative: signal) and `traceback` say which and how."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None):
+        super().__init__(message)
+        self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
+
+
+def launch(
+    function: Callable[..., Any],
+    nproc_per_node: int | Literal["auto"] = 1,
+    *,
+    args: Sequence[Any] = (),
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str = "127.0.0.1",
+    master_port: int | None = None,
+    max_restarts: int = 0,
+) -> list[Any]:
+    """Call `function(*args)` in `nproc_per_node` new processes and return their results by local rank.
+
+    `"auto"` is one process per accelerator, at least one. `master_port` None is a free port on one node, 29500 on
+    several. A worker that fails ends the group with `WorkerFailed`, or restarts it, at most `max_restarts` times.
+    """
+    if not callable(function):
+        raise ConfigError(f"function: {function!r} cannot be called. Give a function, and its arguments as args=(...).")
+    if in_launched_process():
+        return [function(*args)]
+    num_workers = _num_workers(nproc_per_node)
+    _check_nodes(nnodes, node_rank, master_port, max_restarts)
+    start_method = _start_method(function, args)
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="drivetrain-launch-") as folder, _restored_process_state():
+        pids = Path(folder, "pids")
+        pids.mkdir()
+        config = _config(num_workers, nnodes, node_rank, master_addr, master_port, max_restarts, start_method, folder)
+        try:
+            with watched_workers(pids):
+                results = elastic_launch(config, run_worker)(function, tuple(args), pids, num_workers)
+        except ChildFailedError as failure:
+            raise _worker_failed(failure, node_rank * num_workers) from None
+        except (RendezvousError, dist.DistError) as error:
+            raise DistributedError(
+                f"the nodes could not meet at {config.rdzv_endpoint} (nnodes={nnodes}, node_rank={node_rank}): "
+                f"{error.__cause__ or error}. Check that node 0 has this address, that the port is free there and open to "
+                "the others, and that every node was started; on one node leave master_port out."
+            ) from error
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + stop.sigval) from None
+    return [results[rank] for rank in sorted(results)]
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    *,
+    max_restarts: int = 0,
+) -> list[Any]:
+    """Train from a notebook on several processes; None is one per accelerator, and one process needs no launch at all.
+
+    `mixed_precision` becomes the default of every Trainer within.
+    """
+    if mixed_precision not in PRECISIONS:
+        raise ConfigError(unknown_name("precision", mixed_precision, PRECISIONS, where="mixed_precision"))
+    if not str(use_port).isdecimal():
+        raise ConfigError(f"use_port: {use_port!r} is no port number, such as '29500'.")
+    port = int(use_port)
+    with _environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
+        if num_nodes == 1 and _num_workers("auto" if num_processes is None else num_processes) == 1:
+            return [function(*args)]
+        return launch(
+            function,
+            "auto" if num_processes is None else num_processes,
+            args=args,
+            nnodes=num_nodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            master_port=None if num_nodes == 1 and port == DEFAULT_PORT else port,
+            max_restarts=max_restarts,
+        )
+
+
+def _num_workers(nproc_per_node: int | str) -> int:
+    if nproc_per_node == "auto":
+        with _environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):  # counting must not start CUDA, or forking is over
+            return max(1, torch.accelerator.device_count())
+    if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
+        raise ConfigError(
+            f"nproc_per_node: {nproc_per_node!r} is not a number of processes. Give a whole number from 1 on, or "
+            "'auto' for one per accelerator."
+        )
+    return nproc_per_node
+
+
+def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_restarts: int) -> None:
+    if nnodes < 1 or not 0 <= node_rank < nnodes:
+        raise ConfigError(
+            f"node_rank={node_rank} does not fit nnodes={nnodes}: there is at least one node, and nodes "
+            "are numbered from 0 to nnodes - 1."
+        )
+    if master_port is not None and not 0 < master_port < 65536:
+        raise ConfigError(
+            f"master_port: {master_port!r} is no port. Give a number from 1 to 65535, or None for a free one."
+        )
+    if max_restarts < 0:
+        raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to end at the first failure.")
+
+
+def _start_method(function: Callable[..., Any], args: Sequence[Any]) -> Literal["spawn", "fork"]:
+    """Choose spawn where a new interpreter can find the function; else fork (notebooks, closures), where it is safe."""
+    reason = _why_not_spawn(function, args)
+    if reason is None:
+        return "spawn"
+    way_out = f"{reason}. Put it into a module and import it from there, then launch it again."
+    if not hasattr(os, "fork"):
+        raise DistributedError(f"{way_out} (This system cannot fork, which would need no import.)")
+    if torch.cuda.is_initialized():
+        raise DistributedError(
+            f"{way_out} Or restart the notebook and launch before anything uses CUDA: a process in which CUDA "
+            "has started cannot be forked."
+        )
+    return "fork"
+
+
+def _why_not_spawn(function: Callable[..., Any], args: Sequence[Any]) -> str | None:
+    main_file = getattr(sys.modules["__main__"], "__file__", None)
+    name = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) == "__main__" and (main_file is None or not Path(main_file).exists()):
+        return f"a new process cannot import {name!r}, because it was defined in a notebook or at a prompt"
+    try:
+        ForkingPickler.dumps((function, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return f"a new process cannot be given {name!r} and its arguments ({error})"
+    return None
+
+
+def _config(
+    num_workers: int,
+    nnodes: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int | None,
+    max_restarts: int,
+    start_method: str,
+    folder: str,
+) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    options: dict[str, Any] = {}
+    if nnodes == 1:  # port 0: the agent's store takes a free port, and nobody can take it in between
+        options |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{master_addr}:{master_port or 0}"}
+        options |= {"rdzv_configs": {"is_host": True}, "local_addr": master_addr}
+    else:  # static: node ranks are as given, not in order of arrival
+        options |= {"rdzv_backend": "static", "rdzv_endpoint": f"{master_addr}:{master_port or DEFAULT_PORT}"}
+        options |= {"rdzv_configs": {"rank": node_rank}}
+    if "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ and "shutdown_timeout" in _field_names(LaunchConfig):
+        options["shutdown_timeout"] = SHUTDOWN_SECONDS
+    return LaunchConfig(
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        nproc_per_node=num_workers,
+        run_id="drivetrain",
+        max_restarts=max_restarts,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+        **options,
+    )
+
+
+def _field_names(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed:
+    """Turn the agent's report into one error about the worker that failed first."""
+    rank, first = failure.get_first_failure()
+    exit_code, traceback = first.exitcode, None
+    if Path(first.error_file).is_file():
+        # Several workers may have left a traceback by the time the agent looked; the oldest is the cause.
+        folder = Path(first.error_file).parents[1]
+        oldest = min(folder.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
+        rank = first_rank + int(oldest.parent.name)
+        traceback = json.loads(oldest.read_text())["message"]["extraInfo"]["py_callstack"].rstrip()
+    if traceback is not None:
+        how = f"with:\n\n{traceback}"
+    elif exit_code < 0:
+        how = f"by signal {first.signal_name()}. It left no traceback; the system's log may tell why."
+    else:
+        how = f"with exit code {exit_code}."
+    return WorkerFailed(
+        f"worker rank {rank} failed, and its group was ended. It ended {how}",
+        rank=rank,
+        exit_code=exit_code,
+        traceback=traceback,
+    )
+
+
+@contextmanager
+def _restored_process_state() -> Iterator[None]:
+    """Undo what the agent leaves in this process, and quiet its log, which repeats the traceback of our error."""
+    loggers = [logging.getLogger(name) for name in AGENT_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    agent_variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+    with _environment(**agent_variables, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+            if threading.current_thread() is threading.main_thread():
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set variables for the time of a block; what it starts inherits them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

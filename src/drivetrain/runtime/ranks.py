@@ -1,0 +1,86 @@
+"""Which process this is among how many, and which data it reads.
+
+Rank and world come from the process group; without one this is process 0 of 1. Data ranks differ from ranks when a mesh
+has tensor, pipe or sequence axes: ranks along those axes work on the same samples. Whoever builds such a mesh says so
+here with `set_data_ranks`, and the loader asks `data_rank()` and `num_data_ranks()`.
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from drivetrain.core.errors import DistributedError
+from drivetrain.runtime.environment import launched_world
+
+
+class _DataRanks(NamedTuple):
+    rank: int
+    size: int
+    group: "dist.ProcessGroup | None"
+
+
+_data_ranks: _DataRanks | None = None
+
+
+def is_distributed() -> bool:
+    """Say whether a process group has been initialised, whatever its size."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_master() -> bool:
+    """Say whether this is rank 0, or the only process."""
+    return get_rank() == 0
+
+
+def get_rank() -> int:
+    """Return this process's number in the group, 0 without one."""
+    return dist.get_rank() if is_distributed() else 0
+
+
+def get_num_processes() -> int:
+    """Return the number of processes in the group, 1 without one."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def get_local_rank() -> int:
+    """Return this process's number on its node, 0 without a group."""
+    if not is_distributed():
+        return 0
+    world = launched_world()
+    return world.local_rank if world is not None else dist.get_rank()
+
+
+def data_rank() -> int:
+    """Return which share of each global batch this process reads."""
+    return get_rank() if _data_ranks is None else _data_ranks.rank
+
+
+def num_data_ranks() -> int:
+    """Return over how many shares each global batch is split."""
+    return get_num_processes() if _data_ranks is None else _data_ranks.size
+
+
+def data_group() -> "dist.ProcessGroup | None":
+    """Return the group of processes that read different data, None for the default group."""
+    if _data_ranks is None:
+        return None
+    if _data_ranks.group is None and is_distributed() and _data_ranks.size != get_num_processes():
+        raise DistributedError(
+            f"the data is split over {_data_ranks.size} ranks of {get_num_processes()} processes, but no group of "
+            "those ranks was given. Call set_data_ranks(rank, size, group=mesh.get_group('data'))."
+        )
+    return _data_ranks.group
+
+
+def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = None) -> None:
+    """Say that this process reads share `rank` of `size`, together with the other members of `group`."""
+    global _data_ranks
+    if not 0 <= rank < size:
+        raise DistributedError(f"data rank {rank} of {size} is impossible: it must lie between 0 and {size - 1}.")
+    _data_ranks = _DataRanks(rank, size, group)
+
+
+def clear_data_ranks() -> None:
+    """Go back to the default: every process reads its own share."""
+    global _data_ranks
+    _data_ranks = None

@@ -1,0 +1,74 @@
+"""The run this process belongs to, where folders below `experiment` can read it.
+
+An experiment makes one `Run` at its start and takes it away at its end; a Context, a loader, a Recorder or a
+Checkpointer asks `current_run()` for seed, folder and parameters. Outside a run the answer is None and each of them has
+its own default.
+"""
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One run: its folder, seed and parameters, and what has been made within it."""
+
+    folder: Path
+    seed: int
+    params: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    origins: dict[str, str] = field(default_factory=dict)
+    """Where each parameter's value came from: `cli`, `run`, `file:line`, `env:NAME`, `defaults`, `default`."""
+
+    recorder: object | None = None
+    """The Recorder that metrics of this run go to; None until one is made."""
+
+    random_gen: random.Random = field(default_factory=random.Random)
+    """The generator behind `new_seed`; it starts from `seed`, and checkpoints keep its state."""
+
+    started: float = field(default_factory=time.monotonic)
+    elapsed_before: float = 0.0
+    """Seconds that earlier parts of this run took, when it was resumed."""
+
+    _counts: Counter[str] = field(default_factory=Counter, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.folder)
+        self.random_gen.seed(self.seed)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds spent in this run, earlier parts included."""
+        return self.elapsed_before + time.monotonic() - self.started
+
+    def next_index(self, kind: str) -> int:
+        """Count the objects of one kind in order of creation: 0, 1, 2, ... (seeds of unnamed loaders use it)."""
+        self._counts[kind] += 1
+        return self._counts[kind] - 1
+
+
+_current: Run | None = None
+
+
+def current_run() -> Run | None:
+    """Return the active run of this process, or None outside a run."""
+    return _current
+
+
+def set_current_run(run: Run | None) -> None:
+    """Make `run` the active run, or end the active one with None; a process has at most one."""
+    global _current
+    if run is not None and _current is not None and run is not _current:
+        new, active = run.name or str(run.folder), _current.name or str(_current.folder)
+        raise ExperimentError(
+            f"cannot start the run {new!r}: {active!r} is still active in this process. Let it end first, or "
+            "start the new one in its own process with run_in_new_process(...)."
+        )
+    _current = run

@@ -1,0 +1,200 @@
+"""Seeds: one root per run, every other seed derived from it by name.
+
+`derive_seed` hashes names with SHA-256, so that a derived seed is the same on every machine and in every version, and
+two purposes never share a stream by accident. The rest sets, keeps and puts back the generators a program shares:
+Python's, numpy's, torch's and the accelerator's.
+"""
+
+import hashlib
+import operator
+import os
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from drivetrain.core.errors import ConfigError, StateError, unknown_name
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.ranks import get_rank, is_distributed
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def derive_seed(root: int, name: str, *ints: int) -> int:
+    """Return a 63-bit seed for one purpose, the same for ever for the same arguments.
+
+    >>> derive_seed(0, "shuffle", 3)
+    3479638028671884636
+    """
+    text = ":".join(["drivetrain", str(root), name, *(str(number) for number in ints)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, numpy and torch (all devices); `device_specific` adds the rank, `deterministic` is strict mode."""
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise ConfigError(f"seed: {seed!r} is a {type(seed).__name__}; expected a whole number, such as 42.") from None
+    _seed_all(seed + get_rank() if device_specific else seed)
+    if deterministic:
+        set_deterministic("strict")
+
+
+def reseed_rank(seed: int) -> int:
+    """Give this rank a random stream of its own, so that equal weights meet different dropout; return the seed used."""
+    own = derive_seed(seed, "rank", get_rank())
+    _seed_all(own)
+    return own
+
+
+def seed_worker(worker_id: int) -> int:
+    """Seed Python and numpy in a data worker from torch's seed there and return it; for `worker_init_fn`.
+
+    torch gives every worker of a loader its own seed, but equally seeded ranks give theirs the same ones. Ranks above 0
+    therefore derive theirs once more.
+    """
+    seed, rank = torch.initial_seed(), _rank_of_worker()
+    if rank > 0:
+        seed = derive_seed(seed, "worker", rank)
+        torch.manual_seed(seed)
+    _seed_python_and_numpy(seed)
+    return seed
+
+
+def _rank_of_worker() -> int:
+    """A spawned worker has no process group, yet inherits the launcher's environment."""
+    if is_distributed():
+        return get_rank()
+    world = launched_world()
+    return world.rank if world is not None else 0
+
+
+def _seed_all(seed: int) -> None:
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(
+            f"seed: {seed} does not fit in 64 bits, which is what torch's generators take. Use a smaller number."
+        )
+    _seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
+
+
+def _seed_python_and_numpy(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of all shared generators of this process, in plain values and tensors."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if "numpy.random" in sys.modules:  # never imported: never used, and there is nothing to keep
+        legacy = sys.modules["numpy.random"].get_state(legacy=False)
+        state["numpy"] = {
+            "generator": legacy["bit_generator"],
+            "words": torch.from_numpy(legacy["state"]["key"].astype("int64")),
+            "position": int(legacy["state"]["pos"]),
+            "has_gauss": int(legacy["has_gauss"]),
+            "gauss": float(legacy["gauss"]),
+        }
+    accelerator = _started_accelerator()
+    if accelerator is not None:
+        state["accelerator"] = {
+            "type": accelerator,
+            "state": torch.get_device_module(accelerator).get_rng_state(),
+        }
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put back what `capture_rng` returned; an accelerator's part is skipped where that accelerator is absent."""
+    missing = {"python", "torch"} - set(state)
+    if missing:
+        raise StateError(
+            f"random state: {sorted(missing)} missing, found {sorted(state)}. Give what capture_rng() returned."
+        )
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if "numpy" in state:
+        import numpy as np
+
+        saved = state["numpy"]
+        np.random.set_state(
+            {
+                "bit_generator": saved["generator"],
+                "state": {"key": saved["words"].cpu().numpy().astype("uint32"), "pos": saved["position"]},
+                "has_gauss": saved["has_gauss"],
+                "gauss": saved["gauss"],
+            }
+        )
+    if "accelerator" in state:
+        kind = state["accelerator"]["type"]
+        current = torch.accelerator.current_accelerator(check_available=True)
+        if current is not None and current.type == kind:
+            torch.get_device_module(kind).set_rng_state(state["accelerator"]["state"].cpu())
+
+
+def _started_accelerator() -> str | None:
+    """Return the accelerator's type once it is in use; asking an idle one for its state would start it."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+    started = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    return device.type if started() else None
+
+
+class _Settings(NamedTuple):
+    deterministic: bool
+    warn_only: bool
+    cudnn_benchmark: bool
+    cublas: str | None
+
+
+_before_deterministic: _Settings | None = None
+
+
+def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
+    """Ask torch for repeatable kernels: `strict` refuses others, `warn` names them, `off` undoes an earlier call.
+
+    `off` without an earlier call changes nothing, so a program's own settings survive a run with the default mode.
+    """
+    global _before_deterministic
+    if mode not in ("off", "warn", "strict"):
+        raise ConfigError(unknown_name("mode", mode, ["off", "warn", "strict"], where="deterministic"))
+    if mode == "off":
+        if _before_deterministic is not None:
+            _apply_settings(_before_deterministic)
+            _before_deterministic = None
+        return
+    if _before_deterministic is None:
+        _before_deterministic = _Settings(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+            os.environ.get(CUBLAS_VARIABLE),
+        )
+    if CUBLAS_VARIABLE not in os.environ and torch.cuda.is_available() and torch.cuda.is_initialized():
+        warnings.warn(
+            f"deterministic={mode!r} is set after CUDA has started, so {CUBLAS_VARIABLE}=:4096:8 may come too late for "
+            "matrix products. Set it before the first CUDA call, or in the shell.",
+            stacklevel=2,
+        )
+    _apply_settings(_Settings(True, mode == "warn", False, os.environ.get(CUBLAS_VARIABLE, ":4096:8")))
+
+
+def _apply_settings(settings: _Settings) -> None:
+    torch.use_deterministic_algorithms(settings.deterministic, warn_only=settings.warn_only)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    if settings.cublas is None:
+        os.environ.pop(CUBLAS_VARIABLE, None)
+    else:
+        os.environ[CUBLAS_VARIABLE] = settings.cublas

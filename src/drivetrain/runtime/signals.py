@@ -1,0 +1,169 @@
+"""Stopping in good order: signals become a flag that is read where a step ends.
+
+A handler may run between any two bytecodes, so ours does nothing but note the signal; whoever drives the loop looks
+at the note at a step boundary, saves, and leaves. While a `StopSignals` is entered SIGTERM and SIGINT ask for a stop
+and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may be told and the others not:
+`agreed()` joins their notes with a reduction that is started at one boundary and read at the next, so that no rank
+waits for it and all leave at the same step.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import ClassVar, Self
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.collectives import all_gather_values, start_agree_any
+from drivetrain.runtime.ranks import get_num_processes
+
+logger = logging.getLogger(__name__)
+
+SAVE_SIGNAL: int = getattr(signal, "SIGUSR1", -1)  # Windows has none
+URGENCY: tuple[int, ...] = (SAVE_SIGNAL, signal.SIGINT, signal.SIGTERM)
+"""Which of several signals counts, the last one most: a stop outweighs a save."""
+
+
+def is_stop(number: int | None) -> bool:
+    """Say whether this signal asks the process to end (SIGUSR1 only asks for a save)."""
+    return number is not None and number != SAVE_SIGNAL
+
+
+def exit_status(number: int) -> int:
+    """Return the exit status of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+    return 128 + number
+
+
+class StopSignals:
+    """Note SIGTERM, SIGINT and SIGUSR1 while entered, instead of dying of them.
+
+    Handlers can only be set in the main thread; elsewhere entering does nothing and `installed` stays False. A signal
+    that was ignored before (`nohup`) stays ignored, and a handler of the user's own is called as well. A stop that
+    nobody has acted on (`clear()`) is sent again when the earlier handlers are back, so that it is never lost.
+
+    >>> with StopSignals() as signals:
+    ...     signals.requested is None
+    True
+    """
+
+    _entered: ClassVar[list["StopSignals"]] = []
+
+    def __init__(self, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT, SAVE_SIGNAL)):
+        valid = signal.valid_signals()
+        wrong = [number for number in signals if number not in valid and number != -1]
+        if wrong:
+            raise ConfigError(
+                f"signals: {wrong} are not signal numbers of this system. Use those of the module signal."
+            )
+        self.signals = tuple(int(number) for number in signals if number in valid)
+        self.requested: int | None = None
+        """The most urgent signal seen since the last `clear()`."""
+        self.installed = False
+        self._earlier: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._pending: Callable[[], bool] | None = None
+
+    @classmethod
+    def active(cls) -> "StopSignals | None":
+        """Return the innermost one that is entered, so that an inner part leaves acting to the outer one."""
+        return cls._entered[-1] if cls._entered else None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in self.signals:
+            earlier = signal.getsignal(number)
+            if earlier is not signal.SIG_IGN:
+                self._earlier[number] = earlier
+                signal.signal(number, self._note)
+        self.installed = True
+        self._entered.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()  # after an error the other ranks may be gone, and waiting for them could last for ever
+        else:
+            self.clear()  # the error ends the program already
+        self.release()
+
+    def release(self) -> None:
+        """Put the earlier handlers back, and send a stop that nobody has acted on to them."""
+        self._pending = None
+        if not self.installed or threading.current_thread() is not threading.main_thread():
+            return
+        for number, earlier in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._earlier.clear()
+        self._entered.remove(self)
+        self.installed = False
+        if is_stop(self.requested):
+            assert self.requested is not None
+            os.kill(os.getpid(), self.requested)
+
+    def clear(self) -> None:
+        """Forget the signal: it has been acted on."""
+        self.requested = None
+
+    def request(self, number: int) -> None:
+        """Note a signal, as its handler does; a more urgent one noted before is kept."""
+        if self.requested is None or _urgency(number) >= _urgency(self.requested):
+            self.requested = number
+
+    def agreed(self) -> int | None:
+        """Return the signal all ranks act on at this step boundary, or None; every rank calls it at every boundary.
+
+        One process hears of its signal at once. Several read the reduction that was started at the boundary before,
+        hence act one step later than the rank that was told.
+        """
+        if get_num_processes() == 1:
+            return self.requested
+        someone = self._pending() if self._pending is not None else False
+        if not someone:
+            self._pending = start_agree_any(self.requested is not None)
+            return None
+        self._pending = None
+        noted = [number for number in all_gather_values(self.requested) if number is not None]
+        return max(noted, key=_urgency, default=None)
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, so that none is left when the group goes."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        earlier = self._earlier.get(number)
+        if number == signal.SIGINT and self.requested == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.request(number)
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
+
+
+def _urgency(number: int) -> int:
+    return URGENCY.index(number) if number in URGENCY else len(URGENCY)
+
+
+def requeue_under_slurm() -> bool:
+    """Ask SLURM to run this job again after it ends; False outside a batch job, or when SLURM refuses."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return False
+    job = os.environ.get("SLURM_ARRAY_JOB_ID", job)
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        job = f"{job}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning(
+            "job %s cannot be requeued: %s. The checkpoint is saved; submit the job again by hand.", job, error
+        )
+        return False
+    if done.returncode:
+        logger.warning("scontrol requeue %s failed: %s. The checkpoint is saved.", job, done.stderr.strip())
+    return done.returncode == 0

@@ -1,0 +1,124 @@
+"""Around one worker of a launch, and beside all of them.
+
+torch's elastic agent starts the workers, waits for them and ends the others when one fails. Three things are added. A
+worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers of a
+failed group that cannot be asked to stop, because they hang in a collective, are killed after a short grace. SIGUSR1
+sent to the agent reaches the workers.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.group import destroy_group
+
+LOST_PEER_DELAY = 1.5
+"""Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""
+
+KILL_GRACE = 10.0
+"""Seconds the other workers of a failed group have to end by themselves."""
+
+
+def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, num_workers: int) -> Any:
+    """Call the function in a worker process, and leave the process group afterwards."""
+    announced = pids / str(os.getpid())
+    announced.touch()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cpus() // num_workers))
+    try:
+        result = function(*args)
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            raise
+        result = None  # a clean exit is success; without a value the agent would wait for ever
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None  # torch would let it pass as a clean exit without a value
+    except Exception as error:
+        if _lost_a_peer(error):
+            time.sleep(LOST_PEER_DELAY)
+        raise
+    destroy_group()
+    announced.unlink(missing_ok=True)  # what still stands here and no longer runs has failed
+    return result
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def watched_workers(pids: Path) -> Iterator[None]:
+    """Watch the workers that announce themselves in `pids` while the agent runs."""
+    done = threading.Event()
+    watcher = threading.Thread(target=_kill_survivors, args=(pids, done), name="drivetrain-worker-watch", daemon=True)
+    watcher.start()
+    try:
+        with _forwarded_signal(pids):
+            yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _kill_survivors(pids: Path, done: threading.Event) -> None:
+    """Once a worker has died, kill after a grace those of its group that still run; a restarted group is a new one."""
+    deadlines: dict[int, float] = {}
+    while not done.wait(0.2):
+        running = []
+        for pid in _announced(pids):
+            if _runs(pid):
+                running.append(pid)
+            else:
+                (pids / str(pid)).unlink(missing_ok=True)
+                for other in _announced(pids):
+                    deadlines.setdefault(other, time.monotonic() + KILL_GRACE)
+        for pid in running:
+            if time.monotonic() > deadlines.get(pid, float("inf")):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _announced(pids: Path) -> list[int]:
+    """Return the workers that have begun and not come to a good end."""
+    return [int(entry.name) for entry in pids.iterdir()]
+
+
+def _runs(pid: int) -> bool:
+    """Say whether a child still runs, without collecting its exit code: that is the agent's part."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # the agent has collected it
+        return False
+
+
+@contextmanager
+def _forwarded_signal(pids: Path) -> Iterator[None]:
+    """Pass SIGUSR1 on to the workers, where it means "save now"; its default would end the agent."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for pid in _announced(pids):
+            if _runs(pid):
+                os.kill(pid, number)
+
+    before = signal.signal(signal.SIGUSR1, forward)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)

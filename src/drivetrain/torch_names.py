@@ -1,0 +1,39 @@
+"""`drivetrain.torch`: the helpers of pystematic-torch under one namespace, for `import drivetrain as pystematic`.
+
+It is an object, not a module called `torch`, so that nothing can shadow the real one.
+"""
+
+import importlib
+
+_HOMES = {
+    "drivetrain.context.context": ("Context", "TorchContext=Context"),
+    "drivetrain.context.moving": ("move_to_device",),
+    "drivetrain.data.loader": ("SmartDataLoader",),
+    "drivetrain.checkpoint.store": ("save_checkpoint", "load_checkpoint"),
+    "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
+    "drivetrain.runtime.collectives": ("broadcast_from_master", "distributed_barrier"),
+    "drivetrain.runtime.group": ("init_distributed",),
+}
+
+
+class TorchNames:
+    """Finds each helper in its home on first use."""
+
+    def __getattr__(self, name: str) -> object:
+        for module, entries in _HOMES.items():
+            for entry in entries:
+                public, _, private = entry.partition("=")
+                if public == name:
+                    return getattr(importlib.import_module(module), private or public)
+        from drivetrain.core.errors import nearest_name
+
+        near = nearest_name(name, dir(self))
+        raise AttributeError(
+            f"drivetrain.torch has no attribute {name!r}." + (f" Did you mean {near!r}?" if near else "")
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(entry.partition("=")[0] for entries in _HOMES.values() for entry in entries)
+
+
+torch = TorchNames()

@@ -1,0 +1,1 @@
+"""The Trainer: the loop and what stands around it."""

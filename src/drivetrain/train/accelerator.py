@@ -1,0 +1,202 @@
+"""What the loop asks of the place it runs in: device, ranks, backward, clipping, gathering.
+
+The Trainer keeps one of these as `runtime`, and under the name `_accelerator` for people who come from pytorch-accelerated: the
+members they call are here, on top of `drivetrain.runtime`.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DistributedError
+from drivetrain.module.precision import Precision, parse_precision
+from drivetrain.module.wrapping import unwrap, wrap_ddp
+from drivetrain.runtime.collectives import distributed_barrier, gather_rows
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.group import init_distributed
+from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
+
+
+class TrainerRuntime:
+    """Device, precision and process of one trainer."""
+
+    def __init__(self, device: str | torch.device | None = None, precision: str | Precision | None = None):
+        world = launched_world()
+        if world is not None and world.world_size > 1:
+            init_distributed("gloo" if device is not None and torch.device(device).type == "cpu" else None)
+        self.device = choose_device("auto" if device is None else device)
+        self.precision = parse_precision(precision)
+        self.scaler = self.precision.make_scaler(self.device)
+        self.optimizer_step_was_skipped = False
+
+    # Where this process is.
+
+    @property
+    def num_processes(self) -> int:
+        return get_num_processes()
+
+    @property
+    def process_index(self) -> int:
+        return get_rank()
+
+    @property
+    def local_process_index(self) -> int:
+        return get_local_rank()
+
+    @property
+    def is_main_process(self) -> bool:
+        return get_rank() == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return get_local_rank() == 0
+
+    @property
+    def mixed_precision(self) -> str:
+        return self.precision.name
+
+    @property
+    def distributed_type(self) -> str:
+        if not is_distributed():
+            return "NO"
+        return "MULTI_GPU" if self.device.type == "cuda" else "MULTI_CPU"
+
+    def wait_for_everyone(self) -> None:
+        """Return when all processes have come here."""
+        distributed_barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    # The model.
+
+    def prepare_model(self, model: Any) -> Any:
+        """Wrap a model for gradient averaging when there are several processes."""
+        return wrap_ddp(model, self.device) if is_distributed() and isinstance(model, nn.Module) else model
+
+    def unwrap_model(self, model: Any, keep_torch_compile: bool = True) -> Any:
+        """Return the user's own model."""
+        return unwrap(model, keep_compile=keep_torch_compile) if isinstance(model, nn.Module) else model
+
+    def prepare(self, *objects: Any) -> Any:
+        """Move modules to the device and wrap them; anything else is returned as it is."""
+        done = tuple(self.prepare_model(x.to(self.device)) if isinstance(x, nn.Module) else x for x in objects)
+        return done[0] if len(done) == 1 else done
+
+    def no_sync(self, model: Any) -> AbstractContextManager[object]:
+        """Return a context in which backward does not average gradients over processes."""
+        return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return a context that computes in the run's precision."""
+        return self.precision.autocast(self.device.type)
+
+    @contextmanager
+    def join_uneven_inputs(self, *_: Any, **__: Any) -> Iterator[None]:
+        """Do nothing: shards of unequal size are padded by the loader."""
+        yield
+
+    def free_memory(self) -> None:
+        """Give cached device memory back."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # The step.
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Back-propagate, scaled where float16 needs it."""
+        if self.scaler is None:
+            loss.backward(**kwargs)
+        else:
+            self.scaler.scale(loss).backward(**kwargs)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the scale out of the gradients, once per update."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Any) -> None:
+        """Step the optimizer; a scaler skips the step when a gradient overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+            return
+        before = self.scaler.get_scale()  # the host waits for the device here: the one read that float16 needs
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        self.optimizer_step_was_skipped = self.scaler.get_scale() < before
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every entry of the gradients."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients to at most this norm and return the norm before."""
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    # Several processes.
+
+    def gather(self, tensor: Any) -> Any:
+        """Join a tensor of all processes along its first dimension, also when the lengths differ."""
+        return _map_tensors(gather_rows, tensor) if is_distributed() else tensor
+
+    def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
+        """Pad a tensor to the largest size over all processes along one dimension."""
+        if not is_distributed():
+            return tensor
+        size = torch.tensor([tensor.shape[dim]], device=self.device)
+        largest = int(gather_rows(size).max())
+        if largest == tensor.shape[dim]:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = largest - tensor.shape[dim]
+        padding = tensor.new_full(shape, pad_index)
+        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
+
+    # Files.
+
+    def save(self, obj: Any, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
+        """Write an object atomically, once per node or once."""
+        if self.is_local_main_process if save_on_each_node else self.is_main_process:
+            write_atomically(lambda temporary: torch.save(obj, temporary), path)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Refuse kindly: registration is attribute assignment on the state."""
+        raise DistributedError(
+            f"register_for_checkpointing({', '.join(type(o).__name__ for o in objects)}): assign the object to the state instead, "
+            "for example trainer.state.my_object = obj; everything on the state is saved and restored."
+        )
+
+
+def write_atomically(write: Callable[[str], None], path: str | os.PathLike[str]) -> None:
+    """Call `write` with a temporary path and rename it into place, so that a reader never sees half a file."""
+    path = os.fspath(path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.tmp-{os.getpid()}"
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return type(value)({k: _map_tensors(function, v) for k, v in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(function, v) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(function, v) for v in value)
+    return value

@@ -1,0 +1,221 @@
+"""How a batch meets the model: which entries are inputs, which are targets, and where the loss comes from.
+
+The choice is made on the first batch and again only when the type of the batch changes, so a step pays for none of it.
+
+| batch | loss function | call | targets |
+|---|---|---|---|
+| tuple or list, two or more | given | `model(batch[0])` | `batch[1]` |
+| tuple or list | none | `model(*batch)`, the output carries the loss | – |
+| mapping | given | `model(**rest)` | the first of labels, label, targets, target, y |
+| mapping | none | `model(**batch)`, the output carries the loss | – |
+| any, and the model has `loss(outputs, batch)` | none | `model(batch)`, then `model.loss(outputs, batch)` | – |
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.core.errors import BatchOutputError, ConfigError
+from drivetrain.module.wrapping import unwrap
+
+TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+
+
+class PairForm:
+    """`(inputs, targets, ...)` with a loss function."""
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch[0],), {}
+
+    def targets(self, batch: Any) -> Any:
+        return batch[1]
+
+    def predictions(self, outputs: Any) -> Any:
+        return outputs
+
+
+class UnpackForm(PairForm):
+    """A tuple spread over the arguments of a model that returns its own loss."""
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(batch), {}
+
+    def targets(self, batch: Any) -> Any:
+        return batch[1] if len(batch) > 1 else None
+
+
+class MappingForm(PairForm):
+    """Named entries; those that are targets for the loss function are not given to the model."""
+
+    def __init__(self, target: str | None, keep_target: bool):
+        self.target, self.keep_target = target, keep_target
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.keep_target or self.target is None:
+            return (), dict(batch)
+        return (), {name: value for name, value in batch.items() if name != self.target}
+
+    def targets(self, batch: Any) -> Any:
+        return None if self.target is None else batch[self.target]
+
+    def predictions(self, outputs: Any) -> Any:
+        logits = getattr(outputs, "logits", None)
+        if logits is None and isinstance(outputs, Mapping):
+            logits = outputs.get("logits")
+        return outputs if logits is None else logits
+
+
+class WholeForm(PairForm):
+    """The batch as one argument of a model with its own `loss(outputs, batch)`."""
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (batch,), {}
+
+    def targets(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            name = next((name for name in TARGET_NAMES if name in batch), None)
+            return None if name is None else batch[name]
+        return batch[1] if isinstance(batch, Sequence) and len(batch) > 1 else None
+
+
+BatchForm = PairForm
+
+
+def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
+    """Choose how batches of this type meet the model, or say why none fits."""
+    if not has_loss_func and has_own_loss(model):
+        return WholeForm()
+    if isinstance(batch, Mapping):
+        target = next((name for name in TARGET_NAMES if name in batch), None)
+        if has_loss_func and target is None:
+            raise ConfigError(
+                f"the batch has the entries {sorted(map(str, batch))}, none of which is a target "
+                f"({', '.join(TARGET_NAMES)}). Rename one, or override calculate_train_batch_loss."
+            )
+        form = MappingForm(target, keep_target=not has_loss_func)
+        _check_entries(form.arguments(batch)[1], model)
+        return form
+    if isinstance(batch, (tuple, list)) and not has_loss_func:
+        return UnpackForm()
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        if len(batch) > 2:
+            warnings.warn(
+                f"the batch has {len(batch)} entries; the model gets the first, the loss function the second, the others "
+                "are not used. Override calculate_train_batch_loss to use them.",
+                stacklevel=2,
+            )
+        return PairForm()
+    raise ConfigError(
+        f"a batch of type {type(batch).__name__} has no obvious inputs and targets. Give batches as (inputs, targets) or as a "
+        "mapping, or override calculate_train_batch_loss(batch)."
+    )
+
+
+def has_own_loss(model: Any) -> bool:
+    """Whether the model computes its loss from outputs and batch, as `ComposerModel` does."""
+    loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
+    if loss is None or isinstance(loss, nn.Module) or not inspect.ismethod(loss):
+        return False
+    return len(inspect.signature(loss).parameters) >= 2
+
+
+def _check_entries(entries: Mapping[str, Any], model: Any) -> None:
+    forward = getattr(unwrap(model), "forward", None) if isinstance(model, nn.Module) else None
+    if forward is None:
+        return
+    parameters = inspect.signature(forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = [name for name in entries if name not in parameters]
+    if unknown:
+        raise TypeError(
+            f"the batch has entries that {type(unwrap(model)).__name__}.forward does not take: {', '.join(unknown)}. "
+            f"It takes: {', '.join(parameters)}. Drop them in a collate_fn, or override calculate_train_batch_loss."
+        )
+
+
+def carried_loss(outputs: Any) -> Tensor:
+    """Return the loss that a model's output carries: `.loss`, `["loss"]`, a scalar, or a scalar first element."""
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if loss is None:
+        first = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if loss is None:
+        raise BatchOutputError(
+            f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) carries none. Expected "
+            "outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass loss_func=..., or give the "
+            "model its labels."
+        )
+    return loss
+
+
+def batch_size_of(targets: Any, batch: Any) -> int:
+    """Return the first dimension of the targets, else of the first tensor found in the batch."""
+    if isinstance(targets, Tensor) and targets.dim():
+        return targets.shape[0]
+    tensor = first_tensor(targets) if targets is not None else None
+    tensor = tensor if tensor is not None else first_tensor(batch)
+    return 1 if tensor is None else tensor.shape[0]
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor with a first dimension in a nest of containers."""
+    if isinstance(value, Tensor):
+        return value if value.dim() else None
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for found in map(first_tensor, values) if found is not None), None)
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Cut a batch into micro-batches of at most `size` rows; entries without that first dimension go to each."""
+    rows = batch_size_of(None, batch)
+    if rows <= size:
+        return [batch]
+    return [_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
+
+
+def _rows(value: Any, start: int, stop: int, rows: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() and value.shape[0] == rows else value
+    if isinstance(value, Mapping):
+        return type(value)({k: _rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rows(v, start, stop, rows) for v in value))
+    if isinstance(value, (list, tuple)):
+        if len(value) == rows and not any(isinstance(v, Tensor) for v in value):
+            return value[start:stop]
+        return type(value)(_rows(v, start, stop, rows) for v in value)
+    return value
+
+
+def join_outputs(parts: list[Any]) -> Any:
+    """Join the outputs of micro-batches along their first dimension, detached."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return first.detach() if not first.dim() else _cat([part.detach() for part in parts])
+    if isinstance(first, Mapping):
+        joined = {k: join_outputs([part[k] for part in parts]) for k in first}
+        return joined if type(first) is dict else _like(first, joined)
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(join_outputs(list(column)) for column in zip(*parts)))
+    if isinstance(first, (list, tuple)):
+        return type(first)(join_outputs(list(column)) for column in zip(*parts))
+    return first
+
+
+def _like(example: Mapping[str, Any], values: dict[str, Any]) -> Any:
+    try:
+        return type(example)(**values)
+    except TypeError:
+        return values
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    import torch
+
+    return torch.cat(tensors)

@@ -1,0 +1,57 @@
+"""Callbacks: guests of the loop that watch, and the few shipped ones that act and say so."""
+
+from drivetrain.core.errors import CallbackMethodNotImplementedError, StopTrainingError
+from drivetrain.train.callbacks.base import CallbackHandler, TrainerCallback
+from drivetrain.train.callbacks.ema import ModelEmaCallback
+from drivetrain.train.callbacks.evaluation import LimitEvalStepsCallback, StepBasedEvaluationCallback
+from drivetrain.train.callbacks.limits import LimitBatchesCallback, with_limit_from_environment
+from drivetrain.train.callbacks.monitors import (
+    LearningRateMonitor,
+    LRMonitor,
+    MemoryMonitor,
+    SpeedMonitor,
+    ThroughputMonitor,
+)
+from drivetrain.train.callbacks.placement import ConvertSyncBatchNormCallback, MoveModulesToDeviceCallback
+from drivetrain.train.callbacks.progress import ProgressBarCallback
+from drivetrain.train.callbacks.reports import LogMetricsCallback, PrintProgressCallback
+from drivetrain.train.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback, WSDCheckpointCallback
+from drivetrain.train.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "CallbackHandler",
+    "CallbackMethodNotImplementedError",
+    "ConvertSyncBatchNormCallback",
+    "EarlyStoppingCallback",
+    "LRMonitor",
+    "LearningRateMonitor",
+    "LimitBatchesCallback",
+    "LimitEvalStepsCallback",
+    "LogMetricsCallback",
+    "MemoryMonitor",
+    "ModelEmaCallback",
+    "MoveModulesToDeviceCallback",
+    "PrintProgressCallback",
+    "ProgressBarCallback",
+    "SaveBestModelCallback",
+    "SaveTrainingStateCallback",
+    "SpeedMonitor",
+    "StepBasedEvaluationCallback",
+    "StopTrainingError",
+    "TerminateOnNaNCallback",
+    "ThroughputMonitor",
+    "TrainerCallback",
+    "WSDCheckpointCallback",
+    "get_default_callbacks",
+    "with_limit_from_environment",
+]
+
+
+def get_default_callbacks(progress_bar: bool = True) -> tuple[type[TrainerCallback], ...]:
+    """Return the callbacks a Trainer has when none are given, with or without the bar."""
+    bar = (ProgressBarCallback,) if progress_bar else ()
+    return (MoveModulesToDeviceCallback, TerminateOnNaNCallback, PrintProgressCallback, *bar, LogMetricsCallback)
+
+
+DEFAULT_CALLBACKS = get_default_callbacks()

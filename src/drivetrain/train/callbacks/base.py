@@ -1,0 +1,209 @@
+"""The callback to derive from, and the list of them that a Trainer holds.
+
+The engine calls callbacks during a run; it asks each one once, when the list changes, which methods it has. Methods
+that do nothing are marked as placeholders: they document the events, `super()` finds them, and they cost nothing.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from drivetrain.core.binding import method_for
+from drivetrain.core.plugin import Callback, placeholder
+from drivetrain.core.spelling import EVENT_OF_HOOK
+
+
+class TrainerCallback(Callback):
+    """Watches a run: define the methods you need, each called with the trainer.
+
+    Methods named after an event (`def after_backward(self, state, logger)`) are called too, and so are events of your
+    own that `trainer.callback_handler.call_event("on_...", trainer)` fires.
+    """
+
+    allow_multiple = False
+    """Whether a Trainer may have several callbacks of this class."""
+
+    @placeholder
+    def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
+        """The trainer has been made."""
+
+    @placeholder
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Training begins; loaders, scheduler and configuration are there."""
+
+    @placeholder
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """A training epoch begins."""
+
+    @placeholder
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """A batch has come from the loader."""
+
+    @placeholder
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """The loss of a batch is computed, its backward is not; also carries `step`, from 0 in the epoch."""
+
+    @placeholder
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """The batches of an epoch are done and its training metrics recorded."""
+
+    @placeholder
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """An evaluation begins; also carries `is_intermediate`."""
+
+    @placeholder
+    def on_eval_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """An evaluation batch has come from the loader."""
+
+    @placeholder
+    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """An evaluation batch is done."""
+
+    @placeholder
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """An evaluation is done and its metrics recorded; also carries `is_intermediate`."""
+
+    @placeholder
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Training and evaluation of an epoch are done."""
+
+    @placeholder
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Training is over; the model is unwrapped."""
+
+    @placeholder
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """`evaluate()` begins."""
+
+    @placeholder
+    def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """`evaluate()` is over."""
+
+    @placeholder
+    def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
+        """A run is stopped early, in good order."""
+
+    @placeholder
+    def on_predict_start(self, trainer: Any, **kwargs: Any) -> None:
+        """`predict()` begins."""
+
+    @placeholder
+    def on_predict_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """A batch to predict has come from the loader."""
+
+    @placeholder
+    def on_predict_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        """The outputs for a batch are there."""
+
+    @placeholder
+    def on_predict_end(self, trainer: Any, **kwargs: Any) -> None:
+        """`predict()` is over."""
+
+    @placeholder
+    def on_exception(self, trainer: Any, exception: BaseException | None = None, **kwargs: Any) -> None:
+        """An exception is about to leave the trainer."""
+
+
+class CallbackHandler:
+    """The callbacks of a Trainer, in the user's order; classes become instances.
+
+    `on_change` is told the callbacks in force whenever that changes; a handler on its own calls them itself, by
+    `call_event`.
+    """
+
+    def __init__(self, callbacks: Iterable[Any] = (), on_change: Callable[[Sequence[Any]], None] | None = None):
+        self._callbacks: tuple[Any, ...] = ()
+        self._is_enabled = True
+        self._on_change = on_change
+        self.add_callbacks(callbacks)
+
+    @property
+    def callbacks(self) -> tuple[Any, ...]:
+        """The callbacks; add with `add_callback`, or assign another sequence."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Iterable[Any]) -> None:
+        self._callbacks = ()
+        self.add_callbacks(callbacks)
+
+    @property
+    def callback_list(self) -> list[str]:
+        """The names of the callbacks' classes."""
+        return [type(callback).__name__ for callback in self._callbacks]
+
+    @property
+    def _enabled(self) -> bool:
+        """Whether callbacks are called at all."""
+        return self._is_enabled
+
+    @_enabled.setter
+    def _enabled(self, enabled: bool) -> None:
+        self._is_enabled = enabled
+        self._changed()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the callbacks in force: none while the handler is disabled."""
+        return iter(self._callbacks if self._is_enabled else ())
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add one callback, or a class of which to make one, at the end."""
+        self.add_callbacks([callback])
+
+    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+        """Add callbacks at the end; a second one of a class is refused unless the class allows it."""
+        added = list(self._callbacks)
+        for callback in callbacks:
+            callback = callback() if isinstance(callback, type) else callback
+            if any(type(other) is type(callback) for other in added) and not getattr(callback, "allow_multiple", False):
+                present = ", ".join(type(other).__name__ for other in added)
+                raise ValueError(
+                    f"there are two callbacks of the class {type(callback).__name__} (present: {present}). Keep one "
+                    f"of them, or set allow_multiple = True in the class if several make sense."
+                )
+            added.append(callback)
+        self._callbacks = tuple(added)
+        self._changed()
+
+    def clear_callbacks(self) -> None:
+        """Remove all callbacks."""
+        self._callbacks = ()
+        self._changed()
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method `event` of every callback that has it, with those keyword arguments that it takes."""
+        for callback in tuple(self):
+            method = _find_method(callback, event)
+            if method is not None:
+                method(*args, **_accepted(method, kwargs))
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change(tuple(self))
+
+
+def is_fresh_run(trainer: Any) -> bool:
+    """Whether a training run begins at its beginning, and is not resumed."""
+    return trainer.state.clock.batch == 0
+
+
+def _find_method(callback: Any, event: str) -> Callable[..., Any] | None:
+    """Return the callback's method for an event under whichever spelling it uses."""
+    known = EVENT_OF_HOOK.get(event)
+    name = event if known is None else method_for(callback, known) or event
+    method = getattr(callback, name if name.startswith("on_") else event, None)
+    return method if callable(method) else None
+
+
+def _accepted(method: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return kwargs
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return kwargs
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in kwargs.items() if name in names}

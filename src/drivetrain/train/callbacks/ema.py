@@ -1,0 +1,141 @@
+"""An average of the weights that follows training, is evaluated beside it and saved when it is the best."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.time import ensure_time
+from drivetrain.module.wrapping import wrapping_of
+from drivetrain.train.callbacks.base import CallbackHandler
+from drivetrain.train.callbacks.saving import SaveBestModelCallback
+from drivetrain.train.intervals import Interval
+from drivetrain.train.utils import ModelEma
+
+_PREFIX = "ema_model_"
+
+
+class ModelEmaCallback(SaveBestModelCallback):
+    """Keeps an exponential moving average of the model, updated after every optimizer step.
+
+    After each evaluation the average is evaluated too, its metrics recorded with the prefix `ema_model_`, and the best
+    average saved; without `evaluate_during_training` it is saved after every epoch. The trainer's own model is not
+    replaced at the end. `update_interval="1ep"` updates once per epoch. Only `callbacks` attend the extra evaluation.
+    """
+
+    writes = ("model", "batch", "outputs", "loss", "algorithms", "callbacks")
+
+    def __init__(
+        self,
+        decay: float = 0.99,
+        evaluate_during_training: bool = True,
+        save_path: str | Path = "ema_model.pt",
+        watch_metric: str = "ema_model_eval_loss_epoch",
+        greater_is_better: bool = False,
+        model_ema: Any = ModelEma,
+        callbacks: Iterable[Any] = (),
+        *,
+        update_interval: str = "1st",
+    ):
+        super().__init__(
+            save_path=save_path,
+            watch_metric=watch_metric,
+            greater_is_better=greater_is_better,
+            reset_on_train=False,
+            save_optimizer=False,
+            save_scheduler=False,
+            load_saved_checkpoint=False,
+        )
+        if not 0 <= decay <= 1:
+            raise ConfigError(f"decay={decay}: expected a number from 0 to 1, near 1 for a slow average.")
+        self.decay = decay
+        self.evaluate_during_training = evaluate_during_training
+        self.model_ema_cls = model_ema
+        self.callback_handler = CallbackHandler(callbacks)
+        self.update_interval = ensure_time(update_interval, "st")
+        self.ema_model: Any = None
+        self._interval = Interval(self.update_interval)
+        self._trainer: Any = None  # while a training run is on
+        self._restored: Mapping[str, Any] | None = None
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Copy the model, or go on with the average of a resumed run."""
+        super().on_training_run_start(trainer)
+        model = trainer.get_model(keep_torch_compile=False)
+        if isinstance(model, nn.Module) and wrapping_of(model) == "fully_shard":
+            raise ConfigError(
+                "ModelEmaCallback copies the model, which a sharded one does not allow. Use the algorithm EMA instead: "
+                "Trainer(..., algorithms=[EMA(...)])."
+            )
+        self.ema_model = self.model_ema_cls(model, decay=self.decay)
+        if self._restored is not None:
+            self.ema_model.load_state_dict(self._restored)
+            self._restored = None
+        if self.evaluate_during_training:
+            self.ema_model.to(trainer.device)
+        self._interval.reset(trainer.state.clock)
+        self._trainer = trainer
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Update where the interval counts batches, steps, samples or tokens."""
+        if not self._interval.is_per_epoch and self._interval.due(state.clock):
+            self.ema_model.update(self._trainer.get_model(keep_torch_compile=False))
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Update where the interval counts epochs."""
+        if self._interval.is_per_epoch and self._interval.due(trainer.state.clock):
+            self.ema_model.update(trainer.get_model(keep_torch_compile=False))
+
+    def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
+        """Evaluate the average, after an evaluation that belongs to an epoch of training."""
+        if not self.evaluate_during_training or is_intermediate or self._trainer is None:
+            return
+        handler, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
+        attending = handler.callbacks
+        trainer.print("Evaluating the average of the weights")
+        with self._in_place_of_the_model(trainer):
+            try:
+                handler.callbacks = self.callback_handler.callbacks
+                trainer.run_history.set_metric_name_prefix(_PREFIX)
+                trainer._run_eval_epoch(trainer._eval_dataloader)
+            finally:
+                handler.callbacks = attending
+                trainer.run_history.set_metric_name_prefix(prefix)
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Save the average, if it is the best or not compared."""
+        with self._in_place_of_the_model(trainer):
+            if self.evaluate_during_training:
+                super().on_training_run_epoch_end(trainer)
+            else:
+                trainer.save_checkpoint(save_path=self.save_path, save_optimizer=False, save_scheduler=False)
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Leave the trained model as it is."""
+        self._trainer = None
+
+    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+        """No run is on any more."""
+        self._trainer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the average itself."""
+        average = None if self.ema_model is None else self.ema_model.state_dict()
+        return {**super().state_dict(), "average": average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take both back; the average is put in place when the run starts and the model is there."""
+        super().load_state_dict(state)
+        self._restored = state["average"]
+
+    @contextmanager
+    def _in_place_of_the_model(self, trainer: Any) -> Iterator[None]:
+        model = trainer.model
+        trainer.model = self.ema_model.module
+        try:
+            yield
+        finally:
+            trainer.model = model

@@ -1,0 +1,83 @@
+"""Callbacks that evaluate more often, or less of the data."""
+
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.utils import DataLoaderSlice
+
+
+class StepBasedEvaluationCallback(TrainerCallback):
+    """Evaluates after every n-th finished batch of the run; `train(eval_interval="100ba")` does the same."""
+
+    writes = ("model", "batch", "outputs", "loss")
+
+    def __init__(self, eval_every_n_steps: int):
+        if eval_every_n_steps < 1:
+            raise ConfigError(f"eval_every_n_steps={eval_every_n_steps}: expected at least 1.")
+        self.eval_every_n_steps = eval_every_n_steps
+        self._trainer: Any = None
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Refuse a run that has nothing to evaluate on."""
+        if trainer._eval_dataloader is None:
+            raise ConfigError(
+                "StepBasedEvaluationCallback has nothing to evaluate on: train() got no eval_dataset. Pass one, or "
+                "remove the callback."
+            )
+        self._trainer = trainer
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Evaluate when the batch that has just ended is an n-th one."""
+        if state.clock.batch % self.eval_every_n_steps == 0:
+            trainer = self._trainer
+            trainer.print(f"Evaluating after {state.clock.batch} batches")
+            trainer._run_eval_epoch(trainer._eval_dataloader, is_intermediate=True)
+
+
+class LimitEvalStepsCallback(TrainerCallback):
+    """Evaluates on fewer batches: `num_eval_steps` in all, shared by the processes.
+
+    The evaluation loader is put behind a slice once, and the slice is opened and closed per evaluation.
+    """
+
+    writes = ("dataloader",)
+
+    def __init__(self, num_eval_steps: int, limit_intermediate_only: bool = True):
+        if num_eval_steps < 1:
+            raise ConfigError(f"num_eval_steps={num_eval_steps}: expected at least 1.")
+        self.num_eval_steps = num_eval_steps
+        self.limit_intermediate_only = limit_intermediate_only
+        self._slice: DataLoaderSlice | None = None
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Put the loader behind a slice."""
+        self._prepare(trainer)
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Put the loader behind a slice."""
+        self._prepare(trainer)
+
+    def on_eval_epoch_start(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
+        """Close the slice where this evaluation is limited."""
+        if self._slice is not None and (is_intermediate or not self.limit_intermediate_only):
+            self._slice.slice_size = self.num_eval_steps // trainer.run_config.num_processes
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Open the slice."""
+        if self._slice is not None:
+            self._slice.slice_size = None
+
+    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+        """Open the slice also when an evaluation has failed."""
+        self.on_eval_epoch_end(trainer)
+
+    def _prepare(self, trainer: Any) -> None:
+        processes = trainer.run_config.num_processes
+        if self.num_eval_steps < processes:
+            raise ConfigError(
+                f"num_eval_steps={self.num_eval_steps} is shared by {processes} processes and leaves some without a "
+                f"step. Use at least {processes}."
+            )
+        if trainer._eval_dataloader is not None:
+            trainer._eval_dataloader = self._slice = DataLoaderSlice(trainer._eval_dataloader, None)

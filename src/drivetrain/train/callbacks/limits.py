@@ -1,0 +1,52 @@
+"""Fewer batches than the data has: to see in seconds whether a program runs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.utils import DataLoaderSlice, limit_from_environment
+
+
+class LimitBatchesCallback(TrainerCallback):
+    """Ends every training and evaluation epoch after so many batches.
+
+    The loaders are cut as soon as they are made, so that the run's configuration and its schedule count the batches
+    that are really run.
+    """
+
+    writes = ("dataloader",)
+    custom_events = frozenset({"on_loaders_made"})
+
+    def __init__(self, num_batches: int):
+        if num_batches < 1:
+            raise ConfigError(f"num_batches={num_batches}: expected at least 1.")
+        self.num_batches = num_batches
+
+    def on_loaders_made(self, trainer: Any, **kwargs: Any) -> None:
+        """Cut both loaders of a training run."""
+        trainer._train_dataloader = self._cut(trainer._train_dataloader)
+        trainer._eval_dataloader = self._cut(trainer._eval_dataloader)
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Cut what a trainer made that does not announce its loaders."""
+        self.on_loaders_made(trainer)
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Cut the loader of a stand-alone evaluation."""
+        trainer._eval_dataloader = self._cut(trainer._eval_dataloader)
+
+    def _cut(self, loader: Any) -> Any:
+        is_cut = (
+            isinstance(loader, DataLoaderSlice)
+            and loader.slice_size is not None
+            and loader.slice_size <= self.num_batches
+        )
+        return loader if loader is None or is_cut else DataLoaderSlice(loader, self.num_batches)
+
+
+def with_limit_from_environment(callbacks: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the callbacks, with a limit in front where the environment sets one and the user has not."""
+    callbacks, limit = tuple(callbacks), limit_from_environment()
+    has_own = any(isinstance(one, LimitBatchesCallback) or one is LimitBatchesCallback for one in callbacks)
+    return callbacks if limit is None or has_own else (LimitBatchesCallback(limit), *callbacks)

@@ -1,0 +1,223 @@
+"""Callbacks that measure: how fast the run is, how much memory it takes, what its learning rates are.
+
+They read clocks and counters on the host, never the device, and send their numbers to the run's loggers.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.time import ensure_time
+from drivetrain.module.wrapping import wrapping_of
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.intervals import Interval
+
+GIB = 2**30
+
+_COMPILED = ("OptimizedModule", "module.compile()")  # how `wrapping_of` calls the two ways to compile
+
+# Dense bfloat16 peak in FLOP/s by a part of the device's name, the more particular name first; from the makers' data
+# sheets.
+_PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100": 9.89e14,
+    "A100": 3.12e14,
+    "A10": 1.25e14,
+    "L40S": 3.62e14,
+    "L4": 1.21e14,
+    "RTX 4090": 1.65e14,
+    "V100": 1.25e14,
+    "T4": 6.5e13,
+}
+
+
+class ThroughputMonitor(TrainerCallback):
+    """Logs batches, samples and tokens per second, over all devices and per device, and the model FLOPs utilisation.
+
+    Numbers are means over `window_size` batches; evaluation does not count. MFU (Chowdhery et al., 2022) is the FLOPs
+    of the training steps over what the devices could do at their dense bfloat16 peak. FLOPs are counted once, during
+    the first batch, with `torch.utils.flop_counter`; give `flops_per_sample` for a compiled model, `peak_flops` for a
+    device that is not known.
+    """
+
+    def __init__(
+        self, window_size: int = 100, flops_per_sample: float | str = "auto", peak_flops: float | str = "auto"
+    ):
+        if window_size < 1:
+            raise ConfigError(f"window_size={window_size}: expected at least 1 batch.")
+        for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
+            if value != "auto" and (isinstance(value, str) or value <= 0):
+                raise ConfigError(f"{name}={value!r}: expected a number above 0, or 'auto'.")
+        self.window_size = window_size
+        self.flops_per_sample = flops_per_sample
+        self.peak_flops = peak_flops
+        self._flops: float | None = None
+        self._peak: float | None = None
+        self._counter: Any = None
+        self._counts: tuple[int, int, int] = (0, 0, 0)
+        self._seconds = 0.0
+        self._since = 0.0
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        """Find out what is known about the device."""
+        self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
+        self._peak = _peak_of(state.device) if isinstance(self.peak_flops, str) else self.peak_flops
+        self._restart(state)
+
+    def epoch_start(self, state: Any, logger: Any) -> None:
+        """Let the time run."""
+        self._since = time.perf_counter()
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        """Count the FLOPs of the first batch."""
+        if self._flops is None and self._counter is None and self._peak is not None and _can_be_counted(state.model):
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Close the count, and a window that is full."""
+        if self._counter is not None and self._flops is None:
+            self._close_counter(state)
+            self._restart(state)  # a counted batch is a slow one
+        elif state.clock.batch - self._counts[0] >= self.window_size:
+            self._log(state, logger)
+
+    def eval_start(self, state: Any, logger: Any) -> None:
+        """Stop the time."""
+        self._seconds += time.perf_counter() - self._since
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        """Let the time run again."""
+        self._since = time.perf_counter()
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        """Log a run's first numbers after an epoch that is shorter than a window; then stop the time."""
+        if state.clock.batch > self._counts[0]:
+            self._log(state, logger)
+
+    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+        """Leave no counter behind when the first batch fails."""
+        if self._counter is not None and self._flops is None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
+
+    def _restart(self, state: Any) -> None:
+        clock = state.clock
+        self._counts, self._seconds, self._since = (clock.batch, clock.sample, clock.token), 0.0, time.perf_counter()
+
+    def _close_counter(self, state: Any) -> None:
+        self._counter.__exit__(None, None, None)
+        samples = (state.clock.sample - self._counts[1]) / get_num_processes()
+        self._flops = self._counter.get_total_flops() / samples if samples else 0.0
+
+    def _log(self, state: Any, logger: Any) -> None:
+        seconds = self._seconds + time.perf_counter() - self._since
+        now, devices = (state.clock.batch, state.clock.sample, state.clock.token), get_num_processes()
+        batches, samples, tokens = ((new - old) / seconds for new, old in zip(now, self._counts))
+        rates = {"batches_per_sec": batches, "samples_per_sec": samples}
+        if tokens:
+            rates["tokens_per_sec"] = tokens
+        metrics = {f"throughput/{name}": rate for name, rate in rates.items()}
+        metrics |= {f"throughput/device/{name}": rate / devices for name, rate in rates.items()}
+        if self._flops:
+            metrics["throughput/device/flops_per_sec"] = flops = self._flops * samples / devices
+            if self._peak:
+                metrics["throughput/device/mfu"] = flops / self._peak
+        logger.log_metrics(metrics)
+        self._restart(state)
+
+
+SpeedMonitor = ThroughputMonitor
+
+
+class MemoryMonitor(TrainerCallback):
+    """Logs the peak and the reserved memory of the device in GiB, and the peak of the process itself on a CPU."""
+
+    def __init__(self, interval: str | int = "50ba"):
+        self.interval = ensure_time(interval, "ba")
+        self._interval = Interval(self.interval)
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        """Keep the rhythm of a resumed run."""
+        self._interval.reset(state.clock)
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Log when it is due."""
+        if self._interval.due(state.clock):
+            logger.log_metrics(_memory(torch.device(state.device)))
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        """Log when an interval in epochs is due."""
+        self.batch_end(state, logger)
+
+
+class LRMonitor(TrainerCallback):
+    """Logs the learning rate of every parameter group, and of every unit of an `OptimSet`."""
+
+    def __init__(self, interval: str | int = "50ba"):
+        self.interval = ensure_time(interval, "ba")
+        self._interval = Interval(self.interval)
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        """Keep the rhythm of a resumed run."""
+        self._interval.reset(state.clock)
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Log when it is due."""
+        if self._interval.due(state.clock):
+            logger.log_metrics(_learning_rates(state.optimizers))
+
+    def epoch_end(self, state: Any, logger: Any) -> None:
+        """Log when an interval in epochs is due."""
+        self.batch_end(state, logger)
+
+
+LearningRateMonitor = LRMonitor
+
+
+def _can_be_counted(model: Any) -> bool:
+    """Whether the operations of a step pass where a counter sees them; those of a compiled model do not."""
+    if not isinstance(model, nn.Module):
+        return False
+    return not any(wrapping_of(part) in _COMPILED for part in model.modules())
+
+
+def _peak_of(device: torch.device | str) -> float | None:
+    if torch.device(device).type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    if device.type == "cuda":
+        return {
+            "memory/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "memory/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "memory/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "memory/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+        }
+    import resource
+
+    return {
+        "memory/peak_process_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    }  # Linux counts KiB
+
+
+def _learning_rates(optimizers: Any) -> dict[str, Any]:
+    rates: dict[str, Any] = {}
+    for optimizer in optimizers or ():
+        for index, group in enumerate(optimizer.param_groups):
+            name = group.get("unit", f"group{index}")
+            name = name if f"lr/{name}" not in rates else f"{name}/group{index}"
+            lr = group["lr"]
+            rates[f"lr/{name}"] = lr.detach().clone() if isinstance(lr, Tensor) else lr
+    return rates

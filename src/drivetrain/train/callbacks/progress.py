@@ -1,0 +1,276 @@
+"""Progress of a phase: a bar on a terminal, a plain line now and then elsewhere, nothing on other processes.
+
+A step only counts and looks at the clock. What is drawn comes from values the host already has: the loss that was last
+read back, the learning rate of the first group, the samples counted by the run's clock.
+"""
+
+import sys
+import time
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.ranks import get_local_rank, get_num_processes
+from drivetrain.train.callbacks.base import TrainerCallback
+
+
+class ProgressBarCallback(TrainerCallback):
+    """Shows each training and evaluation epoch with loss, learning rate, samples per second and the time left.
+
+    The bar is redrawn at most `refresh_per_second` times a second. When the output is not a terminal, a line is
+    printed every `plain_interval` seconds and at the end of each phase. NO_COLOR is obeyed.
+    """
+
+    def __init__(self, refresh_per_second: float = 4, plain_interval: float = 30):
+        if refresh_per_second <= 0 or plain_interval <= 0:
+            raise ConfigError(
+                f"refresh_per_second={refresh_per_second}, plain_interval={plain_interval}: expected numbers above 0."
+            )
+        self.refresh_per_second = refresh_per_second
+        self.plain_interval = plain_interval
+        self._trainer: Any = None
+        self._display: _Display | None = None
+        self._phases: list[_Phase] = []  # an evaluation inside an epoch stands on top of the epoch
+        self._next = float("inf")
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Begin a training epoch, where a resumed run left it."""
+        epochs = trainer.run_config.num_epochs
+        name = f"epoch {trainer.run_history.current_epoch}" + (f"/{epochs}" if epochs is not None else "")
+        clock = trainer.state.clock
+        self._begin(trainer, _Phase(name, _length(trainer._train_dataloader), clock.batch_in_epoch, clock.sample))
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Count a training batch, and show it when it is time."""
+        if time.perf_counter() < self._next:
+            return
+        phase = self._phases[-1]
+        phase.done, phase.samples = state.clock.batch_in_epoch, state.clock.sample
+        self._show(phase)
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """End a training epoch."""
+        if self._phases:
+            phase, clock = self._phases[-1], trainer.state.clock
+            phase.samples = clock.sample
+            phase.done = (
+                clock.batch_in_epoch or phase.total or phase.done
+            )  # the clock may stand in the next epoch already
+            self._end(phase)
+
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Begin an evaluation."""
+        self._begin(trainer, _Phase("evaluation", _length(trainer._eval_dataloader), 0, 0, trains=False))
+
+    def eval_batch_end(self, state: Any, logger: Any) -> None:
+        """Count an evaluation batch, and show it when it is time."""
+        if not self._phases:
+            return
+        phase = self._phases[-1]
+        phase.done += 1
+        size = state.batch_output["batch_size"]
+        phase.samples += size * get_num_processes() if isinstance(size, int) else 0
+        if time.perf_counter() >= self._next:
+            self._show(phase)
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """End an evaluation."""
+        if self._phases:
+            self._end(self._phases[-1])
+
+    def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+        """Leave the terminal as it was, also after an error."""
+        self._close()
+
+    def close(self, *_: Any) -> None:
+        """Leave the terminal as it was."""
+        self._close()
+
+    def _begin(self, trainer: Any, phase: "_Phase") -> None:
+        if get_local_rank() != 0:
+            return
+        self._trainer = trainer
+        self._phases.append(phase)
+        if self._display is None:
+            self._display = _make_display()
+        self._display.begin(phase)
+        self._wait()
+
+    def _show(self, phase: "_Phase") -> None:
+        if self._display is not None:
+            self._display.show(phase, self._figures(phase))
+        self._wait()
+
+    def _end(self, phase: "_Phase") -> None:
+        if self._display is not None:
+            self._display.end(phase, self._figures(phase))
+        self._phases.pop()
+        if not self._phases:
+            self._close()
+        else:
+            self._wait()
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+        self._display, self._next = None, float("inf")
+        self._phases.clear()
+
+    def _wait(self) -> None:
+        pause = 1 / self.refresh_per_second if isinstance(self._display, _BarDisplay) else self.plain_interval
+        self._next = time.perf_counter() + pause
+
+    def _figures(self, phase: "_Phase") -> str:
+        """Return loss, learning rate and speed as a short text."""
+        figures = []
+        loss = self._trainer._loss_tracker.latest_known
+        if loss is not None:
+            figures.append(f"loss {loss:.4g}")
+        rate = _first_rate(self._trainer.optimizer) if phase.trains else None
+        if rate is not None:
+            figures.append(f"lr {rate:.3g}")
+        if speed := phase.samples_per_second():
+            figures.append(f"{_short(speed)} samples/s")
+        return "  ".join(figures)
+
+
+class _Phase:
+    """One epoch of training or evaluation: its name, how far it is, and since when."""
+
+    def __init__(self, name: str, total: int | None, done: int, samples: int, trains: bool = True):
+        self.name, self.total, self.done, self.samples, self.trains = name, total, done, samples, trains
+        self.first, self.first_sample = done, samples
+        self.started = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def samples_per_second(self) -> float:
+        return (self.samples - self.first_sample) / max(self.seconds(), 1e-9)
+
+    def seconds_left(self) -> float | None:
+        here = self.done - self.first
+        return None if self.total is None or here <= 0 else self.seconds() / here * (self.total - self.done)
+
+
+class _Display:
+    """Plain lines: for a file, a pipe or a scheduler's log."""
+
+    def begin(self, phase: _Phase) -> None:
+        """Say nothing until there is something to say."""
+
+    def show(self, phase: _Phase, figures: str) -> None:
+        """Print one line."""
+        left = phase.seconds_left()
+        self._print(phase, figures, f"{_clock(left)} left" if left is not None else "")
+
+    def end(self, phase: _Phase, figures: str) -> None:
+        """Print the line of a finished phase."""
+        self._print(phase, figures, f"took {_clock(phase.seconds())}")
+
+    def close(self) -> None:
+        """Nothing to put away."""
+
+    def _print(self, phase: _Phase, figures: str, when: str) -> None:
+        of = f"{phase.done}/{phase.total}" if phase.total is not None else str(phase.done)
+        print("  ".join(part for part in (phase.name, of, figures, when) if part), flush=True)
+
+
+class _BarDisplay(_Display):
+    """One live display of `rich` with a bar for each phase that is open."""
+
+    def __init__(self, console: Any):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[times]}", style="progress.elapsed"),
+            TextColumn("{task.fields[figures]}", style="progress.data.speed"),
+            console=console,
+            auto_refresh=False,  # no thread beside the training: a step redraws when it is time
+            expand=True,
+        )
+        self._tasks: dict[int, Any] = {}
+        self._progress.start()
+
+    def begin(self, phase: _Phase) -> None:
+        """Add a bar."""
+        self._tasks[id(phase)] = self._progress.add_task(
+            phase.name, total=phase.total, completed=phase.done, times="", figures=""
+        )
+        self._progress.refresh()
+
+    def show(self, phase: _Phase, figures: str) -> None:
+        """Redraw the bar."""
+        left = phase.seconds_left()
+        self._draw(
+            phase,
+            figures,
+            f"{_clock(phase.seconds())} < {_clock(left)}" if left is not None else _clock(phase.seconds()),
+        )
+
+    def end(self, phase: _Phase, figures: str) -> None:
+        """Draw the bar a last time; one that stood on top of another goes."""
+        self._draw(phase, figures, _clock(phase.seconds()))
+        task = self._tasks.pop(id(phase))
+        if self._tasks:
+            self._progress.remove_task(task)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._progress.stop()
+
+    def _draw(self, phase: _Phase, figures: str, times: str) -> None:
+        self._progress.update(self._tasks[id(phase)], completed=phase.done, times=times, figures=figures, refresh=True)
+
+
+def _make_display() -> _Display:
+    """Return bars where somebody can see them, else plain lines."""
+    if sys.stdout is None:
+        return _Display()
+    from rich.console import Console
+
+    console = Console()
+    is_live = (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter
+    return _BarDisplay(console) if is_live else _Display()
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _first_rate(optimizer: Any) -> float | None:
+    groups = getattr(optimizer, "param_groups", None)
+    rate = groups[0].get("lr") if groups else None
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return None  # reading it would make the host wait
+    return None if rate is None else float(rate)
+
+
+def _short(number: float) -> str:
+    """Return a number with three digits and a unit: 950, 1.24k, 31.2k, 4.1M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    """Return seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

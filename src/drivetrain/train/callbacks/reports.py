@@ -1,0 +1,58 @@
+"""Words and numbers in the terminal: where the run is, and what its metrics are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from drivetrain.train.callbacks.base import TrainerCallback
+
+
+class LogMetricsCallback(TrainerCallback):
+    """Shows the latest metrics: training's after the training epoch, all others after an evaluation.
+
+    Override `log_metrics` to send them somewhere else.
+    """
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Log the metrics whose names begin with `train`."""
+        self._log(trainer, [name for name in trainer.run_history.get_metric_names() if name.startswith("train")])
+
+    def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
+        """Log the other metrics; of an evaluation inside an epoch only its own."""
+        names = [name for name in trainer.run_history.get_metric_names() if not name.startswith("train")]
+        self._log(trainer, [name for name in names if name.startswith("intermediate")] if is_intermediate else names)
+
+    def log_metrics(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+        """Print each metric once per node."""
+        for name, value in metrics.items():
+            trainer.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+
+    def _log(self, trainer: Any, names: list[str]) -> None:
+        self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in names})
+
+
+class PrintProgressCallback(TrainerCallback):
+    """Prints when runs and epochs begin and end."""
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Say that training begins."""
+        trainer.print("Starting training run")
+
+    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Say which epoch begins."""
+        trainer.print(f"\nStarting epoch {trainer.run_history.current_epoch}")
+
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Say that an evaluation begins."""
+        trainer.print("Starting evaluation")
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Say that training is over."""
+        trainer.print("\nFinishing training run")
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Say that `evaluate()` begins."""
+        trainer.print("Starting evaluation run")
+
+    def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Say that `evaluate()` is over."""
+        trainer.print("Finishing evaluation run")

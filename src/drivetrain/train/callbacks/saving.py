@@ -1,0 +1,256 @@
+"""Callbacks that keep a run: its best model, its whole state at intervals, and the ends of a WSD schedule."""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
+from drivetrain.train.callbacks.watching import MetricWatch
+
+
+class SaveBestModelCallback(TrainerCallback):
+    """Saves the model whenever a metric is better than ever in the run, and loads the best one at the end.
+
+    The value is stored in the file under the metric's name. A file that this callback has not written is never loaded.
+    """
+
+    writes = ("model", "optimizers", "schedulers")
+
+    def __init__(
+        self,
+        save_path: str | Path = "best_model.pt",
+        watch_metric: str = "eval_loss_epoch",
+        greater_is_better: bool = False,
+        reset_on_train: bool = True,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        load_saved_checkpoint: bool = True,
+    ):
+        self.save_path = save_path
+        self.watch_metric = watch_metric
+        self.greater_is_better = greater_is_better
+        self.reset_on_train = reset_on_train
+        self.save_optimizer = save_optimizer
+        self.save_scheduler = save_scheduler
+        self.load_saved_checkpoint = load_saved_checkpoint
+        self.best_metric_epoch: int | None = None
+        self._watch = MetricWatch(watch_metric, greater_is_better)
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best value so far; None until something was saved."""
+        return self._watch.best
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Forget earlier runs where that was asked for, unless this one is resumed."""
+        self._watch.start(trainer, forget=self.reset_on_train and is_fresh_run(trainer))
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Save if the latest value is the best."""
+        value = self._watch.new_value(trainer)
+        if value is None or not self._watch.improvement(value) > 0:
+            return
+        self._watch.best = value
+        self.best_metric_epoch = trainer.state.clock.epoch
+        trainer.save_checkpoint(
+            save_path=self.save_path,
+            checkpoint_kwargs={self.watch_metric: value},
+            save_optimizer=self.save_optimizer,
+            save_scheduler=self.save_scheduler,
+        )
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Load the best model."""
+        if not self.load_saved_checkpoint or self.best_metric is None:
+            return
+        if not Path(self.save_path).exists():
+            warnings.warn(
+                f"the best model was saved to {self.save_path}, which is gone; the trainer keeps the last weights.",
+                stacklevel=2,
+            )
+            return
+        trainer.print(
+            f"Loading the model with {self.watch_metric} {self.best_metric:.6g} from epoch {self.best_metric_epoch}"
+        )
+        trainer.load_checkpoint(self.save_path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and its epoch."""
+        return {"watch": self._watch.state_dict(), "best_metric_epoch": self.best_metric_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take both back."""
+        self._watch.load_state_dict(state["watch"])
+        self.best_metric_epoch = state["best_metric_epoch"]
+
+
+class SaveTrainingStateCallback(TrainerCallback):
+    """Saves everything a run needs to go on, every so many epochs or updates and at the end.
+
+    Folders are named `epoch_N`, `step_N` and `final`. Of the first two at most `max_checkpoints` stay: an old one
+    goes when a newer one is complete.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path = "training_states",
+        save_every_n_epochs: int | None = None,
+        save_every_n_steps: int | None = None,
+        save_at_end: bool = True,
+        max_checkpoints: int | None = None,
+    ):
+        counts = {
+            "save_every_n_epochs": save_every_n_epochs,
+            "save_every_n_steps": save_every_n_steps,
+            "max_checkpoints": max_checkpoints,
+        }
+        for name, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"{name}={count}: expected at least 1, or None.")
+        if save_every_n_epochs is None and save_every_n_steps is None and not save_at_end:
+            raise ConfigError(
+                "SaveTrainingStateCallback would save nothing: give save_every_n_epochs, save_every_n_steps or "
+                "save_at_end=True."
+            )
+        self.save_dir = Path(save_dir)
+        self.save_every_n_epochs = save_every_n_epochs
+        self.save_every_n_steps = save_every_n_steps
+        self.save_at_end = save_at_end
+        self.max_checkpoints = max_checkpoints
+        self._saved_checkpoints: list[Path] = []
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Remove what a state saved after the last step has made superfluous."""
+        if self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
+            self._remove_old(trainer)
+
+    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+        """Ask for a state after this step's update, where one is due."""
+        update = update_in_progress(trainer)
+        if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
+            self._save(trainer, f"step_{update}")
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Save a finished epoch, where one is due."""
+        epoch = trainer.state.clock.epoch
+        if self.save_every_n_epochs is not None and epoch and epoch % self.save_every_n_epochs == 0:
+            self._save(trainer, f"epoch_{epoch}")
+        self._remove_old(trainer)
+
+    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Save the end."""
+        if self.save_at_end:
+            trainer.save_training_state(self.save_dir / "final")
+        self._remove_old(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which states are there, so that a resumed run removes the right ones."""
+        return {"saved": [str(path) for path in self._saved_checkpoints]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the list back."""
+        self._saved_checkpoints = [Path(path) for path in state["saved"]]
+
+    def _save(self, trainer: Any, name: str) -> None:
+        path = self.save_dir / name
+        self._saved_checkpoints = [*(other for other in self._saved_checkpoints if other != path), path]
+        trainer.save_training_state(path)
+
+    def _remove_old(self, trainer: Any) -> None:
+        saved = self._saved_checkpoints
+        if self.max_checkpoints is None or not saved or not saved[-1].exists():
+            return
+        while len(saved) > self.max_checkpoints:
+            old = saved.pop(0)
+            if trainer.run_config.is_world_process_zero:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+class WSDCheckpointCallback(TrainerCallback):
+    """Saves before and after every decay of a `WSDLrScheduler`, and begins a continuation from such a checkpoint.
+
+    `checkpoint_N_wsd_pre_decay` is a state folder to continue from as if the decay had not been (WSD), and
+    `checkpoint_N_wsd_post_decay.pt` the model to use, or to continue from (WSD-S).
+    """
+
+    writes = ("model", "optimizers", "schedulers")
+
+    def __init__(
+        self,
+        save_dir: str | Path = "checkpoints",
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        initial_checkpoint: str | Path | None = None,
+    ):
+        self.save_dir = Path(save_dir)
+        self.save_optimizer = save_optimizer
+        self.save_scheduler = save_scheduler
+        self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
+        self.checkpoint_steps: set[int] = set()
+        self.pre_decay_steps: set[int] = set()
+        self._trainer: Any = None
+        self._post_decay_step: int | None = None
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Read the steps from the schedule and load the checkpoint to continue from."""
+        scheduler = trainer.scheduler
+        if not hasattr(scheduler, "get_checkpoint_steps"):
+            raise ValueError(
+                "WSDCheckpointCallback needs a scheduler with get_checkpoint_steps(), and the trainer has "
+                f"{type(scheduler).__name__}. Train with create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(...)."
+            )
+        self._trainer, self._post_decay_step = trainer, None
+        if self.initial_checkpoint is not None and is_fresh_run(trainer):
+            self._continue_from(trainer, self.initial_checkpoint)
+        self.checkpoint_steps = set(scheduler.get_checkpoint_steps())
+        self.pre_decay_steps = {info["pre_decay_step"] for info in scheduler.get_decay_info() if info["decay_steps"]}
+
+    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+        """Ask for what is due after this step's update."""
+        update = update_in_progress(trainer)
+        if update in self.pre_decay_steps:
+            entries = {"step": update, "checkpoint_type": "wsd_pre_decay"}
+            trainer.save_training_state(self.save_dir / f"checkpoint_{update}_wsd_pre_decay", entries)
+        if update in self.checkpoint_steps:
+            self._post_decay_step = update
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Save a model whose decay is complete."""
+        if self._post_decay_step is None:
+            return
+        step, self._post_decay_step = self._post_decay_step, None
+        self._trainer.save_checkpoint(
+            self.save_dir / f"checkpoint_{step}_wsd_post_decay.pt",
+            checkpoint_kwargs={"step": step, "checkpoint_type": "wsd_post_decay"},
+            save_optimizer=self.save_optimizer,
+            save_scheduler=self.save_scheduler,
+        )
+
+    def _continue_from(self, trainer: Any, path: Path) -> None:
+        if not path.exists():
+            raise FileNotFoundError(f"initial_checkpoint={str(path)!r} does not exist.")
+        if path.is_dir():
+            _load_weights(trainer.state, path)
+        else:
+            trainer.load_checkpoint(path)
+        if trainer.scheduler.is_continuation_from_checkpoint:
+            trainer.scheduler.restart()
+        trainer.print(f"Continuing from {path}")
+
+
+def _load_weights(state: Any, folder: Path) -> None:
+    """Load model, optimizers and schedulers of a saved state, and nothing of its position: the new run has its own."""
+    from drivetrain.checkpoint.store import load_checkpoint
+    from drivetrain.context.context import Context
+
+    part = Context()
+    part.model, part.optimizers, part.schedulers = state.model, state.optimizers, state.schedulers
+    part.load_state_dict(load_checkpoint(folder, map_location=state.device), strict=False)
+
+
+def update_in_progress(trainer: Any) -> int | None:
+    """Return the number of the update that the batch in hand completes, from 1; None inside an accumulation window."""
+    return trainer.state.clock.step + 1 if trainer._window.closes else None

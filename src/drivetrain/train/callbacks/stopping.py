@@ -1,0 +1,166 @@
+"""Callbacks that end a run: no progress, or a loss that is no number."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
+from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
+from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.readback import AsyncReadback
+
+_TRAINING, _VALIDATION = "training", "validation"
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Stops when a metric has not improved by more than a threshold for some epochs.
+
+    An improvement is measured against the best value so far, and a NaN is none.
+    """
+
+    def __init__(
+        self,
+        early_stopping_patience: int = 1,
+        early_stopping_threshold: float = 0.01,
+        watch_metric: str = "eval_loss_epoch",
+        greater_is_better: bool = False,
+        reset_on_train: bool = True,
+    ):
+        if early_stopping_patience < 1:
+            raise ConfigError(f"early_stopping_patience={early_stopping_patience}: expected at least 1 epoch.")
+        if early_stopping_threshold < 0:
+            raise ConfigError(f"early_stopping_threshold={early_stopping_threshold}: expected at least 0.")
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.watch_metric = watch_metric
+        self.greater_is_better = greater_is_better
+        self.reset_on_train = reset_on_train
+        self.early_stopping_patience_counter = 0
+        self._watch = MetricWatch(watch_metric, greater_is_better)
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best value so far."""
+        return self._watch.best
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Count afresh, unless the run is resumed."""
+        forget = self.reset_on_train and is_fresh_run(trainer)
+        self._watch.start(trainer, forget)
+        if forget:
+            self.early_stopping_patience_counter = 0
+
+    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Compare the latest value and stop when patience is at its end."""
+        value = self._watch.new_value(trainer)
+        if value is None:
+            return
+        if self._watch.improvement(value) > self.early_stopping_threshold:
+            self._watch.best, self.early_stopping_patience_counter = value, 0
+            return
+        self.early_stopping_patience_counter += 1
+        count, patience = self.early_stopping_patience_counter, self.early_stopping_patience
+        trainer.print(
+            f"No improvement of {self.watch_metric}: {value:.6g}, best {self.best_metric} ({count} of {patience})"
+        )
+        if count >= patience:
+            raise StopTrainingError(
+                f"{self.watch_metric} did not improve by more than {self.early_stopping_threshold} for {patience} "
+                f"epochs; the best value was {self.best_metric}."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the count."""
+        return {"watch": self._watch.state_dict(), "counter": self.early_stopping_patience_counter}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take both back."""
+        self._watch.load_state_dict(state["watch"])
+        self.early_stopping_patience_counter = state["counter"]
+
+
+class TerminateOnNaNCallback(TrainerCallback):
+    """Ends the run in good order when a loss is NaN or infinite.
+
+    On a CPU the loss is tested at once, before its backward. On a device it is read back without waiting and the news
+    is at most two steps late. What was read is also what the progress bar shows.
+    """
+
+    def __init__(self, action: str = "raise"):
+        if action not in ("raise", "stop"):
+            raise ConfigError(unknown_name("action", action, ["raise", "stop"], where="TerminateOnNaNCallback"))
+        self.action = action
+        self.triggered = False
+        self._trainer: Any = None
+        self._readback = AsyncReadback()
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Begin with nothing on its way."""
+        self._begin(trainer)
+
+    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Begin with nothing on its way."""
+        self._begin(trainer)
+
+    def after_loss(self, state: Any, logger: Any) -> None:
+        """Test the loss that is trained on."""
+        self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
+
+    def on_eval_step_end(self, trainer: Any, batch_output: Any, **kwargs: Any) -> None:
+        """Test the loss of an evaluation batch."""
+        self._trainer = trainer
+        self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
+
+    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Hear of the last steps; the epoch's loss has just been read, so nothing is waited for."""
+        self._inspect(self._readback.drain())
+
+    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Hear of the last batches of an evaluation."""
+        self._inspect(self._readback.drain())
+
+    def check_for_nan_after_batch(self, batch_output: Mapping[str, Any], step: str | None = None) -> None:
+        """Send the loss to be tested, and test those that have arrived."""
+        loss = batch_output["loss"]
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+            if loss.ndim:
+                loss = loss.sum()  # not a number if any entry is none
+        self._readback.push(loss, self._place(step))
+        self._inspect(self._readback.poll())
+
+    def _begin(self, trainer: Any) -> None:
+        self._trainer, self.triggered, self._readback = trainer, False, AsyncReadback()
+
+    def _place(self, step: str | None) -> tuple[str, int | None, int | None]:
+        """Return where the loss of this moment belongs: the phase, the epoch, the batch in it."""
+        trainer = self._trainer
+        if trainer is None:
+            return step or "", None, None
+        return step or "", trainer.run_history.current_epoch, trainer.state.clock.batch_in_epoch
+
+    def _inspect(self, arrived: Iterable[tuple[tuple[str, int | None, int | None], float]]) -> None:
+        for (where, epoch, step), value in arrived:
+            if not math.isfinite(value):
+                self._terminate(value, where, epoch, step)
+            if where == _TRAINING and self._trainer is not None:
+                self._trainer._loss_tracker.latest_known = value
+
+    def _terminate(self, value: float, where: str, epoch: int | None, step: int | None) -> None:
+        self.triggered = True
+        self._readback = AsyncReadback()
+        place = f" in {where}" + (f", epoch {epoch}, batch {step}" if epoch is not None else "") if where else ""
+        if self.action == "stop":
+            raise StopTrainingError(f"the loss is {value}{place}.")
+        last = getattr(self._trainer, "last_checkpoint", None)
+        advice = f" The last checkpoint is {last}." if last is not None else ""
+        raise NonFiniteLossError(
+            f"the loss is {value}{place}. Usual causes: a learning rate that is too high, float16 without scaling, an "
+            f"empty or masked-out batch, a log or division of zero.{advice}",
+            step=step,
+            epoch=epoch,
+            where=where or None,
+            last_checkpoint=None if last is None else str(last),
+        )

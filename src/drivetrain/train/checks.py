@@ -1,0 +1,137 @@
+"""What must be true before the first step, and what a first batch must show."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import BatchOutputError, ConfigError, unknown_name
+from drivetrain.core.event import Event
+
+REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
+
+
+def check_optimizer(trainer: Any) -> None:
+    """Refuse to train without an optimizer, or with one that holds nothing of the model."""
+    optimizer, model = trainer.optimizer, trainer.model
+    if optimizer is None:
+        raise ConfigError(
+            "train() needs an optimizer and the Trainer was given none. Pass optimizer=torch.optim.AdamW(model.parameters(), ...) "
+            "to the Trainer; evaluate() and predict() work without one."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, p in trainable.items() if id(p) not in held]
+    if held and not any(id(p) in held for p in model.parameters()):
+        raise ConfigError(
+            f"the optimizer ({type(optimizer).__name__}) holds {len(held)} parameters, none of which belongs to the model "
+            f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
+        )
+    if missing:
+        shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+        message = f"{len(missing)} trainable parameters are in no optimizer and will not change: {shown}"
+        if trainer.strict:
+            raise ConfigError(message + ". Add them, or set requires_grad=False.")
+        warnings.warn(message, stacklevel=4)
+
+
+def check_scheduler(trainer: Any) -> None:
+    """Refuse what cannot make a scheduler, and a scheduler made for another optimizer."""
+    given, optimizer = trainer.create_scheduler_fn, trainer.optimizer
+    if trainer._units is not None:
+        raise ConfigError(
+            "create_scheduler_fn was given, but the units of an OptimSet own their learning rates. Leave create_scheduler_fn out, "
+            "or use a plain torch optimizer with it."
+        )
+    own = getattr(given, "optimizer", None)
+    if isinstance(own, torch.optim.Optimizer):
+        if own is not optimizer:
+            raise ConfigError(
+                f"the scheduler ({type(given).__name__}) drives another optimizer than the Trainer's. Build it with the optimizer "
+                "given to the Trainer, or pass a function of the optimizer."
+            )
+    elif not callable(given):
+        raise _NotCallable(
+            f"create_scheduler_fn={given!r} is not callable. Expected a function of the optimizer that returns a scheduler, for example "
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+        )
+
+
+class _NotCallable(ConfigError, TypeError):
+    """A configuration error that is also the TypeError such code used to raise."""
+
+
+def check_batch_output(output: Any, trainer: Any) -> None:
+    """Refuse a loss hook's result that lacks what the loop needs, and hooks that hide events from their listeners."""
+    if not isinstance(output, Mapping):
+        raise BatchOutputError(
+            f"a loss hook returned {type(output).__name__}, expected a dict with {', '.join(REQUIRED_OUTPUTS)}. "
+            'For example: return {"loss": loss, "model_outputs": outputs, "batch_size": len(targets)}.'
+        )
+    missing = [name for name in REQUIRED_OUTPUTS if name not in output]
+    if missing:
+        raise BatchOutputError(
+            f"a loss hook returned no {' and no '.join(missing)}; found the keys: {', '.join(map(str, output)) or 'none'}. "
+            f"Expected {', '.join(REQUIRED_OUTPUTS)}."
+        )
+    loss = output["loss"]
+    if not callable(getattr(loss, "detach", None)):
+        raise BatchOutputError(
+            f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
+        )
+    if not trainer.evaluating:
+        _check_hidden(trainer, Event.AFTER_FORWARD, trainer._saw_forward, "self.forward(...)", "self.model(...)")
+        _check_hidden(
+            trainer, Event.BEFORE_LOSS, trainer._saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
+        )
+
+
+def _check_hidden(trainer: Any, event: Event, seen: bool, call: str, instead_of: str) -> None:
+    if seen or not trainer.engine.has_algorithm_for(event):
+        return
+    names = ", ".join(type(plugin).__name__ for plugin in trainer.engine.listeners(event))
+    raise ConfigError(
+        f"{type(trainer).__name__}.calculate_train_batch_loss hides {event.name} from {names}, which needs it. Call {call} in the hook "
+        f"instead of {instead_of}."
+    )
+
+
+def check_loss(loss: Any, trainer: Any) -> None:
+    """Refuse a loss that cannot be back-propagated, unless a user's own `backward_step` knows what to do with it."""
+    from drivetrain.train.trainer import Trainer
+
+    if type(trainer).backward_step is not Trainer.backward_step or trainer._units is not None:
+        return
+    if loss.numel() != 1:
+        raise BatchOutputError(
+            f"the loss has shape {tuple(loss.shape)}, expected a scalar. Reduce it, for example with .mean()."
+        )
+    if not loss.requires_grad:
+        raise BatchOutputError(
+            f"the loss (shape {tuple(loss.shape)}) has no gradient: no trainable parameter reached it. Are all parameters frozen, was it "
+            "detached, or computed under no_grad?"
+        )
+
+
+def check_watched_metrics(trainer: Any) -> None:
+    """Refuse callbacks that watch an evaluation metric when nothing will be evaluated."""
+    for callback in trainer.callback_handler:
+        metric = getattr(callback, "watch_metric", None)
+        if not isinstance(metric, str) or not metric.startswith("eval_") or trainer._eval_dataloader is not None:
+            continue
+        raise ValueError(
+            f"{type(callback).__name__} watches {metric!r}, but train() got no eval_dataset, so it will never be recorded. Pass "
+            "eval_dataset=..., or watch 'train_loss_epoch'."
+        )
+
+
+def watched_metric(trainer: Any, metric: str) -> Any:
+    """Return the latest value of a metric a callback watches, or say which names were recorded."""
+    names = list(trainer.run_history.get_metric_names())
+    if metric not in names:
+        raise ValueError(unknown_name("metric", metric, names, where="watch_metric"))
+    return trainer.run_history.get_latest_metric(metric)

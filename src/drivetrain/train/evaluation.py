@@ -1,0 +1,76 @@
+"""Stepping out of training to look at the model, and stepping back in as if nothing had happened."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from drivetrain.core.event import Event
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.tracking import InMemoryRunHistory, LossTracker
+
+
+@contextmanager
+def evaluation_mode(trainer: Any, is_intermediate: bool) -> Iterator[None]:
+    """Give an evaluation its own loss tracker and events; put modes, batch and random numbers back, also after an error."""
+    state, tracker, logged = trainer.state, trainer._loss_tracker, trainer._logged
+    before = (state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate)
+    was_evaluating, generators = trainer.evaluating, capture_rng()
+    trainer._loss_tracker, trainer._logged, trainer.evaluating = LossTracker(), {}, True
+    trainer._eval_metrics.reset()
+    state.is_intermediate = is_intermediate
+    try:
+        with own_events(trainer, Event.EVAL_AFTER_FORWARD), kept_modes(trainer.model), evaluating_optimizer(trainer):
+            yield
+    finally:
+        trainer._loss_tracker, trainer._logged, trainer.evaluating = tracker, logged, was_evaluating
+        state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate = before
+        restore_rng(generators)
+
+
+@contextmanager
+def own_events(trainer: Any, after_forward: Event) -> Iterator[None]:
+    """Let `forward` fire the event of this phase, and the loss fire none."""
+    before = trainer._after_forward, trainer._before_loss
+    trainer._after_forward, trainer._before_loss = after_forward, False
+    try:
+        yield
+    finally:
+        trainer._after_forward, trainer._before_loss = before
+
+
+@contextmanager
+def kept_modes(model: Any) -> Iterator[None]:
+    """Put every module's training flag back."""
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def evaluating_optimizer(trainer: Any) -> Iterator[None]:
+    """Show an optimizer with modes (schedule-free) that the weights are looked at, not trained."""
+    optimizer = trainer.optimizer
+    has_modes = callable(getattr(type(optimizer), "eval", None)) and callable(getattr(type(optimizer), "train", None))
+    if has_modes:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        if has_modes:
+            optimizer.train()
+
+
+@contextmanager
+def kept_history(trainer: Any) -> Iterator[None]:
+    """Use a history that is thrown away afterwards."""
+    history = trainer.run_history
+    trainer.run_history = InMemoryRunHistory()
+    try:
+        yield
+    finally:
+        trainer.run_history = history

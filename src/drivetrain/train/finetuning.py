@@ -1,0 +1,161 @@
+"""Freezing parts of a model for fine-tuning, by group of layers.
+
+A group is a direct child of the model. A layer is a leaf module, or a module that owns parameters beside its children
+(then only those parameters count, as with `nn.MultiheadAttention.in_proj_weight`). Parameters of the model itself
+belong to no group. Modules frozen in eval mode carry a mark, because `model.train()` at the next epoch would undo it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.wrapping import unwrap
+
+BN_MODULES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_KEPT_IN_EVAL = "_kept_in_eval"  # the mark of a module whose mode outlasts model.train()
+
+
+class Layer(NamedTuple):
+    """A module that owns parameters, or a leaf."""
+
+    layer_group_idx: tuple[int, int]
+    """The group's index from the front and from the back, for example (0, -3)."""
+    module: nn.Module
+    is_frozen: bool
+    """Whether its parameters are frozen; for a layer without parameters, whether it is in eval mode."""
+
+
+class LayerGroup(NamedTuple):
+    """A direct child of the model."""
+
+    layer_group_idx: tuple[int, int]
+    """The group's index from the front and from the back, for example (0, -3)."""
+    module: nn.Module
+    is_frozen: bool
+    """Whether any of its parameters is frozen."""
+
+
+class ModelFreezer:
+    """Freezes and unfreezes groups of layers; all parameters are unfrozen first.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> freezer = ModelFreezer(model)
+    >>> freezer.freeze()
+    >>> [group.is_frozen for group in freezer.get_layer_groups()]
+    [True, False, False]
+    """
+
+    def __init__(self, model: nn.Module, freeze_batch_norms: bool = False):
+        self.model = model
+        self.freeze_bn = freeze_batch_norms
+        for parameter in model.parameters():
+            parameter.requires_grad = True
+        self._layer_groups = list(unwrap(model).children())
+        self._layers = [(index, layer) for index, group in enumerate(self._layer_groups) for layer in _layers(group)]
+        self.num_groups = len(self._layer_groups)
+
+    def get_layer_groups(self) -> list[LayerGroup]:
+        """Return the groups in the order in which the model defines them."""
+        return [
+            LayerGroup(self._both_indexes(index), group, any(not p.requires_grad for p in group.parameters()))
+            for index, group in enumerate(self._layer_groups)
+        ]
+
+    def get_layers(self) -> list[Layer]:
+        """Return the layers of all groups, in order."""
+        return [Layer(self._both_indexes(index), layer, self._is_frozen(layer)) for index, layer in self._layers]
+
+    def get_trainable_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that training will change."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def freeze(self, from_index: int = 0, to_index: int = -2, set_modules_as_eval: bool = False) -> None:
+        """Freeze these groups, both ends included: by default all but the last."""
+        self._change(from_index, to_index, trainable=False, set_mode=set_modules_as_eval)
+
+    def unfreeze(
+        self, from_index: int = -1, to_index: int = 0, set_modules_as_training: bool = True
+    ) -> dict[int, dict[str, list[nn.Parameter]]]:
+        """Unfreeze these groups, by default all, and return what became trainable as `{group: {"params": [...]}}`."""
+        return self._change(from_index, to_index, trainable=True, set_mode=set_modules_as_training)
+
+    def _change(
+        self, from_index: int, to_index: int, trainable: bool, set_mode: bool
+    ) -> dict[int, dict[str, list[nn.Parameter]]]:
+        first, last = self._convert_idxs(from_index, to_index)
+        changed: dict[int, dict[str, list[nn.Parameter]]] = {}
+        for index, layer in self._layers:
+            if not first <= index <= last or self._is_left_alone(layer):
+                continue
+            for parameter in layer.parameters(recurse=False):
+                if parameter.requires_grad != trainable:
+                    parameter.requires_grad = trainable
+                    changed.setdefault(index, {"params": []})["params"].append(parameter)
+        if set_mode:
+            for group in self._layer_groups[first : last + 1]:
+                for module in group.modules():
+                    if not self._is_left_alone(module):
+                        _set_mode(module, training=trainable)
+        return changed
+
+    def _is_left_alone(self, module: nn.Module) -> bool:
+        return _module_is_batch_norm(module) and not self.freeze_bn
+
+    def _is_frozen(self, layer: nn.Module) -> bool:
+        flags = {parameter.requires_grad for parameter in layer.parameters(recurse=False)}
+        if len(flags) > 1:
+            name = next(name for name, module in self.model.named_modules() if module is layer)
+            listed = ", ".join(f"{n}: {p.requires_grad}" for n, p in layer.named_parameters(recurse=False))
+            raise ValueError(
+                f"layer {name!r} ({type(layer).__name__}) is half frozen: requires_grad is {listed}. A layer is "
+                "frozen as a whole; set its parameters to one value (a parameter shared with another group has that "
+                "group's)."
+            )
+        return not flags.pop() if flags else not layer.training
+
+    def _both_indexes(self, index: int) -> tuple[int, int]:
+        return index, index - self.num_groups
+
+    def _convert_idxs(self, from_idx: int, to_idx: int) -> tuple[int, int]:
+        """Return the range as two indexes from the front, the smaller first."""
+        for index in (from_idx, to_idx):
+            if not -self.num_groups <= index < self.num_groups:
+                names = ", ".join(name for name, _ in unwrap(self.model).named_children())
+                raise ConfigError(
+                    f"layer group {index} is out of range: {type(unwrap(self.model)).__name__} has {self.num_groups} "
+                    f"groups ({names}). Use indexes from {-self.num_groups} to {self.num_groups - 1}."
+                )
+        first, last = sorted((from_idx % self.num_groups, to_idx % self.num_groups))
+        return first, last
+
+
+def restore_frozen_modes(model: Any) -> None:
+    """Put modules that were frozen in eval mode back there; the Trainer calls this after `model.train()`."""
+    if isinstance(model, nn.Module):
+        for module in model.modules():
+            if _KEPT_IN_EVAL in module.__dict__:
+                module.training = False
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    module.training = training
+    if training:
+        module.__dict__.pop(_KEPT_IN_EVAL, None)
+    else:
+        module.__dict__[_KEPT_IN_EVAL] = True
+
+
+def _module_is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, BN_MODULES)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module if it is a layer, then the layers below it: the order of `module.parameters()`."""
+    is_leaf = next(module.children(), None) is None
+    if is_leaf or next(module.parameters(recurse=False), None) is not None:
+        yield module
+    for child in module.children():
+        yield from _layers(child)

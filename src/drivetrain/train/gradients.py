@@ -1,0 +1,115 @@
+"""From losses to complete gradients: accumulation, the units of an `OptimSet`, and what a checkpoint keeps of both.
+
+The arithmetic is `drivetrain.module.accumulation`'s; this file counts the items of each batch, on this rank and on all of them, and
+keeps the gradients of an open window as part of the state, because a checkpoint may fall inside one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.module.accumulation import AccumulationWindow, Count, scale_gradients
+from drivetrain.module.wrapping import clean_name
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.train import loaders
+
+
+class Gradients:
+    """The accumulation window of a trainer."""
+
+    def __init__(self, trainer: Any, length: int = 1):
+        self._trainer = trainer
+        self.window = AccumulationWindow(length, get_num_processes())
+        self.synchronises = True
+        """Whether the backward of the batch in hand averages over ranks."""
+        self.unit_weight: Count = 1.0
+        self._loader: Any = None
+
+    def use_loader(self, loader: Any) -> None:
+        """Take sample counts from a loader that knows them."""
+        self._loader = loaders.smart_loader(loader)
+
+    def open(self, last: bool) -> None:
+        """Take a batch into the window; the units of an `OptimSet` decide about theirs."""
+        window, units = self.window, self._trainer._units
+        window.begin(last)
+        self.synchronises = window.closes
+        if units is not None:
+            clock = self._trainer.state.clock
+            plan = units.begin_batch(clock.batch + 1, clock.epoch + 1, last=last)
+            window.closes, self.synchronises = plan.closes, plan.ddp_sync
+
+    def refer_to(self, items: Count) -> None:
+        """Fix the count that weights are relative to, once per run and alike on all ranks."""
+        if self.window.reference is None:
+            self.window.reference = loaders.agree_on_reference(items)
+
+    def weigh(self, loss: Tensor, output: Mapping[str, Any]) -> Tensor:
+        """Return the loss weighted by its share of the window's items."""
+        window = self.window
+        if window.is_plain:
+            return loss
+        if output.get("num_items_in_batch") is not None:  # the caller has normalised over all ranks
+            self.refer_to(1)
+            assert window.reference is not None
+            return window.weigh(loss * window.world, window.reference, window.reference * window.world)
+        items, everywhere = self._count(output)
+        self.refer_to(items)
+        if self._trainer._units is not None:
+            assert window.reference is not None
+            self.unit_weight = items / window.reference
+            return loss
+        return window.weigh(loss, items, everywhere)
+
+    def named_losses(self, loss: Tensor) -> dict[str, Tensor]:
+        """Return every named loss of the batch for the units; `loss` is always the one given here."""
+        state = self._trainer.state
+        return {**(state.batch_output.get("losses") or state.losses or {}), "loss": loss}
+
+    def finish(self) -> None:
+        """Make the window's gradients the mean over all its items, unscaled."""
+        trainer, window = self._trainer, self.window
+        if trainer._units is not None:
+            trainer._units.finish_gradients()
+            return
+        trainer._accelerator.unscale(trainer.optimizer)
+        if window.is_plain:
+            return
+        total = loaders.sum_over_ranks(window.items, trainer.device) if window.everywhere is None else None
+        factor = window.correction(total)
+        if factor is not None:
+            scale_gradients(trainer._parameters(), factor)
+
+    def _count(self, output: Mapping[str, Any]) -> tuple[Count, Count | None]:
+        """Return how many items this loss is a mean over, here and on all ranks (None: a reduction must tell)."""
+        trainer, alone = self._trainer, self.window.world == 1
+        items = output.get("num_items")
+        if items is None and trainer._count_items is not None:
+            items = trainer._count_items(trainer.state.batch)
+        if items is not None:
+            return items, items if alone else None
+        info = self._loader.batch_info if self._loader is not None else None
+        if info is None:
+            return output["batch_size"], output["batch_size"] if alone else None
+        if trainer._microbatch_size is None:
+            return info.size, info.global_size
+        return (output["batch_size"] if info.size else 0), output["batch_size"] if alone else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts, and gradients when a window is open."""
+        gradients = {}
+        if self.window.count and self._trainer._units is None:  # units keep their own
+            gradients = {name: p.grad.detach().clone() for name, p in self._parameters() if p.grad is not None}
+        return {"window": self.window.state_dict(), "gradients": gradients}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the window back as it was."""
+        self.window.load_state_dict(state["window"])
+        for name, parameter in self._parameters():
+            saved = state["gradients"].get(name)
+            parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype).clone()
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        model = self._trainer.model
+        return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []

@@ -1,0 +1,43 @@
+"""Things that happen every so often: evaluation, checkpoints."""
+
+from drivetrain.core.time import Clock, Time, TimeUnit
+
+_COUNTERS = {
+    TimeUnit.EPOCH: "epoch",
+    TimeUnit.BATCH: "batch",
+    TimeUnit.STEP: "step",
+    TimeUnit.SAMPLE: "sample",
+    TimeUnit.TOKEN: "token",
+    TimeUnit.ITERATION: "iteration",
+}
+
+
+class Interval:
+    """Is due whenever its counter passes a multiple of the interval; a value of 0 is never due."""
+
+    def __init__(self, every: Time, duration: Time | None = None):
+        if every.unit is TimeUnit.DURATION and duration is not None:
+            share = every.value * duration.value
+            every = Time(share if duration.unit is TimeUnit.SECOND else max(1, round(share)), duration.unit)
+        self.every = every
+        self.is_per_epoch = every.unit is TimeUnit.EPOCH
+        self._counter = _COUNTERS.get(every.unit)
+        self._passed = 0
+
+    def reset(self, clock: Clock) -> None:
+        """Count from where the clock stands, so that a resumed run keeps the rhythm."""
+        self._passed = self._multiples(clock)
+
+    def due(self, clock: Clock) -> bool:
+        """Whether a multiple was passed since the last time this was true."""
+        passed = self._multiples(clock)
+        if passed <= self._passed:
+            return False
+        self._passed = passed
+        return True
+
+    def _multiples(self, clock: Clock) -> int:
+        if self.every.value <= 0:
+            return 0
+        now = clock.total_seconds() if self._counter is None else getattr(clock, self._counter)
+        return int(now // self.every.value)

@@ -1,0 +1,83 @@
+"""When a run is saved: at intervals, at its end, and when somebody asked during a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain.train.intervals import Interval
+from drivetrain.train.settings import TrainSettings, parse_time
+
+
+class Keeper:
+    """Saves the trainer's state at the boundaries where it is whole.
+
+    Inside an epoch that is after a batch, with an open accumulation window's gradients as part of the state; at an epoch's end
+    it is after evaluation. What callbacks ask for in the middle of a step waits for the next boundary with a closed window.
+    """
+
+    def __init__(self, trainer: Any, settings: TrainSettings):
+        self._trainer = trainer
+        self._waiting: list[Callable[[], None]] = []
+        self._saved_at: tuple[int, int] | None = None
+        self.checkpointer: Any = None
+        self._every: Interval | None = None
+        if settings.checkpoint_dir is None:
+            return
+        from drivetrain.checkpoint.checkpointer import Checkpointer
+
+        self.checkpointer = Checkpointer(
+            trainer.state,
+            keep=settings.keep_checkpoints,
+            dir=settings.checkpoint_dir,
+            async_save="auto" if settings.async_checkpoint else False,
+            signals=False,  # the trainer acts on them
+        )
+        if settings.checkpoint_every is not None:
+            every = parse_time("checkpoint_every", settings.checkpoint_every)
+            self._every = Interval(every, trainer.state.max_duration)
+
+    def start(self) -> None:
+        """Count intervals from where the run stands."""
+        if self._every is not None:
+            self._every.reset(self._trainer.state.clock)
+
+    def when_whole(self, save: Callable[[], None]) -> None:
+        """Save as soon as the state is whole."""
+        self._waiting.append(save)
+
+    def at_batch_end(self, run_ends: bool) -> None:
+        """Save what is due between two batches."""
+        if self._waiting and self._trainer._gradients.window.count == 0:
+            waiting, self._waiting = self._waiting, []
+            for save in waiting:
+                save()
+        if self._every is None:
+            return
+        if run_ends or (not self._every.is_per_epoch and self._every.due(self._trainer.state.clock)):
+            self.save()
+
+    def at_epoch_end(self, run_ends: bool) -> None:
+        """Save what is due after an epoch and its evaluation."""
+        if self._every is None:
+            return
+        due = self._every.due(self._trainer.state.clock) if self._every.is_per_epoch else False
+        if due or run_ends:
+            self.save()
+
+    def save(self, final: bool = False) -> None:
+        """Write a checkpoint of this moment, unless one was just written; a final one raises if it cannot be."""
+        clock = self._trainer.state.clock
+        if self.checkpointer is None or self._saved_at == (clock.epoch, clock.batch):
+            return
+        self._saved_at = (clock.epoch, clock.batch)
+        name = f"ep{clock.epoch}-ba{clock.batch}"
+        self._trainer.last_checkpoint = self.checkpointer.save(id=name, metrics=self._metrics(), final=final)
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def _metrics(self) -> dict[str, float]:
+        history = self._trainer.run_history
+        latest = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
+        return {name: float(value) for name, value in latest.items() if isinstance(value, int | float)}

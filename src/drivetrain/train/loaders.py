@@ -1,0 +1,250 @@
+"""What the loop asks of its data: loaders built, placed, limited and measured.
+
+A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, knows its place and counts samples over all ranks.
+A loader the user built is used as it is; what it cannot tell is found out another way.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from drivetrain.context.moving import move_to_device
+from drivetrain.core.errors import ConfigError
+from drivetrain.data.loader import SmartDataLoader
+from drivetrain.module.accumulation import Count
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.ranks import get_num_processes, is_distributed
+from drivetrain.train.settings import TrainSettings
+from drivetrain.train.utils import DataLoaderSlice, worker_init_fn
+
+IGNORED_LABEL = -100  # torch's default ignore_index
+
+
+def is_ready_loader(data: Any) -> bool:
+    """Whether this is a loader already, not a dataset to build one for."""
+    if isinstance(data, DataLoader | DataLoaderSlice):
+        return True
+    return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+
+
+def default_kwargs(trainer: Any, dataset: Any, batch_size: int) -> dict[str, Any]:
+    """Return the loader arguments that depend on the machine and the data."""
+    local_processes = max(1, get_num_processes() // num_nodes())
+    workers = 0 if isinstance(dataset, TensorDataset) else min(8, usable_cpus() // local_processes)
+    return {
+        "pin_memory": torch.device(trainer.device).type == "cuda",
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "worker_init_fn": worker_init_fn,
+    }
+
+
+def num_nodes() -> int:
+    """Return the number of machines, as far as the launcher says."""
+    import os
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return max(1, get_num_processes() // local) if local else 1
+
+
+def merge_kwargs(dataset: Any, defaults: dict[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the loader's arguments: a user's key wins, and takes with it the defaults it rules out."""
+    given = dict(given or {})
+    merged = {**defaults, **given}
+    ruled_out: set[str] = set()
+    if "sampler" in given:
+        ruled_out |= {"shuffle"}
+    if "batch_sampler" in given:
+        ruled_out |= {"shuffle", "batch_size"}
+    if "global_batch_size" in given:
+        ruled_out |= {"batch_size"}
+    if isinstance(dataset, IterableDataset):
+        ruled_out |= {"shuffle"}
+    return {name: value for name, value in merged.items() if name in given or name not in ruled_out}
+
+
+def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Add the batch size over all processes, and the fixed order of an overfitting test, to the user's loader arguments."""
+    added: dict[str, Any] = {}
+    if settings.global_batch_size is not None:
+        added["global_batch_size"] = settings.global_batch_size
+    if settings.overfit_batches:
+        added["shuffle"] = False
+    return {**added, **(kwargs or {})} if added else None if kwargs is None else dict(kwargs)
+
+
+def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, training: bool = False) -> Any:
+    """Make a loader deliver this rank's share to the device, and cut it to a limit."""
+    if isinstance(loader, SmartDataLoader):
+        loader.loading_bar = False
+        loader.to(trainer.device)
+    elif isinstance(loader, DataLoader) and is_distributed() and not _splits_itself(loader):
+        loader = SmartDataLoader.from_loader(loader)
+        loader.loading_bar = False
+        loader.to(trainer.device)
+    if training:
+        _refuse_empty(trainer, loader)
+    return limit(loader, limit_batches)
+
+
+def _splits_itself(loader: DataLoader[Any]) -> bool:
+    from torch.utils.data.distributed import DistributedSampler
+
+    return isinstance(loader.sampler, DistributedSampler)
+
+
+def _refuse_empty(trainer: Any, loader: Any) -> None:
+    if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader) or length(loader) != 0:
+        return
+    size = len(trainer.train_dataset)
+    raise ConfigError(
+        f"the training dataset has {size} samples, which is no whole batch of {trainer.settings.per_device_batch_size} and drop_last "
+        "is set. Use a smaller batch, or drop_last=False."
+        if size
+        else "the training dataset is empty: it has 0 samples. Check the path or the filter it was made with."
+    )
+
+
+def limit(loader: Any, batches: int | float | None) -> Any:
+    """Return a loader that stops after so many batches, or after that fraction of them."""
+    if batches is None:
+        return loader
+    if isinstance(batches, float):
+        whole = length(loader)
+        if whole is None:
+            raise ConfigError(
+                f"limit {batches!r}: a fraction needs a loader with a length; give a number of batches instead."
+            )
+        batches = max(1, int(whole * batches))
+    return DataLoaderSlice(loader, batches)
+
+
+def length(loader: Any) -> int | None:
+    """Return the number of batches, or None when the loader cannot tell."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def smart_loader(loader: Any) -> SmartDataLoader[Any] | None:
+    """Return the `SmartDataLoader` behind a loader, through a slice."""
+    while isinstance(loader, DataLoaderSlice):
+        loader = loader.dl
+    return loader if isinstance(loader, SmartDataLoader) else None
+
+
+def is_padding(loader: Any) -> bool:
+    """Whether the batch in hand is a stand-in for a rank that had no sample left."""
+    smart = smart_loader(loader)
+    return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, or its sampler, which epoch begins."""
+    while isinstance(loader, DataLoaderSlice):
+        loader = loader.dl
+    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if isinstance(part, SmartDataLoader) or callable(getattr(type(part), "set_epoch", None)):
+            part.set_epoch(epoch)
+            return
+
+
+def mover(trainer: Any, loader: Any) -> Callable[[Any], Any]:
+    """Return what brings a batch of this loader to the device: nothing, where it is there already."""
+    smart = smart_loader(loader)
+    if (smart is not None and smart.move_output) or torch.device(trainer.device).type == "cpu":
+        return lambda batch: batch
+    return partial(move_to_device, trainer.device, non_blocking=True)
+
+
+def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch with whether it is the last, by reading one batch ahead.
+
+    >>> list(look_ahead("ab"))
+    [('a', False), ('b', True)]
+    """
+    batches = iter(loader)
+    nothing = object()
+    current = next(batches, nothing)
+    while current is not nothing:
+        following = next(batches, nothing)
+        yield current, following is nothing
+        current = following
+
+
+def move_model(trainer: Any, model: Any) -> Any:
+    """Put a model on the trainer's device in the run's precision; anything that is no module passes."""
+    if not isinstance(model, nn.Module):
+        return model
+    runtime = trainer._accelerator
+    model = runtime.precision.cast_parameters(model)
+    return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
+
+
+def to_float32(value: Any) -> Any:
+    """Return outputs with low-precision floats as float32, so that a user's loss is computed in it."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+    if isinstance(value, Mapping):
+        if type(value) is dict:
+            return {name: to_float32(item) for name, item in value.items()}
+        for name, item in list(value.items()):
+            value[name] = to_float32(item)  # type: ignore[index]
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(to_float32, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(to_float32, value))
+    return value
+
+
+def item_counter(count_items: Any) -> Callable[[Any], Count] | None:
+    """Return the function that says what one loss is a mean over; `"labels"` counts shifted labels that are not ignored."""
+    if count_items is None or callable(count_items):
+        return count_items
+    if count_items == "labels":
+        return lambda batch: (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
+    raise ConfigError(f"count_items={count_items!r}: expected a function of the batch, or 'labels'.")
+
+
+def token_counter(batch: Any) -> Callable[[Any], int] | None:
+    """Return how to count the tokens of batches like this one, or None for data that is not text."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return lambda batch: batch["input_ids"].numel()
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+    if isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() == 2:
+        return lambda batch: batch[0].numel()
+    return None
+
+
+def agree_on_reference(items: Count) -> Count:
+    """Return the first item count of the run as rank 0 saw it; never 0, since it divides."""
+    agreed = broadcast_from_master(items) if is_distributed() else items
+    return agreed if isinstance(agreed, Tensor) else agreed or 1
+
+
+def sum_over_ranks(items: Count, device: Any) -> Tensor:
+    """Return the items of all ranks, as a device tensor that is not read back."""
+    import torch.distributed as dist
+
+    total = (
+        items.detach().clone().to(device) if isinstance(items, Tensor) else torch.tensor(float(items), device=device)
+    )
+    dist.all_reduce(total)
+    return total
+
+
+def make_prediction_loader(
+    trainer: Any, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
+) -> Any:
+    """Return a loader over a dataset in its own order."""
+    if is_ready_loader(dataset):
+        return dataset
+    defaults = {"shuffle": False, **default_kwargs(trainer, dataset, batch_size)}
+    return SmartDataLoader(dataset, collate_fn=collate_fn, **merge_kwargs(dataset, defaults, kwargs))

@@ -1,0 +1,62 @@
+"""The one stream of metrics: what is recorded reaches the run history and every logger.
+
+Algorithms and monitors call `log_metrics`; epoch means come through `record`. A logger is any object with `log_metrics(metrics,
+step=...)`, or a sink with `scalar(tag, value)` such as the `Recorder`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class Logbook:
+    """Feeds the run history and the loggers of one trainer."""
+
+    def __init__(self, trainer: Any, loggers: list[Any]):
+        self._trainer, self.loggers = trainer, loggers
+
+    def record(self, name: str, value: Any) -> None:
+        """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
+        history = self._trainer.run_history
+        history.update_metric(name, value)
+        self._send({f"{history.metric_name_prefix}{name}": value})
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep values of this moment; tensors stay on the device until a logger reads them."""
+        for name, value in metrics.items():
+            self._trainer.run_history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
+        self._send(metrics, step)
+
+    def log_step(self, metrics: Mapping[str, Any]) -> None:
+        """Send values of one step to the loggers only: a history of every step would grow without end."""
+        self._send(metrics)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Tell the loggers how the run is set up."""
+        for logger in self.loggers:
+            for method in ("log_hyperparameters", "params"):
+                if hasattr(logger, method):
+                    getattr(logger, method)(dict(hyperparameters))
+                    break
+
+    def log_images(self, images: Any, name: str = "images", **kwargs: Any) -> None:
+        """Send images to the loggers that take them."""
+        for logger in self.loggers:
+            if hasattr(logger, "log_images"):
+                logger.log_images(images, name=name, **kwargs)
+            elif hasattr(logger, "image"):
+                logger.image(name, images)
+
+    def _send(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if not self.loggers:
+            return
+        step = self._trainer.state.clock.batch if step is None else step
+        for logger in self.loggers:
+            if hasattr(logger, "log_metrics"):
+                logger.log_metrics(dict(metrics), step=step)
+            elif hasattr(logger, "scalar"):
+                if hasattr(logger, "count"):
+                    logger.count = step
+                for name, value in metrics.items():
+                    logger.scalar(name, value)

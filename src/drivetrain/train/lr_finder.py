@@ -1,0 +1,153 @@
+"""The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, put everything back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError, StopTrainingError
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.evaluation import kept_history
+
+IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
+
+
+@dataclass(frozen=True)
+class LrFindResult:
+    """What the sweep saw."""
+
+    lrs: list[float]
+    losses: list[float]
+    """Smoothed losses, one per learning rate."""
+    suggestion: float | None
+    """The rate where the smoothed loss falls most steeply; None if it never falls."""
+
+    def plot(self, path: str | None = None) -> Any:
+        """Draw loss over learning rate; with a path, write it there as PNG."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            from drivetrain.core.errors import MissingExtra
+
+            raise MissingExtra("matplotlib", "demo", "LrFindResult.plot") from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(self.lrs, self.losses)
+        axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss")
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, linestyle="--", label=f"suggestion {self.suggestion:.2e}")
+            axes.legend()
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+
+class _Sweep(TrainerCallback):
+    """Sets the rate before each update and keeps the loss after it."""
+
+    def __init__(self, rates: list[float], smoothing: float, diverge_ratio: float):
+        self.rates, self.smoothing, self.diverge_ratio = rates, smoothing, diverge_ratio
+        self.losses: list[float] = []
+        self._average, self._best = 0.0, float("inf")
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        rate = self.rates[min(len(self.losses), len(self.rates) - 1)]
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = rate
+
+    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+        self._average = self.smoothing * self._average + (1 - self.smoothing) * float(batch_output["loss"].detach())
+        smoothed = self._average / (1 - self.smoothing ** (len(self.losses) + 1))
+        self.losses.append(smoothed)
+        self._best = min(self._best, smoothed)
+        if smoothed != smoothed or smoothed > self.diverge_ratio * self._best:
+            raise StopTrainingError("the loss diverged")
+
+
+def find_lr(
+    trainer: Any,
+    train_dataset: Any,
+    min_lr: float,
+    max_lr: float,
+    num_steps: int,
+    smoothing: float,
+    diverge_ratio: float,
+    train_kwargs: dict[str, Any],
+) -> LrFindResult:
+    """Run the sweep on the trainer's own loop and restore weights, optimizer, counters and generators bit for bit."""
+    if not 0 < min_lr < max_lr:
+        raise ConfigError(f"lr_find: min_lr={min_lr} and max_lr={max_lr}: expected 0 < min_lr < max_lr.")
+    if num_steps < 2:
+        raise ConfigError(f"lr_find: num_steps={num_steps}: expected at least 2.")
+    rates = [min_lr * (max_lr / min_lr) ** (k / (num_steps - 1)) for k in range(num_steps)]
+    sweep = _Sweep(rates, smoothing, diverge_ratio)
+    handler, callbacks, kept = trainer.callback_handler, list(trainer.callback_handler), _Keepsake(trainer)
+    handler.clear_callbacks()
+    handler.add_callback(sweep)
+    try:
+        with kept_history(trainer):
+            trainer.train(train_dataset, max_num_train_steps=num_steps, **train_kwargs)
+    finally:
+        handler.clear_callbacks()
+        handler.add_callbacks(callbacks)
+        kept.restore()
+    lrs = rates[: len(sweep.losses)]
+    return LrFindResult(lrs, sweep.losses, _steepest_fall(lrs, sweep.losses))
+
+
+class _Keepsake:
+    """Everything a sweep may change, copied."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+        self._optimizer = _copy(trainer.optimizer.state_dict())
+        self._clock = trainer.state.clock.state_dict()
+        self._rng = capture_rng()
+        self._fields = {
+            name: getattr(trainer, name)
+            for name in (
+                "settings",
+                "train_dataset",
+                "eval_dataset",
+                "run_config",
+                "create_scheduler_fn",
+                "_train_dataloader",
+            )
+        }
+        self._scheduler, self._training = trainer.scheduler, trainer.model.training
+
+    def restore(self) -> None:
+        trainer = self._trainer
+        trainer.model = trainer.get_model()
+        trainer.model.load_state_dict(self._model)
+        trainer.model.train(self._training)
+        trainer.optimizer.state.clear()
+        trainer.optimizer.load_state_dict(self._optimizer)
+        trainer.optimizer.zero_grad()
+        trainer.state.clock.load_state_dict(self._clock)
+        trainer.state.schedulers = () if self._scheduler is None else (self._scheduler,)
+        for name, value in self._fields.items():
+            setattr(trainer, name, value)
+        restore_rng(self._rng)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _steepest_fall(lrs: list[float], losses: list[float]) -> float | None:
+    import math
+
+    start, stop = IGNORED_START, len(losses) - IGNORED_END
+    slopes = [
+        ((losses[k + 1] - losses[k - 1]) / (math.log(lrs[k + 1]) - math.log(lrs[k - 1])), lrs[k])
+        for k in range(max(1, start), stop - 1)
+    ]
+    slopes = [(slope, rate) for slope, rate in slopes if slope < 0]
+    return min(slopes)[1] if slopes else None

@@ -1,0 +1,149 @@
+"""How a run begins, is restored, and ends: the state it fills, and what a signal does to it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.context.context import Context
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.ranks import get_rank, is_distributed
+from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import derive_seed, restore_rng
+from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
+from drivetrain.train import loaders
+from drivetrain.train.keeping import Keeper
+from drivetrain.train.settings import TrainSettings
+from drivetrain.train.stopping import StopVote
+
+
+def make_state(
+    given: Context | None, model: Any, loss_func: Any, optimizer: Any, device: Any, seed: int | None
+) -> State:
+    """Return the State of a trainer: a new one, or the user's Context with what the constructor was given on top."""
+    state = given if isinstance(given, State) else State(seed=seed)
+    if given is not None and given is not state:
+        for name, value in given._items().items():
+            setattr(state, name, value)
+        optimizer = optimizer if optimizer is not None else getattr(given, "optimizer", None)
+        loss_func = loss_func if loss_func is not None else getattr(given, "loss_func", None)
+    state.model = model if model is not None else getattr(given, "model", None)
+    state.loss_fn, state.device = loss_func, device
+    state.optimizers = () if optimizer is None else optimizer if isinstance(optimizer, tuple) else (optimizer,)
+    state.schedulers = ()
+    return state
+
+
+def follow_current_run(settings: TrainSettings) -> TrainSettings:
+    """Inside an experiment, keep the run in its folder and resume as the experiment was told to."""
+    run = current_run()
+    if run is None:
+        return settings
+    folder = settings.checkpoint_dir if settings.checkpoint_dir is not None else Path(run.folder) / "checkpoints"
+    resume = settings.resume_from
+    if resume is None and run.params.get("resume", "never") != "never":
+        resume = "auto"
+    return replace(settings, checkpoint_dir=folder, resume_from=resume)
+
+
+def restore(trainer: Any) -> None:
+    """Load the state of an earlier run if one is asked for, then wrap the model: after this it is final."""
+    state, settings = trainer.state, trainer.settings
+    _fill_state(trainer)
+    trainer._keeper = Keeper(trainer, settings)
+    trainer._restored_rng = None
+    trainer._fire(Event.BEFORE_LOAD)
+    if settings.resume_from is not None:
+        _load(trainer, settings.resume_from)
+    trainer._fire(Event.AFTER_LOAD)
+    trainer._keeper.start()
+    if is_distributed():
+        trainer._vote = StopVote()
+        trainer._fire = trainer._fire_together
+        trainer.model = trainer._accelerator.prepare_model(trainer.model)
+        if trainer._restored_rng is None:
+            _reseed_rank(state.seed)
+
+
+def _fill_state(trainer: Any) -> None:
+    """Put everything that makes the next step what it would have been onto the state."""
+    state = trainer.state
+    if trainer.settings.resume_from is None and not trainer._continues:
+        state.clock.reset()
+    state.device = torch.device(trainer.device)
+    state.scaler = getattr(trainer._accelerator, "scaler", None)
+    state.history = trainer.run_history
+    state.loss_tracker = trainer._loss_tracker
+    smart = loaders.smart_loader(trainer._train_dataloader)
+    state.train_dataloader = trainer._train_dataloader if smart is None else smart
+    state.gradients = trainer._gradients
+    state.accumulation_steps = trainer.settings.gradient_accumulation_steps
+    if loaders.length(trainer._train_dataloader) is not None:
+        state.set_dataloader(trainer._train_dataloader, "train")
+    state.custom_entries = None
+
+
+def _load(trainer: Any, source: Any) -> None:
+    keeper = trainer._keeper
+    if source in ("auto", "latest"):
+        if keeper.checkpointer is None:
+            raise ConfigError(
+                f"resume_from={source!r} needs checkpoint_dir=..., the folder the run's checkpoints are in."
+            )
+        restored = keeper.checkpointer.restore("auto")
+        if restored is None:
+            trainer.print(f"No checkpoint under {keeper.checkpointer.directory}: starting afresh.")
+            return
+    else:
+        from drivetrain.train.saving import restore_from
+
+        restored = restore_from(trainer, source)
+    trainer._restored_rng = getattr(restored, "rng", None)
+    clock = trainer.state.clock
+    trainer.last_checkpoint = getattr(restored, "path", source)
+    trainer.print(
+        f"Resumed {trainer.last_checkpoint}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
+    )
+
+
+def apply_restored_rng(trainer: Any) -> None:
+    """Set the generators as they were, just before the first resumed step."""
+    rng, trainer._restored_rng = trainer._restored_rng, None
+    if rng is not None:
+        restore_rng(rng)
+
+
+def _reseed_rank(seed: int | None) -> None:
+    """Give every rank but the first its own random numbers, so that dropout masks differ; weights are already equal."""
+    base = broadcast_from_master(torch.initial_seed() if seed is None else seed)
+    if get_rank() > 0:
+        torch.manual_seed(derive_seed(base, "rank", get_rank()))
+
+
+def obey_signal(trainer: Any, number: int) -> None:
+    """Save; then end the process as the signal asks, or go on after SIGUSR1."""
+    trainer._signals.clear()
+    trainer._keeper.save(final=is_stop(number))
+    trainer._keeper.wait()
+    if not is_stop(number):
+        requeue_under_slurm()
+        return
+    run = current_run()
+    if run is not None and hasattr(run, "interrupted"):
+        run.interrupted = True
+    if number == 2:  # SIGINT: what Ctrl-C has always raised
+        raise KeyboardInterrupt
+    raise SystemExit(exit_status(number))
+
+
+def finish(trainer: Any) -> None:
+    """After the last event: wait for files, stop the clock, let ranks part."""
+    trainer._keeper.wait()
+    trainer.state.clock.stop()
+    if trainer._vote is not None:
+        trainer._vote.close()
+        trainer._vote, trainer._fire = None, trainer.engine.fire

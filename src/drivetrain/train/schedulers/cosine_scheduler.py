@@ -1,0 +1,123 @@
+"""Cosine annealing (Loshchilov and Hutter, 2016) without restarts, with warm-up, cool-down and k-decay.
+
+k-decay (Zhang and Li, 2020) raises the position to a power before the cosine is taken.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from drivetrain.optim.schedules import cosine
+from drivetrain.train.placeholders import TrainerPlaceholderValues
+from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require
+
+_SAVED = (
+    "total_iterations",
+    "lr_min_ratio",
+    "lr_min",
+    "warmup_iterations",
+    "warmup_lr_init",
+    "warmup_lr_ratio",
+    "k_decay",
+    "num_cooldown_iterations",
+)
+
+
+class CosineLrScheduler(StatefulSchedulerBase):
+    """Rises linearly to the base rate, falls along half a cosine to the minimum, and stays there.
+
+    With T total, W warm-up and C cool-down updates the fall takes place between W and T - C; `k_decay` above 1 keeps
+    the rate high for longer. Ratios are fractions of each group's base rate and win over the absolute values.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_epochs: int,
+        num_update_steps_per_epoch: int,
+        k_decay: float = 1.0,
+        lr_min: float = 1e-6,
+        min_lr_ratio: float | None = None,
+        num_warmup_epochs: float = 0,
+        warmup_starting_lr: float = 1e-6,
+        warmup_starting_lr_ratio: float | None = None,
+        num_cooldown_epochs: float = 0,
+    ):
+        super().__init__(optimizer)
+        require(total_num_epochs > 0, f"total_num_epochs={total_num_epochs}: expected a number above 0.")
+        require(
+            num_update_steps_per_epoch > 0,
+            f"num_update_steps_per_epoch={num_update_steps_per_epoch}: expected a number above 0.",
+        )
+        require(lr_min >= 0, f"lr_min={lr_min}: expected a rate of at least 0.")
+        require(k_decay > 0, f"k_decay={k_decay}: expected an exponent above 0.")
+        for name, ratio in (("min_lr_ratio", min_lr_ratio), ("warmup_starting_lr_ratio", warmup_starting_lr_ratio)):
+            require(
+                ratio is None or 0 <= ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1."
+            )
+        require(
+            num_warmup_epochs >= 0
+            and num_cooldown_epochs >= 0
+            and num_warmup_epochs + num_cooldown_epochs <= total_num_epochs,
+            f"num_warmup_epochs={num_warmup_epochs} and num_cooldown_epochs={num_cooldown_epochs} do not fit in "
+            f"total_num_epochs={total_num_epochs}, which includes both.",
+        )
+        self.total_iterations = total_num_epochs * num_update_steps_per_epoch
+        self.lr_min_ratio = min_lr_ratio
+        self.lr_min = lr_min
+        self.warmup_iterations = num_warmup_epochs * num_update_steps_per_epoch
+        self.warmup_lr_init = warmup_starting_lr
+        self.warmup_lr_ratio = warmup_starting_lr_ratio
+        self.k_decay = k_decay
+        self.num_cooldown_iterations = num_cooldown_epochs * num_update_steps_per_epoch
+        self.step_update(0)
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        """Return the rate of every group after so many updates."""
+        return [self._rate(base, num_updates) for base in self.base_lr_values]
+
+    def _rate(self, base: float, num_updates: int) -> float:
+        warmup, end = self.warmup_iterations, self.total_iterations - self.num_cooldown_iterations
+        lowest = self.lr_min if self.lr_min_ratio is None else self.lr_min_ratio * base
+        if num_updates < warmup:
+            start = self.warmup_lr_init if self.warmup_lr_ratio is None else self.warmup_lr_ratio * base
+            return start + num_updates * (base - start) / warmup
+        if num_updates < end:
+            return lowest + (base - lowest) * cosine((num_updates - warmup) / (end - warmup), self.k_decay)
+        return lowest
+
+    @classmethod
+    def create_scheduler_fn(
+        cls,
+        total_num_epochs: Any = TrainerPlaceholderValues.NUM_EPOCHS,
+        num_update_steps_per_epoch: Any = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        k_decay: float = 1.0,
+        lr_min: float = 1e-6,
+        min_lr_ratio: float | None = None,
+        num_warmup_epochs: Any = 0,
+        warmup_starting_lr: float = 1e-6,
+        warmup_starting_lr_ratio: float | None = None,
+        num_cooldown_epochs: Any = 0,
+    ) -> "Callable[[Any], CosineLrScheduler]":
+        """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
+        return partial(
+            cls,
+            total_num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            k_decay=k_decay,
+            lr_min=lr_min,
+            min_lr_ratio=min_lr_ratio,
+            num_warmup_epochs=num_warmup_epochs,
+            warmup_starting_lr=warmup_starting_lr,
+            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
+            num_cooldown_epochs=num_cooldown_epochs,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shape of the curve and the count; base rates belong to the optimizer."""
+        state = super().state_dict()
+        return {name: state[name] for name in (*_SAVED, "num_updates")}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the curve and the count back."""
+        super().load_state_dict({name: state_dict[name] for name in (*_SAVED, "num_updates")})

@@ -1,0 +1,112 @@
+"""A scheduler sets one field of an optimizer's parameter groups as a function of the number of updates.
+
+It is stepped after every update, never per epoch, so there is one count and no doubt about its meaning. The first
+`step()` evaluates update 0, the value the constructor already set: update k (from 0) runs with f(max(k - 1, 0)).
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError
+
+Values = None | float | Iterable[float]
+
+
+class SchedulerArgumentError(ConfigError, AssertionError):
+    """A scheduler was given an argument it cannot use."""
+
+
+class SchedulerBase(ABC):
+    """Keeps no count: `step_update(num_updates)` is told it."""
+
+    def __init__(self, optimizer: Any, param_group_field: str = "lr"):
+        self.optimizer = optimizer
+        self.param_group_field = param_group_field
+        self._initial_param_group_field = f"initial_{param_group_field}"
+        for index, group in enumerate(optimizer.param_groups):
+            if param_group_field not in group:
+                raise KeyError(
+                    f"{param_group_field} is missing from param_groups[{index}], which has "
+                    f"{', '.join(map(str, group))}."
+                )
+            initial = group[param_group_field]
+            group.setdefault(
+                self._initial_param_group_field, float(initial) if isinstance(initial, Tensor) else initial
+            )
+        self.base_lr_values = [float(group[self._initial_param_group_field]) for group in optimizer.param_groups]
+        self._update_param_groups(self.base_lr_values)
+
+    @abstractmethod
+    def get_updated_values(self, num_updates: int) -> Values:
+        """Return the value after so many updates: one for all groups, one for each, or None to leave them."""
+
+    def step_update(self, num_updates: int) -> None:
+        """Set the value that belongs to so many updates."""
+        values = self.get_updated_values(num_updates)
+        if values is not None:
+            self._update_param_groups(values)
+
+    def _update_param_groups(self, values: float | Iterable[float]) -> None:
+        groups = self.optimizer.param_groups
+        values = list(values) if isinstance(values, Iterable) else [values] * len(groups)
+        if len(values) != len(groups):
+            raise ValueError(
+                f"{type(self).__name__}.get_updated_values returned {len(values)} values for {len(groups)} parameter "
+                "groups; return one number, or one for each group."
+            )
+        for group, value in zip(groups, values):
+            if isinstance(group[self.param_group_field], Tensor):
+                group[self.param_group_field].fill_(value)  # a compiled or captured step holds on to this tensor
+            else:
+                group[self.param_group_field] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all attributes except the optimizer, which is saved on its own."""
+        return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take attributes back."""
+        vars(self).update(state_dict)
+
+
+class StatefulSchedulerBase(SchedulerBase):
+    """Counts its own updates: call `step()` after each one."""
+
+    def __init__(self, optimizer: Any, param_group_field: str = "lr"):
+        super().__init__(optimizer, param_group_field)
+        self._num_updates = -1
+
+    def step(self) -> None:
+        """Set the value for the next update."""
+        self._num_updates += 1
+        self.step_update(self._num_updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all attributes except the optimizer; the count is called `num_updates`."""
+        state = super().state_dict()
+        state["num_updates"] = state.pop("_num_updates")
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take attributes and the count back."""
+        state = dict(state_dict)
+        num_updates = state.pop("num_updates", None)
+        if num_updates is None:
+            warnings.warn(
+                f"the saved state of {type(self).__name__} has no count of updates; the schedule goes on from "
+                f"{self._num_updates}.",
+                stacklevel=2,
+            )
+        else:
+            self._num_updates = num_updates
+        super().load_state_dict(state)
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse an argument unless the condition holds."""
+    if not condition:
+        raise SchedulerArgumentError(message)

@@ -1,0 +1,217 @@
+"""Warm-up, stable, decay (Wen et al., 2024, "A River Valley Loss Landscape Perspective"): a schedule with several ends.
+
+The rate rises, stays, and falls shortly before each checkpoint; after a checkpoint it is back at the base rate.
+Checkpoints double in distance and the last one is the end: 2 of 100 000 updates stand at 50 000 and 100 000. A later
+run can continue from the weights before a decay (WSD) or after it (WSD-S): it has a length of its own and no warm-up.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.optim.schedules import decay
+from drivetrain.train.placeholders import TrainerPlaceholderValues
+from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require
+
+_SHAPE = (
+    "num_warmup_steps",
+    "decay_phase_ratio",
+    "lr_min",
+    "warmup_starting_lr",
+    "use_inverse_sqrt_decay",
+    "num_checkpoints",
+)
+_SAVED = ("total_steps", *_SHAPE, "is_continuation_from_checkpoint", "num_updates")
+
+
+class WSDLrScheduler(StatefulSchedulerBase):
+    """Holds the base rate and lets it fall before each checkpoint; `WSDCheckpointCallback` saves at those steps."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        num_epochs: int | None = None,
+        num_update_steps_per_epoch: int | None = None,
+        total_steps: int | None = None,
+        num_warmup_steps: float | None = 0,
+        decay_phase_ratio: float = 0.1,
+        lr_min: float = 1e-6,
+        warmup_starting_lr: float = 1e-6,
+        use_inverse_sqrt_decay: bool = True,
+        num_checkpoints: int = 1,
+        is_continuation_from_checkpoint: bool = False,
+    ):
+        super().__init__(optimizer)
+        self.total_steps = _count_steps(num_epochs, num_update_steps_per_epoch, total_steps)
+        self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
+        self.decay_phase_ratio = decay_phase_ratio
+        self.lr_min = lr_min  # a fraction of the base rate
+        self.warmup_starting_lr = warmup_starting_lr
+        self.use_inverse_sqrt_decay = use_inverse_sqrt_decay
+        self.num_checkpoints = num_checkpoints
+        self.is_continuation_from_checkpoint = is_continuation_from_checkpoint
+        self._check()
+        self._plan()
+        self.step_update(0)
+
+    def _check(self) -> None:
+        ratio, count, highest = self.decay_phase_ratio, self.num_checkpoints, max(self.base_lr_values)
+        require(self.total_steps > 0, f"total_steps={self.total_steps}: expected a number above 0.")
+        require(0 <= ratio <= 1, f"decay_phase_ratio={ratio}: expected a fraction of a period, from 0 to 1.")
+        require(0 <= self.lr_min <= 1, f"lr_min={self.lr_min}: expected a fraction of the base rate, from 0 to 1.")
+        require(count > 0, f"num_checkpoints={count}: expected at least 1.")
+        require(
+            self.total_steps >= 2 ** (count - 1),
+            f"num_checkpoints={count} do not fit in total_steps={self.total_steps}; use at least {2 ** (count - 1)} "
+            "steps.",
+        )
+        if self.warmup_starting_lr > highest:
+            raise ConfigError(
+                f"warmup_starting_lr={self.warmup_starting_lr} is above the base rate {highest}: the warm-up would "
+                "fall. Choose a start below it."
+            )
+        if count > 1 and ratio > 1 / 3:
+            raise ConfigError(
+                f"decay_phase_ratio={ratio} with num_checkpoints={count}: decays take at most a third of a period "
+                "when there are several. Use a ratio up to 0.33, or one checkpoint."
+            )
+
+    def _plan(self) -> None:
+        self.checkpoint_steps = estimate_checkpoint_steps(self.total_steps, self.num_checkpoints)
+        self.checkpoint_decay_info = []
+        for start, end in zip([0, *self.checkpoint_steps], self.checkpoint_steps):
+            decay_steps = int((end - start) * self.decay_phase_ratio)
+            self.checkpoint_decay_info.append(
+                {
+                    "period_start": start,
+                    "period_end": end,
+                    "decay_steps": decay_steps,
+                    "pre_decay_step": end - decay_steps,
+                }
+            )
+
+    def get_checkpoint_steps(self) -> list[int]:
+        """Return the updates after which a decay is complete."""
+        return self.checkpoint_steps
+
+    def get_decay_info(self) -> list[dict[str, int]]:
+        """Return start, end, decay length and the update before the decay, for every period."""
+        return self.checkpoint_decay_info
+
+    def get_phase_info(self, num_updates: int) -> dict[str, int]:
+        """Return the period that so many updates lie in; the end of a period belongs to it."""
+        periods = self.checkpoint_decay_info
+        return next((period for period in periods if num_updates <= period["period_end"]), periods[-1])
+
+    def get_current_step(self) -> int:
+        """Return the number of updates the present rate was made for."""
+        return max(self._num_updates, 0)
+
+    def get_current_phase_info(self) -> dict[str, int]:
+        """Return the period the schedule is in."""
+        return self.get_phase_info(self.get_current_step())
+
+    def _get_checkpoint_info(self, num_updates: int) -> tuple[int, int]:
+        """Return the length of the period that comes next and the updates done in it."""
+        period = self._period(num_updates)
+        return period["period_end"] - period["period_start"], num_updates - period["period_start"]
+
+    _get_checkpoint_info.cache_clear = lambda: None  # type: ignore[attr-defined]  # callers may clear; nothing is cached
+
+    def _period(self, num_updates: int) -> dict[str, int]:
+        periods = self.checkpoint_decay_info
+        return next((period for period in periods if num_updates < period["period_end"]), periods[-1])
+
+    def get_updated_values(self, num_updates: int) -> list[float]:
+        """Return the rate of every group after so many updates."""
+        if not self.is_continuation_from_checkpoint and num_updates < self.num_warmup_steps:
+            start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
+            return [start + done * (base - start) for base in self.base_lr_values]
+        factor = self._decay_factor(num_updates)
+        return [base * factor for base in self.base_lr_values]
+
+    def _decay_factor(self, num_updates: int) -> float:
+        period, lowest = self._period(num_updates), self.lr_min
+        into_decay = num_updates - period["pre_decay_step"]
+        if into_decay <= 0 or not period["decay_steps"]:
+            return 1.0
+        t = min(into_decay / period["decay_steps"], 1.0)
+        if self.use_inverse_sqrt_decay:
+            return decay(t, "sqrt", lowest)
+        return decay(t, "inverse", lowest) if lowest else 0.0
+
+    @classmethod
+    def create_scheduler_fn(
+        cls,
+        total_num_epochs: Any = TrainerPlaceholderValues.NUM_EPOCHS,
+        num_update_steps_per_epoch: Any = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        num_warmup_epochs: Any = None,
+        decay_phase_ratio: float = 0.1,
+        lr_min: float = 1e-6,
+        warmup_starting_lr: float = 1e-6,
+        use_inverse_sqrt_decay: bool = True,
+        num_checkpoints: int = 1,
+        is_continuation_from_checkpoint: bool = False,
+    ) -> "Callable[[Any], WSDLrScheduler]":
+        """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
+        return partial(
+            cls,
+            num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            num_warmup_steps=None if num_warmup_epochs is None else num_warmup_epochs * num_update_steps_per_epoch,
+            decay_phase_ratio=decay_phase_ratio,
+            lr_min=lr_min,
+            warmup_starting_lr=warmup_starting_lr,
+            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
+            num_checkpoints=num_checkpoints,
+            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
+        )
+
+    def restart(self) -> None:
+        """Count from the beginning again, as a continuation does."""
+        self._num_updates = -1
+        self.step_update(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shape of the curve and the count; base rates belong to the optimizer."""
+        state = super().state_dict()
+        return {name: state[name] for name in _SAVED}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the curve back. A continuation keeps its own length and starts afresh, unless the state is its own."""
+        state = {name: state_dict[name] for name in _SAVED if name in state_dict}
+        is_own = state.get("is_continuation_from_checkpoint") and state.get("total_steps") == self.total_steps
+        if self.is_continuation_from_checkpoint and not is_own:
+            vars(self).update({name: state[name] for name in _SHAPE if name in state})
+            self._plan()
+            self.restart()
+        else:
+            super().load_state_dict(state)
+            self._plan()
+
+
+def estimate_checkpoint_steps(total_steps: int, num_checkpoints: int) -> list[int]:
+    """Return the ends of the periods, each twice the one before.
+
+    >>> estimate_checkpoint_steps(200_000, 3)
+    [50000, 100000, 200000]
+    """
+    return [total_steps // 2 ** (num_checkpoints - 1 - index) for index in range(num_checkpoints)]
+
+
+def _count_steps(num_epochs: int | None, num_update_steps_per_epoch: int | None, total_steps: int | None) -> int:
+    given = (
+        f"num_epochs={num_epochs}, num_update_steps_per_epoch={num_update_steps_per_epoch}, total_steps={total_steps}"
+    )
+    if total_steps is not None:
+        if num_epochs is not None or num_update_steps_per_epoch is not None:
+            raise ConfigError(
+                f"{given}: the length is given twice. Pass total_steps alone, or the other two without it."
+            )
+        return total_steps
+    if num_epochs is None or num_update_steps_per_epoch is None:
+        raise ConfigError(
+            f"{given}: the length is missing. Pass total_steps, or num_epochs with num_update_steps_per_epoch."
+        )
+    return num_epochs * num_update_steps_per_epoch

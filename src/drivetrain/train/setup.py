@@ -1,0 +1,216 @@
+"""Decisions that `train()` makes once, before its loop."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.time import Clock
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.train import loaders, resuming
+from drivetrain.train.checks import check_optimizer, check_scheduler, check_watched_metrics
+from drivetrain.train.gradients import Gradients
+from drivetrain.train.intervals import Interval
+from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
+from drivetrain.train.settings import RunLimits, TrainSettings
+
+
+def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
+    """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run."""
+    settings = trainer.settings
+    check_optimizer(trainer)
+    trainer._stop, trainer._first_batch = None, True
+    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
+    batch_size = settings.per_device_batch_size
+    trainer._train_dataloader = trainer.create_train_dataloader(
+        batch_size, loaders.with_settings(settings, train_kwargs)
+    )
+    trainer._eval_dataloader = None
+    if trainer.eval_dataset is not None:
+        trainer._eval_dataloader = trainer.create_eval_dataloader(batch_size, eval_kwargs)
+    trainer._prepare_model_optimizer_and_dataloaders()
+    trainer.run_config = trainer._create_run_config(
+        settings.num_epochs, settings.gradient_accumulation_steps, settings.max_num_train_steps
+    )
+    check_watched_metrics(trainer)
+    trainer._limits = RunLimits(settings)
+    trainer.state.max_duration = trainer._limits.duration(trainer.run_config.num_local_update_steps_per_epoch)
+    _prepare_scheduler(trainer)
+    _bind_units(trainer)
+    resuming.restore(trainer)
+
+
+def _prepare_scheduler(trainer: Any) -> None:
+    """Make this run's scheduler; one that an earlier run made is dropped, one the user assigned stays."""
+    if trainer._scheduler_is_ours:
+        trainer.scheduler = None
+    if trainer.create_scheduler_fn is not None:
+        check_scheduler(trainer)
+        trainer.scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
+        trainer._scheduler_is_ours = True
+    if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        trainer.settings = replace(trainer.settings, scheduler_interval="epoch")
+    trainer._schedules_each_step = trainer.settings.scheduler_interval == "step"
+
+
+def _bind_units(trainer: Any) -> None:
+    """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
+    if trainer._units is None:
+        return
+    batches, epochs = loaders.length(trainer._train_dataloader), trainer.settings.num_epochs
+    total = None if batches is None or epochs is None else batches * epochs
+    trainer._units.bind(total_steps=total, steps_per_epoch=batches)
+
+
+def prepare_loop(trainer: Any) -> None:
+    """Decide once what the loop would otherwise ask at every step; guests of FIT_START have had their say."""
+    settings, state, engine = trainer.settings, trainer.state, trainer.engine
+    trainer._batches_per_epoch = loaders.length(trainer._train_dataloader)
+    trainer._gradients.use_loader(trainer._train_dataloader)
+    trainer._sample_source = loaders.smart_loader(trainer._train_dataloader)
+    trainer._ddp = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
+    trainer._microbatch_size = choose_microbatch_size(trainer)
+    trainer._gradients.window.is_plain &= trainer._microbatch_size is None
+    trainer._listens_before_loss = engine.listens(Event.BEFORE_LOSS)
+    trainer._saw_forward = trainer._saw_loss = False
+    trainer._eval_every = None
+    if trainer._eval_dataloader is not None:
+        trainer._eval_every = evaluation_inside_epochs(settings, state)
+    trainer._eval_metrics.to(trainer.device)
+    trainer._train_metrics.to(trainer.device)
+    state.clock.start()
+
+
+def resolve_optimizer(trainer: Any) -> None:
+    """Turn units, a mapping of them or a configuration into an `OptimSet`; a torch optimizer is never touched.
+
+    A run with a torch optimizer imports nothing of `drivetrain.optim`.
+    """
+    trainer._units = None
+    optimizer = trainer.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer) or not _describes_units(optimizer):
+        return
+    from drivetrain.optim.config import as_optim_set
+
+    units = as_optim_set(optimizer, trainer.get_model(), accum_grad=trainer.settings.gradient_accumulation_steps)
+    trainer.optimizer = trainer._units = units
+
+
+def _describes_units(optimizer: Any) -> bool:
+    if isinstance(optimizer, str | Path | Mapping):
+        return True
+    return any(base.__module__.startswith("drivetrain.optim.") for base in type(optimizer).__mro__) or (
+        inspect.isfunction(optimizer)
+    )
+
+
+def make_run_config(
+    trainer: Any, num_epochs: int | None, gradient_accumulation_steps: int, max_num_train_steps: int | None
+) -> TrainerRunConfig:
+    """Collect the facts of a run; counts are None where the loader has no length."""
+    settings, runtime = trainer.settings, trainer._accelerator
+    processes = runtime.num_processes
+    per_device = batch_size_of_loader(trainer._train_dataloader)
+    eval_per_device = batch_size_of_loader(trainer._eval_dataloader)
+    batches = loaders.length(trainer._train_dataloader) if trainer._train_dataloader is not None else None
+    accumulation = max(1, gradient_accumulation_steps)
+    steps, local_steps = (None, None) if batches is None else count_update_steps(batches, processes, accumulation)
+    if max_num_train_steps is None and num_epochs is not None and steps is not None:
+        max_num_train_steps = num_epochs * steps + 1
+    return TrainerRunConfig(
+        num_epochs=num_epochs,
+        train_per_device_batch_size=per_device,
+        train_dl_kwargs=trainer._train_dl_kwargs,
+        eval_per_device_batch_size=eval_per_device,
+        eval_dl_kwargs=trainer._eval_dl_kwargs,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_clip_value=settings.gradient_clip_value if settings else None,
+        train_total_batch_size=None if per_device is None else per_device * processes * accumulation,
+        eval_total_batch_size=None if eval_per_device is None else eval_per_device * processes,
+        num_update_steps_per_epoch=steps,
+        num_local_update_steps_per_epoch=local_steps,
+        max_num_train_steps=max_num_train_steps,
+        is_local_process_zero=runtime.is_local_main_process,
+        is_world_process_zero=runtime.is_main_process,
+        is_distributed=processes > 1,
+        mixed_precision=runtime.mixed_precision,
+        num_processes=processes,
+        gradient_clip_norm=settings.gradient_clip_norm if settings else None,
+        max_duration=str(settings.max_duration) if settings and settings.max_duration else None,
+        microbatch_size=settings.microbatch_size if settings else None,
+        precision=runtime.mixed_precision,
+        seed=trainer.state.seed,
+    )
+
+
+def batch_size_of_loader(loader: Any) -> int | None:
+    """Return the batch size per process that a loader was built with, or None."""
+    size = getattr(getattr(loader, "dl", loader), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def check_eval_batch_size(trainer: Any) -> None:
+    """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
+    loader = trainer._eval_dataloader
+    if loaders.smart_loader(loader) is not None or get_num_processes() == 1:
+        return
+    batches = loaders.length(loader)
+    if batches is not None and batches == 0:
+        raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
+    warnings.warn(
+        f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
+        f"{get_num_processes()} processes here: each evaluates all of it.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def evaluation_inside_epochs(settings: TrainSettings, state: State) -> Callable[[Clock], bool] | None:
+    """Return the test for an evaluation after a batch, or None when evaluation waits for epochs."""
+    every = settings.eval_time
+    if every is None:
+        decide = settings.eval_interval
+        return lambda clock: bool(decide(state, Event.BATCH_END))  # type: ignore[operator]
+    interval = Interval(every, state.max_duration)
+    if interval.is_per_epoch or every.value <= 0:
+        return None
+    interval.reset(state.clock)
+    return interval.due
+
+
+def choose_microbatch_size(trainer: Any) -> int | None:
+    """Return the number of rows a batch is split into, or None for no split."""
+    asked = trainer.settings.microbatch_size
+    if asked != "auto":
+        return asked
+    if torch.device(trainer.device).type == "cpu":
+        return None  # a CPU swaps before it runs out: there is nothing to find
+    from drivetrain.train.microbatching import find_microbatch_size
+
+    return find_microbatch_size(trainer)
+
+
+def call_seed_form(create_scheduler: Callable[..., Any], optimizer: Any) -> Any:
+    """Call the scheduler hook; an override that takes a parameter, as older ones do, receives the optimizer."""
+    try:
+        wants_optimizer = len(inspect.signature(create_scheduler).parameters) == 1
+    except (TypeError, ValueError):
+        wants_optimizer = False
+    return create_scheduler(optimizer) if wants_optimizer else create_scheduler()
+
+
+def refuse_precision_without_device(trainer: Any) -> None:
+    """Refuse a precision the device cannot run, before the first step."""
+    precision, device = trainer._accelerator.precision, torch.device(trainer.device)
+    if precision.name == "fp8" and device.type != "cuda":
+        raise ConfigError(
+            f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device.type}."
+        )

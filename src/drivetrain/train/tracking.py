@@ -1,0 +1,309 @@
+"""What a run remembers: metric values per epoch, and the running mean of the loss.
+
+A loss is a tensor on the device. Reading it makes the host wait, so `LossTracker.update` only keeps it: a few tensors
+wait in a ring, a full ring is folded into one running sum on the device, and a number leaves the device when somebody
+asks for it. Memory is constant over any number of steps, and an update costs about a microsecond.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import unknown_name
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.ranks import get_num_processes
+
+_RING_SIZE = 64
+
+
+class RunHistory(ABC):
+    """The interface of a run's history: named lists of values, and the number of the epoch."""
+
+    @abstractmethod
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the names of all recorded metrics."""
+
+    @abstractmethod
+    def get_metric_values(self, metric_name: str) -> Iterable[Any]:
+        """Return all values of a metric, oldest first."""
+
+    @abstractmethod
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the last value of a metric."""
+
+    @abstractmethod
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Put a prefix before every name that is recorded from now on."""
+
+    @property
+    @abstractmethod
+    def metric_name_prefix(self) -> str:
+        """The prefix put before recorded names."""
+
+    @abstractmethod
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value."""
+
+    @abstractmethod
+    def delete_metric(self, metric_name: str) -> None:
+        """Forget a metric and all its values."""
+
+    @property
+    @abstractmethod
+    def current_epoch(self) -> int:
+        """The epoch in progress, counted from 1."""
+
+    @abstractmethod
+    def _increment_epoch(self) -> None:
+        """Go to the next epoch."""
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a resumed run does."""
+        while self.current_epoch < epoch:
+            self._increment_epoch()
+        if self.current_epoch != epoch:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot go back from epoch {self.current_epoch} to {epoch}; define "
+                "_set_epoch(epoch)."
+            )
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all values and return to the first epoch."""
+
+
+class InMemoryRunHistory(RunHistory):
+    """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
+
+    >>> history = InMemoryRunHistory()
+    >>> history.update_metric("train_loss_epoch", 0.5)
+    >>> history.get_latest_metric("train_loss_epoch"), history.get_metric_values("accuracy")
+    (0.5, [])
+    """
+
+    def __init__(self) -> None:
+        self._current_epoch = 1
+        self._metrics: defaultdict[str, list[Any]] = defaultdict(list)
+        self._prefix = ""
+
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the recorded names as a set that keeps their order."""
+        return {name: None for name, values in self._metrics.items() if values}.keys()
+
+    def get_metric_values(self, metric_name: str) -> list[Any]:
+        """Return all values of a metric, oldest first; none for a name that was never recorded."""
+        return self._metrics.get(metric_name, [])
+
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the last value of a metric."""
+        values = self._metrics.get(metric_name)
+        if not values:
+            raise ValueError(
+                unknown_name(
+                    "metric", metric_name, self.get_metric_names() or ["none recorded yet"], where="run history"
+                )
+            )
+        return values[-1]
+
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value under the prefixed name."""
+        self._metrics[f"{self._prefix}{metric_name}"].append(metric_value)
+
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Put a prefix before every name that is recorded from now on; `reset` keeps it."""
+        self._prefix = prefix
+
+    def delete_metric(self, metric_name: str) -> None:
+        """Forget a metric and all its values."""
+        if metric_name not in self._metrics:
+            raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
+        del self._metrics[metric_name]
+
+    @property
+    def metric_name_prefix(self) -> str:
+        """The prefix put before recorded names."""
+        return self._prefix
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, counted from 1."""
+        return self._current_epoch
+
+    def _increment_epoch(self) -> None:
+        self._current_epoch += 1
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._current_epoch = epoch
+
+    def reset(self) -> None:
+        """Forget all values and return to the first epoch."""
+        self._current_epoch = 1
+        self._metrics = defaultdict(list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, prefix and values in plain containers."""
+        return {
+            "current_epoch": self._current_epoch,
+            "prefix": self._prefix,
+            "metrics": {name: list(values) for name, values in self._metrics.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._current_epoch = state["current_epoch"]
+        self._prefix = state["prefix"]
+        self._metrics = defaultdict(list, {name: list(values) for name, values in state["metrics"].items()})
+
+
+class LossTracker:
+    """The mean of a loss weighted by sample counts; takes floats and device tensors, and reading is what synchronises.
+
+    >>> tracker = LossTracker()
+    >>> tracker.update(torch.tensor(1.0), batch_size=3)
+    >>> tracker.update(5.0)
+    >>> tracker.average, tracker.total_loss, tracker.running_count, tracker.loss_value
+    (2.0, 8.0, 4, 5.0)
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._ring: list[Tensor] = []
+        self._weights: list[Any] = []
+        self._sum = 0.0  # weighted losses that are already on the host
+        self._device_sum: Tensor | None = None  # weighted losses that are not
+        self._count: int | float = 0
+        self._device_count: Tensor | None = None  # only where weights are tensors
+        self._last: float | Tensor = 0.0
+        self._known: float | None = None
+
+    def update(self, loss_batch_value: float | Tensor, batch_size: int | float | Tensor = 1) -> None:
+        """Take in the mean loss of `batch_size` samples; nothing is read from the device."""
+        if not isinstance(loss_batch_value, Tensor):
+            if isinstance(batch_size, Tensor):
+                loss_batch_value = batch_size.new_full((), loss_batch_value, dtype=_sum_dtype(batch_size.device))
+            else:
+                self._last = self._known = loss_batch_value
+                self._sum += loss_batch_value * batch_size
+                self._count += batch_size
+                return
+        loss = loss_batch_value.detach() if loss_batch_value.requires_grad else loss_batch_value
+        if loss.ndim:
+            loss = loss.mean()
+        self._last = loss
+        self._ring.append(loss)
+        self._weights.append(batch_size)
+        if len(self._ring) >= _RING_SIZE:
+            self._fold()
+
+    @property
+    def average(self) -> float:
+        """The weighted mean of all losses; nan without any sample."""
+        count = self.running_count
+        return self.total_loss / count if count else float("nan")
+
+    def average_over_ranks(self) -> float:
+        """Return the weighted mean over all ranks; each rank must call this."""
+        return reduce_means({"loss": self})["loss"]
+
+    @property
+    def total_loss(self) -> float:
+        """The sum of all losses, each times its weight."""
+        self._fold()
+        if self._device_sum is not None:
+            self._sum += float(self._device_sum)  # the host waits for the device here
+            self._device_sum = None
+        return self._sum
+
+    @property
+    def running_count(self) -> int | float:
+        """The sum of all weights."""
+        self._fold()
+        if self._device_count is not None:
+            count = float(self._device_count)  # the host waits for the device here
+            self._count += int(count) if count.is_integer() else count
+            self._device_count = None
+        return self._count
+
+    @property
+    def loss_value(self) -> float:
+        """The last loss."""
+        self._known = float(self._last)  # the host waits for the device here
+        return self._known
+
+    @property
+    def latest_known(self) -> float | None:
+        """The last loss the host knows without waiting, or None; whoever reads a loss back may store it here."""
+        if isinstance(self._last, Tensor) and self._last.device.type == "cpu":
+            return float(self._last)
+        return self._known
+
+    @latest_known.setter
+    def latest_known(self, value: float) -> None:
+        self._known = value
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Return the sums, so that an epoch interrupted in its middle has the mean of all its batches."""
+        return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}
+
+    def load_state_dict(self, state: dict[str, int | float]) -> None:
+        """Go on from saved sums."""
+        self.reset()
+        self._sum, self._count, self._last = float(state["total_loss"]), state["running_count"], state["loss_value"]
+
+    def _fold(self) -> None:
+        """Add the waiting losses to the running sum with a few kernels, and without reading any of them."""
+        if not self._ring:
+            return
+        ring, weights = self._ring, self._weights
+        self._ring, self._weights = [], []
+        device = ring[0].device
+        if any(loss.device != device for loss in ring):
+            ring = [loss.to(device) for loss in ring]
+        dtype = _sum_dtype(device)
+        losses = torch.stack([loss if loss.dtype == ring[0].dtype else loss.to(ring[0].dtype) for loss in ring]).to(
+            dtype
+        )
+        if any(isinstance(weight, Tensor) for weight in weights):
+            # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would
+            # wait.
+            counts = torch.stack([_weight_tensor(weight, device, dtype) for weight in weights])
+            folded, counted = torch.dot(losses, counts), counts.sum()
+            self._device_count = counted if self._device_count is None else self._device_count + counted
+        else:
+            self._count += sum(weights)
+            if all(weight == weights[0] for weight in weights):
+                folded = losses.sum() * weights[0]
+            else:
+                folded = torch.stack(torch._foreach_mul(losses.unbind(), [float(weight) for weight in weights])).sum()
+        self._device_sum = folded if self._device_sum is None else self._device_sum.to(device) + folded
+
+
+def reduce_means(trackers: Mapping[str, LossTracker]) -> dict[str, float]:
+    """Return the means of several trackers over all ranks, with one exchange; each rank must call this.
+
+    A name that only some ranks know is averaged over those; without a sample anywhere the mean is nan.
+    """
+    sums = {name: (tracker.total_loss, tracker.running_count) for name, tracker in trackers.items()}
+    everywhere = all_gather_values(sums) if get_num_processes() > 1 else [sums]
+    means = {}
+    for name in dict.fromkeys(name for of_rank in everywhere for name in of_rank):
+        total, count = (sum(column) for column in zip(*(of_rank[name] for of_rank in everywhere if name in of_rank)))
+        means[name] = total / count if count else float("nan")
+    return means
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+
+
+def _weight_tensor(weight: int | float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.detach().to(device=device, dtype=dtype).reshape(())
+    return torch.full((), weight, device=device, dtype=dtype)

@@ -1,0 +1,1036 @@
+"""The Trainer: one readable loop around a plain model, a loss function and an optimizer.
+
+Every part that users change is a method to override; every part that only watches is a callback; whatever changes the
+training itself is an algorithm. All of them speak to one list of events (`drivetrain.core.event.Event`, whose docstring draws the
+loop). What can be decided once is decided before the first step, so the loop below says what happens, in order, and
+nothing else.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.context.context import Context
+from drivetrain.core.engine import Engine
+from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped, nearest_name
+from drivetrain.core.event import Event
+from drivetrain.core.time import Time, TimeUnit
+from drivetrain.data.loader import SmartDataLoader
+from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.seeds import set_deterministic, set_seed
+from drivetrain.runtime.signals import StopSignals
+from drivetrain.train import loaders, resuming, saving, setup
+from drivetrain.train.accelerator import TrainerRuntime
+from drivetrain.train.batches import BatchForm, batch_size_of, carried_loss, find_form, join_outputs, split_batch
+from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
+from drivetrain.train.checks import check_batch_output, check_loss
+from drivetrain.train.evaluation import evaluation_mode, kept_history
+from drivetrain.train.finetuning import restore_frozen_modes
+from drivetrain.train.gradients import Gradients
+from drivetrain.train.logbook import Logbook
+from drivetrain.train.metrics import MetricSet
+from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
+from drivetrain.train.run_config import TrainerRunConfig
+from drivetrain.train.settings import EvalInterval, RunLimits, TrainSettings, parse_time
+from drivetrain.train.stopping import STOP, StopVote
+from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
+
+DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
+
+__all__ = [
+    "DEFAULT_CALLBACKS",
+    "DataLoader",
+    "Trainer",
+    "TrainerPlaceholderValues",
+    "TrainerWithTimmScheduler",
+    "replace_trainer_placeholder_values",
+]
+
+
+class Trainer:
+    """Trains, evaluates and predicts with a plain `nn.Module`.
+
+    >>> from torch import nn, optim
+    >>> from torch.utils.data import TensorDataset
+    >>> data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    >>> model = nn.Linear(4, 2)
+    >>> trainer = Trainer(model, nn.CrossEntropyLoss(), optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    >>> history = trainer.train(data, num_epochs=2, per_device_batch_size=16)
+    >>> len(history.get_metric_values("train_loss_epoch"))
+    2
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss_func: Callable[..., Any] | None = None,
+        optimizer: Any = None,
+        callbacks: Iterable[Any] = DEFAULT_CALLBACKS,
+        run_history: RunHistory | None = None,
+        *,
+        algorithms: Iterable[Any] = (),
+        loggers: Iterable[Any] = (),
+        strategy: Any = None,
+        precision: Any = None,
+        metrics: Any = None,
+        train_metrics: Any = None,
+        count_items: Any = None,
+        device: Any = None,
+        seed: int | None = None,
+        deterministic: bool | str = False,
+        strict: bool = False,
+        state: Context | None = None,
+        scale_schedule_ratio: float = 1.0,
+        optimizers: Any = None,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        max_duration: int | str | Time | None = None,
+        eval_interval: EvalInterval | None = None,
+        **unknown: Any,
+    ):
+        _refuse_unknown(Trainer.__init__, unknown)
+        self._requested_device, self._requested_precision = device, precision
+        self.strategy, self.strict, self.scale_schedule_ratio = strategy, strict, scale_schedule_ratio
+        self._train_defaults = {
+            "train_dataset": train_dataloader,
+            "eval_dataset": eval_dataloader,
+            "max_duration": max_duration,
+            "eval_interval": eval_interval,
+        }
+        if deterministic:
+            set_deterministic("strict" if deterministic is True else deterministic)
+        if seed is not None:
+            set_seed(seed)
+        self.runtime = self._accelerator = self._create_accelerator()
+        optimizer = optimizer if optimizers is None else optimizers
+        self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
+        self.run_history: RunHistory = run_history or InMemoryRunHistory()
+        self.run_config: TrainerRunConfig | None = None
+        self.create_scheduler_fn: Any = None
+        self.collate_fn: Any = None
+        self.train_dataset: Any = None
+        self.eval_dataset: Any = None
+        self.last_grad_norm: Tensor | None = None
+        self.last_checkpoint: Any = None
+        self.evaluating = False
+        self.settings: TrainSettings | None = None
+        self._train_dataloader: Any = None
+        self._eval_dataloader: Any = None
+        self._train_dl_kwargs: dict[str, Any] | None = None
+        self._eval_dl_kwargs: dict[str, Any] | None = None
+        self._loss_tracker = LossTracker()
+        self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics)
+        self._count_items = loaders.item_counter(count_items)
+        self._form: BatchForm | None = None
+        self._form_type: type | None = None
+        self._gradients = Gradients(self)
+        self._units: Any = None
+        self._keeper: Any = None
+        self._stop: StopTrainingError | TrainingStopped | None = None
+        self._vote: StopVote | None = None
+        self._scheduler_is_ours = False
+        self._after_forward, self._before_loss = Event.AFTER_FORWARD, True
+        self._logged: dict[str, LossTracker] = {}
+        self._callbacks = tuple(callbacks)
+        self._algorithms, loggers = tuple(algorithms), tuple(loggers)
+        self.logbook = Logbook(self, list(loggers))
+        self.callback_handler = self._create_callback_handler(self._callbacks)
+        self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
+        self._fire = self.engine.fire
+        self._fire(Event.INIT)
+
+    # ------------------------------------------------------------------ what the trainer holds
+
+    @property
+    def model(self) -> Any:
+        """The model; wrapped while several processes train it, the user's own before and after."""
+        return self.state.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self.state.model = model
+
+    @property
+    def loss_func(self) -> Any:
+        """The loss function `(outputs, targets) -> loss`, or None when the model carries its loss."""
+        return self.state.loss_fn
+
+    @loss_func.setter
+    def loss_func(self, loss_func: Any) -> None:
+        self.state.loss_fn = loss_func
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, exactly as it was given."""
+        optimizers = self.state.optimizers
+        return optimizers[0] if optimizers else None
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self.state.optimizers = () if optimizer is None else (optimizer,)
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler of this run, or None."""
+        schedulers = self.state.schedulers
+        return schedulers[0] if schedulers else None
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self.state.schedulers = () if scheduler is None else (scheduler,)
+        self._scheduler_is_ours = False
+
+    @property
+    def _window(self) -> AccumulationWindow:
+        return self._gradients.window
+
+    @property
+    def device(self) -> Any:
+        """Where the model and the batches live."""
+        return self._accelerator.device
+
+    # ------------------------------------------------------------------ the public verbs
+
+    def train(
+        self,
+        train_dataset: Any = None,
+        num_epochs: int | None = None,
+        eval_dataset: Any = None,
+        per_device_batch_size: int = 8,
+        max_num_train_steps: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_value: float | None = None,
+        create_scheduler_fn: Any = None,
+        train_dataloader_kwargs: dict[str, Any] | None = None,
+        eval_dataloader_kwargs: dict[str, Any] | None = None,
+        reset_run_history: bool = True,
+        collate_fn: Any = None,
+        resume_from: Any = None,
+        *,
+        max_duration: int | str | Time | None = None,
+        global_batch_size: int | None = None,
+        gradient_clip_norm: float | None = None,
+        microbatch_size: int | str | None = None,
+        eval_interval: EvalInterval | None = None,
+        scheduler_interval: str = "step",
+        scheduler_metric: str = "eval_loss_epoch",
+        checkpoint_dir: Any = None,
+        checkpoint_every: str | int | None = "1ep",
+        keep_checkpoints: int = 3,
+        async_checkpoint: bool = True,
+        limit_train_batches: int | float | None = None,
+        limit_eval_batches: int | float | None = None,
+        sanity_eval_batches: int = 0,
+        overfit_batches: int = 0,
+        fast_dev_run: bool | int = False,
+        max_grad_norm: float | None = None,
+        **unknown: Any,
+    ) -> RunHistory:
+        """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return the history.
+
+        `train_dataset` and `eval_dataset` are datasets, or loaders that are used as they are. `per_device_batch_size` is per
+        process, `global_batch_size` (instead) is over all of them. The documentation's Trainer page explains every argument.
+        """
+        _refuse_unknown(Trainer.train, unknown)
+        defaults = self._train_defaults
+        duration = (
+            max_duration if max_duration is not None else defaults["max_duration"] if num_epochs is None else None
+        )
+        interval = eval_interval if eval_interval is not None else defaults["eval_interval"]
+        settings = TrainSettings(
+            num_epochs=num_epochs,
+            max_num_train_steps=max_num_train_steps,
+            max_duration=None if duration is None else parse_time("max_duration", duration),
+            per_device_batch_size=per_device_batch_size,
+            global_batch_size=global_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_clip_value=gradient_clip_value,
+            gradient_clip_norm=gradient_clip_norm if gradient_clip_norm is not None else max_grad_norm,
+            microbatch_size=microbatch_size,
+            eval_interval="1ep" if interval is None else interval,
+            scheduler_interval=scheduler_interval,
+            scheduler_metric=scheduler_metric,
+            resume_from=resume_from,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            async_checkpoint=async_checkpoint,
+            limit_train_batches=limit_train_batches,
+            limit_eval_batches=limit_eval_batches,
+            sanity_eval_batches=sanity_eval_batches,
+            overfit_batches=overfit_batches,
+            fast_dev_run=fast_dev_run,
+        )
+        self.settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
+        self.train_dataset = defaults["train_dataset"] if train_dataset is None else train_dataset
+        self.eval_dataset = defaults["eval_dataset"] if eval_dataset is None else eval_dataset
+        if self.settings.overfit_batches:
+            self.eval_dataset = self.train_dataset
+        self.create_scheduler_fn, self.collate_fn = create_scheduler_fn, collate_fn
+        if reset_run_history and self.settings.resume_from is None:
+            self.run_history.reset()
+        setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs)
+        with StopSignals() as self._signals:
+            self._run_training()
+        return self.run_history
+
+    def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
+        """Train; another name for `train`."""
+        return self.train(*args, **kwargs)
+
+    def evaluate(
+        self,
+        dataset: Any = None,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Any = None,
+        *,
+        reset_run_history: bool = True,
+        limit_batches: int | float | None = None,
+    ) -> dict[str, float]:
+        """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name."""
+        if dataset is not None:
+            self.eval_dataset = dataset
+        if self.eval_dataset is None:
+            raise ConfigError("evaluate() has no dataset: pass one, or give eval_dataset= to train() first.")
+        self.collate_fn = collate_fn if collate_fn is not None else self.collate_fn
+        if reset_run_history:
+            self.run_history.reset()
+        self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
+        self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, limit_batches)
+        self.model = loaders.move_model(self, self.model)
+        if self.run_config is None:
+            self.run_config = self._create_run_config(None, 1, None)
+        before = set(self.run_history.get_metric_names())
+        self._run_evaluation()
+        names = [
+            name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
+        ]
+        return {name: self.run_history.get_latest_metric(name) for name in names}
+
+    def predict(
+        self,
+        dataset: Any,
+        per_device_batch_size: int = 8,
+        dataloader_kwargs: dict[str, Any] | None = None,
+        collate_fn: Any = None,
+        *,
+        limit_batches: int | float | None = None,
+        to_cpu: bool = True,
+    ) -> Any:
+        """Return the model's outputs for a dataset, in its order, each sample once on any number of processes."""
+        from drivetrain.train.prediction import run_prediction
+
+        loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
+        self.model = loaders.move_model(self, self.model)
+        return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu)
+
+    def lr_find(
+        self,
+        train_dataset: Any,
+        *,
+        min_lr: float = 1e-7,
+        max_lr: float = 1.0,
+        num_steps: int = 100,
+        per_device_batch_size: int = 8,
+        smoothing: float = 0.98,
+        diverge_ratio: float = 4.0,
+        **train_kwargs: Any,
+    ) -> Any:
+        """Sweep the learning rate exponentially over a few steps, put everything back, and suggest one."""
+        from drivetrain.train.lr_finder import find_lr
+
+        return find_lr(
+            self, train_dataset, min_lr, max_lr, num_steps, smoothing, diverge_ratio,
+            {"per_device_batch_size": per_device_batch_size, **train_kwargs},
+        )  # fmt: skip
+
+    def explain(self, file: TextIO | None = None) -> str:
+        """Print and return the loop with every guest in place, in order."""
+        text = self.engine.explain()
+        print(text, file=file or sys.stdout)
+        return text
+
+    def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
+        """Ask for an orderly end at the next step boundary; all ranks will agree."""
+        if not isinstance(reason, (StopTrainingError, TrainingStopped)):
+            reason = StopTrainingError(str(reason))
+        self._stop = self._stop or reason
+
+    def log(self, name: str, value: Any, weight: float | None = None) -> None:
+        """Keep a value on the device and record its weighted mean over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`."""
+        output = self.state.batch_output
+        size = weight if weight is not None else output["batch_size"] if isinstance(output, Mapping) else 1
+        tracker = self._logged.setdefault(name, LossTracker())
+        tracker.update(value.detach() if isinstance(value, Tensor) else value, size)
+
+    def gather(self, tensor: Any, padding_value: Any = None) -> Any:
+        """Join tensors of all processes along the first dimension; unequal lengths are exchanged, so nothing is padding."""
+        return self._accelerator.gather(tensor)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        self._accelerator.print(*args, **kwargs)
+
+    def get_model(self, keep_torch_compile: bool = True) -> Any:
+        """Return the user's model without what the trainer wrapped around it."""
+        return self._accelerator.unwrap_model(self.model, keep_torch_compile)
+
+    def save_checkpoint(
+        self,
+        save_path: Any,
+        checkpoint_kwargs: dict[str, Any] | None = None,
+        save_optimizer: bool = True,
+        save_scheduler: bool = True,
+        save_per_node: bool = True,
+    ) -> None:
+        """Write model, optimizer and scheduler to one `.pt` file that loads with `weights_only=True`."""
+        saving.save_checkpoint(self, save_path, checkpoint_kwargs, save_optimizer, save_scheduler, save_per_node)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> dict[str, Any]:
+        """Load a file written by `save_checkpoint`, or by pytorch-accelerated; return its contents."""
+        return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler)
+
+    def save_training_state(self, output_dir: Any, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
+        """Save everything a run needs to go on; inside a step, as soon as the step's update is done."""
+        saving.save_training_state(self, output_dir, checkpoint_kwargs)
+
+    def load_training_state(self, input_dir: Any) -> dict[str, Any]:
+        """Restore what `save_training_state` saved; return its `current_epoch` and custom entries."""
+        return saving.load_training_state(self, input_dir)
+
+    # ------------------------------------------------------------------ hooks: loaders and scheduler
+
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of the training data."""
+        if loaders.is_ready_loader(self.train_dataset):
+            return self.train_dataset
+        defaults = self.get_default_train_dl_kwargs(batch_size)
+        self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
+        return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **self._train_dl_kwargs)
+
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+        """Return the loader of the evaluation data."""
+        if loaders.is_ready_loader(self.eval_dataset):
+            return self.eval_dataset
+        defaults = self.get_default_eval_dl_kwargs(batch_size)
+        self._eval_dl_kwargs = loaders.merge_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
+        return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **self._eval_dl_kwargs)
+
+    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the training loader gets where the user says nothing."""
+        return {"shuffle": True, **loaders.default_kwargs(self, self.train_dataset, batch_size)}
+
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the evaluation loader gets where the user says nothing."""
+        return {"shuffle": False, **loaders.default_kwargs(self, self.eval_dataset, batch_size)}
+
+    def create_scheduler(self) -> Any:
+        """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
+        if not callable(self.create_scheduler_fn):
+            return self.create_scheduler_fn  # an instance; its optimizer has been checked
+        return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
+
+    # ------------------------------------------------------------------ hooks: the run
+
+    def training_run_start(self) -> None:
+        """Run before the first epoch."""
+
+    def train_epoch_start(self) -> None:
+        """Put the model into training mode, apart from what a `ModelFreezer` keeps in evaluation mode."""
+        if isinstance(self.model, nn.Module):
+            self.model.train()
+            restore_frozen_modes(self.model)
+
+    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+        """Return `loss`, `model_outputs` and `batch_size` of one training batch; may hold `num_items`, `losses` and more."""
+        return self._calculate_batch_loss(batch)
+
+    def backward_step(self, loss: Tensor) -> None:
+        """Back-propagate a loss that is already weighted for accumulation."""
+        if self._units is None:
+            self._accelerator.backward(loss)
+        else:
+            self._units.backward(self._gradients.named_losses(loss), weight=self._gradients.unit_weight)
+
+    def optimizer_step(self) -> None:
+        """Update the parameters."""
+        self._accelerator.step(self.optimizer)
+
+    def scheduler_step(self) -> None:
+        """Move the learning rate on, unless the update was skipped."""
+        if self.scheduler is not None and not self._accelerator.optimizer_step_was_skipped:
+            self.scheduler.step()
+
+    def optimizer_zero_grad(self) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad()
+
+    def train_epoch_end(self) -> None:
+        """Run after the batches of a training epoch."""
+
+    def eval_epoch_start(self) -> None:
+        """Put the model into evaluation mode."""
+        if isinstance(self.model, nn.Module):
+            self.model.eval()
+
+    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
+        """Return `loss`, `model_outputs` and `batch_size` of one evaluation batch."""
+        return self._calculate_batch_loss(batch)
+
+    def eval_epoch_end(self) -> None:
+        """Run after the batches of an evaluation."""
+
+    def training_run_epoch_end(self) -> None:
+        """Run after training and evaluation of an epoch."""
+
+    def training_run_end(self) -> None:
+        """Unwrap the model."""
+        self.model = self.get_model()
+
+    def evaluation_run_start(self) -> None:
+        """Run before a stand-alone evaluation."""
+
+    def evaluation_run_end(self) -> None:
+        """Unwrap the model."""
+        self.model = self.get_model()
+
+    def calculate_predict_batch(self, batch: Any) -> dict[str, Any]:
+        """Return the `model_outputs` of one batch."""
+        args, kwargs = self._form_of(batch).arguments(batch)
+        return {"model_outputs": self.forward(*args, **kwargs)}
+
+    def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return what metrics compare: outputs (or their logits) and targets."""
+        form = self._form_of(batch)
+        return form.predictions(batch_output["model_outputs"]), form.targets(batch)
+
+    # ------------------------------------------------------------------ forward and loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model in the run's precision and let algorithms see its outputs."""
+        precision = self._accelerator.precision
+        if precision.autocast_dtype is None or self._in_region:
+            outputs = self.model(*args, **kwargs)
+        else:
+            with self._accelerator.autocast():
+                outputs = self.model(*args, **kwargs)
+            outputs = loaders.to_float32(outputs)
+        self.state.outputs = outputs
+        self._saw_forward = True
+        self._fire(self._after_forward)
+        return self.state.outputs
+
+    def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
+        """Compute the loss of outputs and targets, after algorithms had their say about both."""
+        state = self.state
+        if self._before_loss:
+            self._saw_loss = True
+            if self._listens_before_loss:
+                form = self._form_of(state.batch)
+                is_ours = form.targets(state.batch) is targets
+                self._fire(Event.BEFORE_LOSS)
+                targets = form.targets(state.batch) if is_ours else targets
+        loss_func = state.loss_fn
+        if loss_func is not None:
+            loss = loss_func(outputs, targets)
+        elif self._own_loss is not None:
+            loss = self._own_loss(outputs, state.batch)
+        else:
+            loss = carried_loss(outputs)
+        if isinstance(loss, Mapping):
+            state.losses = dict(loss)
+            return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
+        return loss
+
+    _in_region = False  # inside the default hook's own autocast region
+    _saw_forward = _saw_loss = False
+    _listens_before_loss = False
+    _own_loss: Callable[..., Any] | None = None
+
+    def _calculate_batch_loss(self, batch: Any) -> dict[str, Any]:
+        """The default of both loss hooks: model and loss as one autocast region."""
+        form = self._form if type(batch) is self._form_type else self._form_of(batch)
+        args, kwargs = form.arguments(batch)  # type: ignore[union-attr]
+        if self._accelerator.precision.autocast_dtype is None:
+            return self._model_and_loss(form, batch, args, kwargs)
+        self._in_region = True
+        try:
+            with self._accelerator.autocast():
+                return self._model_and_loss(form, batch, args, kwargs)
+        finally:
+            self._in_region = False
+
+    def _model_and_loss(self, form: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        outputs = self.forward(*args, **kwargs)
+        targets = form.targets(batch)
+        loss = self.compute_loss(form.predictions(outputs) if self.state.loss_fn is not None else outputs, targets)
+        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
+
+    def _form_of(self, batch: Any) -> BatchForm:
+        if type(batch) is not self._form_type or self._form is None:
+            self._form, self._form_type = find_form(batch, self.model, self.loss_func is not None), type(batch)
+            own = getattr(unwrap(self.model), "loss", None) if isinstance(self.model, nn.Module) else None
+            self._own_loss = own if type(self._form).__name__ == "WholeForm" else None
+        return self._form
+
+    # ------------------------------------------------------------------ the training run
+
+    def _run_training(self) -> None:
+        """Turn epochs until a limit, a stop or an error; always end in good order."""
+        state, fire = self.state, self._fire
+        try:
+            self.training_run_start()
+            fire(Event.FIT_START)
+            setup.prepare_loop(self)
+            if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
+                self._run_sanity_evaluation()
+            try:
+                while not self._limits.reached(state.clock) and self._stop is None:
+                    if self._run_epoch():
+                        break
+            except (StopTrainingError, TrainingStopped) as stop:
+                self._stop = stop
+            if self._stop is not None:
+                self.print(f"Training stopped: {self._stop}")
+                fire(Event.STOP)
+            self.training_run_end()
+            fire(Event.FIT_END)
+            resuming.finish(self)
+        except BaseException as error:
+            self._close_after(error)
+            raise
+        if isinstance(self._stop, TrainingStopped):
+            raise self._stop
+
+    def _run_epoch(self) -> bool:
+        """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
+        state, clock, fire = self.state, self.state.clock, self._fire
+        if clock.batch_in_epoch == 0:
+            self._loss_tracker.reset()
+            self._train_metrics.reset()
+            loaders.set_epoch(self._train_dataloader, clock.epoch)
+        self.train_epoch_start()
+        fire(Event.EPOCH_START)
+        resuming.apply_restored_rng(self)
+        ended = self._run_train_epoch(self._train_dataloader)
+        if not ended or clock.batch_in_epoch == self._batches_per_epoch:
+            clock.next_epoch()
+        self.train_epoch_end()
+        self._add_epoch_loss_to_run_history("train_loss_epoch")
+        self._record_epoch_metrics("train")
+        fire(Event.EPOCH_END)
+        ended = ended or self._agree_to_stop()
+        if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
+            self._run_eval_epoch(self._eval_dataloader)
+        if self.settings and self.settings.scheduler_interval == "epoch":
+            self._step_epoch_scheduler()
+        self.training_run_epoch_end()
+        self.run_history._increment_epoch()
+        fire(Event.EPOCH_CHECKPOINT)
+        if self._keeper is not None:
+            self._keeper.at_epoch_end(ended or self._limits.reached(clock))
+        return self._agree_to_stop() or ended
+
+    def _run_train_epoch(self, train_dl: Any) -> bool:
+        """Turn the loop once over the data; True means that a limit or a stop ended the run."""
+        state, clock, gradients, fire = self.state, self.state.clock, self._gradients, self._fire
+        for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
+            self._inside_step = True
+            fire(Event.AFTER_DATALOADER)
+            fire(Event.BATCH_START)
+            gradients.open(last)
+            if gradients.window.opens:
+                fire(Event.BEFORE_TRAIN_BATCH)
+            self._perform_forward_and_backward_passes(state.batch, state.step)
+            closes = gradients.window.closes
+            if closes:
+                self._update()
+            clock.next_batch(self._samples(), self._tokens(state.batch), closes)
+            fire(Event.BATCH_END)
+            self._inside_step = False
+            fire(Event.BATCH_CHECKPOINT)
+            if self._at_boundary():
+                return True
+        return False
+
+    def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
+        """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
+        if self._microbatch_size is not None:
+            self._perform_micro_batches(batch)
+        elif self._ddp and not self._gradients.synchronises:
+            with self.model.no_sync():  # around the forward too: DDP decides there
+                self._backward(self._forward_and_loss())
+        else:
+            self._backward(self._forward_and_loss())
+
+    def _forward_and_loss(self, announce: bool = True) -> dict[str, Any]:
+        """Run the loss hook on `state.batch` with the events around it, and track the loss."""
+        state, fire = self.state, self._fire
+        state.losses = None
+        fire(Event.BEFORE_FORWARD)
+        output = self.calculate_train_batch_loss(state.batch)
+        if self._first_batch:
+            check_batch_output(output, self)
+        state.batch_output, state.loss = output, output["loss"]
+        fire(Event.AFTER_LOSS)
+        if state.loss is not output["loss"]:
+            state.batch_output = output = {**output, "loss": state.loss}
+        size = 0 if self._is_padding() else output["batch_size"]
+        self._update_loss_tracker(state.loss.detach(), size)
+        if self._train_metrics and size:
+            self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
+        if announce:
+            fire(Event.STEP_OUTPUT)
+        return output
+
+    def _backward(self, output: Mapping[str, Any]) -> None:
+        self._fire(Event.BEFORE_BACKWARD)
+        loss = self.state.loss
+        if self._first_batch:
+            check_loss(loss, self)
+        self.backward_step(self._gradients.weigh(loss, output))
+        self._fire(Event.AFTER_BACKWARD)
+        self._first_batch = False
+
+    def _update(self) -> None:
+        """Gradients are complete: correct, clip, step, schedule, clear."""
+        fire = self._fire
+        self._gradients.finish()
+        self._clip_gradients()
+        fire(Event.AFTER_TRAIN_BATCH)
+        fire(Event.BEFORE_STEP)
+        self.optimizer_step()
+        fire(Event.AFTER_STEP)
+        if self._schedules_each_step:
+            self.scheduler_step()
+        self.optimizer_zero_grad()
+        self._gradients.window.reset()
+
+    def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
+        """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
+        state, clock, fire, limit = self.state, self.state.clock, self._fire, self._batches_per_epoch
+        move = loaders.mover(self, loader)
+        fire(Event.BEFORE_DATALOADER)
+        if limit is None:
+            for batch, last in loaders.look_ahead(loader):
+                state.step = clock.batch_in_epoch
+                yield move(batch), last
+                fire(Event.BEFORE_DATALOADER)
+            return
+        if clock.batch_in_epoch >= limit:
+            return
+        for batch in loader:
+            state.step = step = clock.batch_in_epoch
+            yield move(batch), step + 1 >= limit
+            if step + 1 >= limit:
+                return
+            fire(Event.BEFORE_DATALOADER)
+
+    def _at_boundary(self) -> bool:
+        """Between two steps: save, evaluate, obey signals and limits; True ends the run."""
+        clock = self.state.clock
+        wish = self._signals.requested or (STOP if self._stop is not None else 0)
+        if self._vote is not None:
+            wish, _ = self._vote.close(), self._vote.open(wish)  # what anyone wished at the start of this step
+        ended = self._limits.reached_inside_epoch(clock, self.state.max_duration)
+        if self._keeper is not None:
+            self._keeper.at_batch_end(ended)
+        if wish:
+            self._obey(wish)
+        if self._eval_every is not None and not ended and self._eval_every(clock):
+            if clock.batch_in_epoch == self._batches_per_epoch:
+                self._eval_after_epoch = True  # the epoch is done: its own evaluation comes next
+            else:
+                self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
+        return ended
+
+    # ------------------------------------------------------------------ accumulation
+
+    _first_batch = False
+    _inside_step = False
+    _continues = False  # the next train() goes on from a state that was loaded by hand
+    _restored_rng: Any = None
+    _ddp = False
+    _microbatch_size: int | None = None
+    _batches_per_epoch: int | None = None
+    _schedules_each_step = True
+    _signals: StopSignals
+    _limits: RunLimits
+    _eval_every: Callable[[Any], bool] | None = None
+    _eval_after_epoch = False
+
+    def _clip_gradients(self) -> None:
+        """Clip once per update, by norm or by value."""
+        settings = self.settings
+        if settings is None:
+            return
+        if settings.gradient_clip_norm is not None:
+            self.last_grad_norm = self._accelerator.clip_grad_norm_(self._parameters(), settings.gradient_clip_norm)
+        elif settings.gradient_clip_value is not None:
+            self._accelerator.clip_grad_value_(self._parameters(), settings.gradient_clip_value)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _perform_micro_batches(self, batch: Any) -> None:
+        """Split one batch, accumulate its gradients, and show guests the whole batch once, before the last backward."""
+        state, synchronises = self.state, self._gradients.synchronises
+        parts, outputs = split_batch(batch, self._microbatch_size or 1), []
+        self._gradients.refer_to(batch_size_of(None, batch))
+        for index, part in enumerate(parts):
+            state.batch, is_last = part, index == len(parts) - 1
+            with ExitStack() as stack:
+                if self._ddp and not (synchronises and is_last):
+                    stack.enter_context(self.model.no_sync())
+                output = self._forward_and_loss(announce=False)
+                outputs.append(output)
+                if is_last:
+                    state.batch, state.batch_output = batch, self._join(outputs)
+                    self._fire(Event.STEP_OUTPUT)
+                self._backward(output)
+
+    def _join(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the outputs of the micro-batches as those of the whole batch; joined only if somebody listens."""
+        sizes = [output["batch_size"] for output in outputs]
+        loss = sum(output["loss"].detach() * size for output, size in zip(outputs, sizes)) / max(1, sum(sizes))
+        listens = self.engine.listens(Event.STEP_OUTPUT)
+        joined = join_outputs([output["model_outputs"] for output in outputs]) if listens else None
+        return {"loss": loss, "model_outputs": joined, "batch_size": sum(sizes)}
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _run_evaluation(self) -> None:
+        """Evaluate outside a training run."""
+        self.evaluation_run_start()
+        self._fire(Event.EVAL_STANDALONE_START)
+        self._run_eval_epoch(self._eval_dataloader, is_training=False)
+        self.evaluation_run_end()
+        self._fire(Event.EVAL_STANDALONE_END)
+
+    def _run_eval_epoch(self, dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+        """Evaluate once over the data, every sample counted once; what training needs is put back afterwards."""
+        state, fire = self.state, self._fire
+        name = "intermediate_eval_loss" if is_intermediate else "eval_loss_epoch" if is_training else "evaluation_loss"
+        prefix = "eval" if is_training else "evaluation"
+        with evaluation_mode(self, is_intermediate):
+            fire(Event.EVAL_BEFORE_ALL)
+            self.eval_epoch_start()
+            fire(Event.EVAL_START)
+            move = loaders.mover(self, dl)
+            with torch.no_grad():
+                for batch in dl:
+                    state.batch = move(batch)
+                    fire(Event.EVAL_BATCH_START)
+                    fire(Event.EVAL_BEFORE_FORWARD)
+                    output = self.calculate_eval_batch_loss(state.batch)
+                    check_batch_output(output, self)
+                    state.batch_output = output
+                    size = 0 if loaders.is_padding(dl) else output["batch_size"]
+                    self._update_loss_tracker(output["loss"].detach(), size)
+                    if self._eval_metrics and size:
+                        self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
+                    fire(Event.EVAL_BATCH_END)
+            self._add_epoch_loss_to_run_history(name)
+            recorded = self._record_epoch_metrics(prefix, is_intermediate)
+            self.eval_epoch_end()
+            fire(Event.EVAL_END)
+            fire(Event.EVAL_AFTER_ALL)
+            if is_intermediate:  # shown and sent to the loggers, but an epoch's history has one entry per epoch
+                for metric in (name, *recorded):
+                    self.run_history.delete_metric(f"{self.run_history.metric_name_prefix}{metric}")
+
+    def _run_sanity_evaluation(self) -> None:
+        """Evaluate a few batches before training, so that a mistake there shows in seconds; nothing is kept."""
+        assert self.settings is not None
+        with kept_history(self):
+            limited = loaders.limit(self._eval_dataloader, self.settings.sanity_eval_batches)
+            self._run_eval_epoch(limited, is_intermediate=True)
+
+    def _evaluation_is_due(self, at_end: bool) -> bool:
+        """Whether to evaluate after this epoch: when its interval says so, and at the end of the run."""
+        assert self.settings is not None
+        every, due = self.settings.eval_time, self._eval_after_epoch
+        self._eval_after_epoch = False
+        if due:
+            return True
+        if every is None:
+            return bool(self.settings.eval_interval(self.state, Event.EPOCH_END))  # type: ignore[operator]
+        if every.value <= 0:
+            return False
+        return at_end or (every.unit is TimeUnit.EPOCH and self.state.clock.epoch % int(every.value) == 0)
+
+    # ------------------------------------------------------------------ keeping account
+
+    def _update_loss_tracker(self, loss: Tensor, batch_size: int) -> None:
+        self._loss_tracker.update(loss, batch_size)
+
+    def _add_epoch_loss_to_run_history(self, name: str) -> None:
+        """Record the mean loss over all samples of all processes; reading it is where the host waits."""
+        self.logbook.record(name, self._loss_tracker.average_over_ranks())
+
+    def _record_epoch_metrics(self, prefix: str, is_intermediate: bool = False) -> list[str]:
+        """Record the epoch's metrics and what `log()` collected; return their names."""
+        metrics = self._train_metrics if prefix == "train" else self._eval_metrics
+        ending = "" if prefix == "evaluation" else "_epoch"
+        values = dict(metrics.compute()) if metrics else {}
+        values.update((name, tracker.average_over_ranks()) for name, tracker in self._logged.items())
+        self._logged.clear()
+        stem = "intermediate_eval" if is_intermediate else prefix
+        names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
+        for name, value in names.items():
+            self.logbook.record(name, value)
+        return list(names)
+
+    def _samples(self) -> int:
+        """Return how many samples of all processes the batch in hand stands for."""
+        source = self._sample_source
+        if source is not None and source.batch_info is not None:
+            return source.batch_info.global_size
+        return self.state.batch_output["batch_size"] * self._gradients.window.world
+
+    def _is_padding(self) -> bool:
+        """Whether the batch in hand only keeps this rank in step with others that still have samples."""
+        return self._ddp and self._sample_source is not None and self._sample_source.batch_info.size == 0
+
+    def _tokens(self, batch: Any) -> int:
+        """Return how many tokens of all processes the batch holds; 0 for data that is not text."""
+        return self._count_tokens(batch) * self._gradients.window.world if self._count_tokens is not None else 0
+
+    _count_tokens: Callable[[Any], int] | None = None
+    _sample_source: Any = None
+
+    def _step_epoch_scheduler(self) -> None:
+        """Step a scheduler that counts epochs; one that watches a metric gets it."""
+        assert self.settings is not None
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(self.run_history.get_latest_metric(self.settings.scheduler_metric))
+        elif self.scheduler is not None:
+            self.scheduler_step()
+
+    # ------------------------------------------------------------------ stopping
+
+    def _obey(self, wish: int) -> None:
+        """Stop because a rank asked for it, or act on a signal any rank received."""
+        if wish == STOP:
+            raise self._stop or StopTrainingError("another process asked to stop")
+        resuming.obey_signal(self, wish)
+
+    def _agree_to_stop(self) -> bool:
+        """Outside a step: raise on all ranks if any of them wants to stop."""
+        wants = self._stop is not None
+        if self._vote is not None:
+            wants = self._vote.now(STOP if wants else 0) == STOP
+        if wants:
+            raise self._stop or StopTrainingError("another process asked to stop")
+        return False
+
+    def _fire_together(self, event: Event) -> None:
+        """Fire an event on one of several processes: a stop is noted, and acted on where all ranks meet."""
+        try:
+            self.engine.fire(event)
+        except (StopTrainingError, TrainingStopped) as stop:
+            self._stop = self._stop or stop
+
+    def _close_after(self, error: BaseException) -> None:
+        """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
+        self.callback_handler.call_event("on_exception", self, exception=error)
+        self.engine.close_plugins()
+        if self._keeper is not None:
+            self._keeper.wait()
+
+    # ------------------------------------------------------------------ getting ready
+
+    def _create_accelerator(self) -> TrainerRuntime:
+        return TrainerRuntime(self._requested_device, self._requested_precision)
+
+    def _create_callback_handler(self, callbacks: Sequence[Any]) -> CallbackHandler:
+        return CallbackHandler(with_limit_from_environment(callbacks), on_change=self._callbacks_changed)
+
+    def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
+        if hasattr(self, "engine"):
+            self.engine.set_plugins(self._plugins())
+
+    def _plugins(self) -> list[Any]:
+        """Return every guest in order; the state holds them too, so that theirs is saved with it."""
+        self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
+        return [*self._algorithms, *self.callback_handler]
+
+    def _prepare_model_optimizer_and_dataloaders(self) -> None:
+        """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
+        settings = self.settings
+        assert settings is not None
+        self.model = loaders.move_model(self, self.model)
+        setup.resolve_optimizer(self)
+        overfit = settings.overfit_batches or None
+        self._train_dataloader = loaders.prepare(
+            self, self._train_dataloader, overfit or settings.limit_train_batches, training=True
+        )
+        if self._eval_dataloader is not None:
+            self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, overfit or settings.limit_eval_batches)
+            self._check_eval_batch_size()
+        self.callback_handler.call_event("on_loaders_made", self)
+
+    def _units_are_bound(self) -> None:
+        """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
+        if self._units is None or self.settings is None:
+            return
+        batches = loaders.length(self._train_dataloader)
+        epochs = self.settings.num_epochs
+        total = None if batches is None or epochs is None else batches * epochs
+        self._units.bind(total_steps=total, steps_per_epoch=batches)
+
+    def _create_run_config(
+        self,
+        num_epochs: int | None,
+        gradient_accumulation_steps: int,
+        max_num_train_steps: int | None,
+    ) -> TrainerRunConfig:
+        return setup.make_run_config(self, num_epochs, gradient_accumulation_steps, max_num_train_steps)
+
+    def _check_eval_batch_size(self) -> None:
+        setup.check_eval_batch_size(self)
+
+
+class TrainerWithTimmScheduler(Trainer):
+    """A trainer for timm's schedulers, which are told the number of updates and of finished epochs."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.num_updates: int | None = None
+
+    def training_run_start(self) -> None:
+        """Count updates from the clock, which a resumed run brings along."""
+        super().training_run_start()
+        self.num_updates = self.state.clock.step
+
+    def scheduler_step(self) -> None:
+        """Tell the scheduler how many updates have been made."""
+        if self.scheduler is not None and not self._accelerator.optimizer_step_was_skipped:
+            self.num_updates = (self.num_updates or 0) + 1
+            self.scheduler.step_update(num_updates=self.num_updates)
+
+    def training_run_epoch_end(self) -> None:
+        """Tell the scheduler which epoch has ended, once."""
+        super().training_run_epoch_end()
+        if self.scheduler is not None:
+            self.scheduler.step(self.run_history.current_epoch)
+
+
+def _refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+    """Name the nearest argument when a keyword is misspelt."""
+    if not unknown:
+        return
+    valid = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
+    name = next(iter(unknown))
+    near = nearest_name(name, valid)
+    hint = f" Did you mean {near!r}?" if near else f" Arguments: {', '.join(valid)}."
+    raise TypeError(f"Trainer.{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")

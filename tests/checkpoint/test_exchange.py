@@ -1,0 +1,159 @@
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.checkpoint.chaos import full_disk
+from drivetrain.checkpoint.checkpointer import Checkpointer
+from drivetrain.checkpoint.exchange import Exchange, control_exchange
+from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
+from drivetrain.checkpoint.writer import WriteFailedError
+from drivetrain.context.context import Context
+from drivetrain.core.errors import CheckpointError, ResumeError, StateError
+from drivetrain.runtime.ranks import get_rank
+
+
+def test_alone_an_exchange_returns_what_was_said():
+    exchange = Exchange()
+    exchange.meet("anything")
+    assert exchange.gather(3) == [3]
+    outcome = exchange.attempt(lambda: 1 + 1)
+    assert outcome.results == [2] and not outcome.problems
+
+    def fail():
+        raise OSError("disk")
+
+    outcome = exchange.attempt(fail)
+    assert outcome.explain() == "OSError: disk" and isinstance(outcome.own, OSError)
+
+    def refuse():
+        raise ResumeError("no")
+
+    with pytest.raises(ResumeError):
+        exchange.attempt(refuse)
+
+
+def meet_without_rank_1() -> str:
+    """Rank 1 comes late; the deadline is over by then."""
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    if get_rank() == 1:
+        return "absent"
+    with pytest.raises(CheckpointError) as error:
+        Exchange(group, deadline=timedelta(seconds=0.2)).meet("saving checkpoint-1")
+    return str(error.value)
+
+
+def test_ranks_that_do_not_come_are_named(world4):
+    texts = world4(meet_without_rank_1)
+    assert "saving checkpoint-1" in texts[0] and "rank 1 " in texts[0].replace("Ranks 1", "rank 1 ") + " "
+    assert "All ranks must call it" in texts[0]
+
+
+def full_on_rank(folder: str, rank: int) -> tuple[str, list[str], int]:
+    """One rank's disk is full while all save; then it is not."""
+    ctx = Context(x=torch.ones(3))
+    with Checkpointer(ctx, dir=folder, keep=None) as keeper:
+        keeper.save(1)
+        with full_disk(10 if get_rank() == rank else 10**9), pytest.raises(WriteFailedError) as error:
+            keeper.save(2, final=True)
+        control_exchange().gather(None)
+        left = sorted(path.name for path in Path(folder).iterdir())
+        control_exchange().gather(None)
+        keeper.save(3)
+        return str(error.value), left, len(keeper.list())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(world2, tmp_path, rank):
+    for text, left, count in world2(full_on_rank, str(tmp_path), rank):
+        assert f"rank {rank}: OSError" in text and "No space left" in text
+        assert left == ["checkpoint-1", "last"] and count == 2
+
+
+def save_dict(folder: str) -> tuple[str, bool]:
+    path = save_checkpoint({"rank": get_rank()}, "plain", path=folder)
+    control_exchange().gather(None)
+    return str(path), load_checkpoint(path) == {"rank": 0}
+
+
+def test_of_a_plain_dict_rank_0_writes_and_the_others_get_the_path(world2, tmp_path):
+    assert world2(save_dict, str(tmp_path)) == [(str(tmp_path / "checkpoint-plain"), True)] * 2
+
+
+def does_not_fit_on_rank_1(folder: str) -> str:
+    ctx = Context(x=1)
+    with Checkpointer(ctx, dir=folder) as keeper:
+        keeper.save(1)
+        if get_rank() == 1:
+            ctx.y = torch.ones(1)
+        with pytest.raises((StateError, CheckpointError)) as error:
+            keeper.restore()
+    return str(error.value)
+
+
+def test_a_state_that_does_not_fit_on_one_rank_stops_all(world2, tmp_path):
+    texts = world2(does_not_fit_on_rank_1, str(tmp_path))
+    assert "rank 1 could not load" in texts[0] and "y" in texts[1]
+
+
+def save_in_background(folder: str) -> list[int]:
+    ctx = Context(x=torch.zeros(100))
+    with Checkpointer(ctx, every=1, dir=folder, async_save=True, keep=None) as keeper:
+        for _ in range(5):
+            ctx.x += 1
+            keeper.step()
+        keeper.wait()
+        values = []
+        for entry in keeper.list():
+            keeper.restore(entry.path)
+            values.append(int(ctx.x[0]))
+    return values
+
+
+def test_background_saves_of_two_ranks_meet_on_their_own_group(world2, tmp_path):
+    assert world2(save_in_background, str(tmp_path)) == [[1, 2, 3, 4, 5]] * 2
+
+
+def save_by_the_clock(folder: str) -> list[bool]:
+    """Ranks whose clocks differ save at the same steps: rank 0's."""
+    import time
+
+    with Checkpointer(Context(x=1), every="0.05sec", dir=folder) as keeper:
+        saved = []
+        for step in range(4):
+            if step == 1 and get_rank() == 0:
+                time.sleep(0.06)
+            saved.append(keeper.step() is not None)
+        control_exchange().gather(None)
+    return saved
+
+
+def test_ranks_agree_on_wall_clock_time(world2, tmp_path):
+    saved = world2(save_by_the_clock, str(tmp_path))
+    assert saved[0] == saved[1] and saved[0][:3] == [False, False, True]
+
+
+def told_to_stop(folder: str, told: int) -> tuple[int, list[int]]:
+    import os
+    import signal
+
+    ctx = Context(steps=0)
+    keeper = Checkpointer(ctx, dir=folder)
+    code = None
+    try:
+        for _ in range(10):
+            ctx.steps += 1
+            if ctx.steps == 3 and get_rank() == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            keeper.step()
+    except SystemExit as stop:
+        code = stop.code
+    return code, ctx.steps, [entry.manifest.step for entry in keeper.list()]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_to_one_rank_stops_both_one_step_later(world2, tmp_path, told):
+    assert world2(told_to_stop, str(tmp_path), told) == [(143, 4, [4])] * 2

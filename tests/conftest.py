@@ -1,0 +1,65 @@
+"""What every test shares: one torch thread, real multi-process worlds, and a check that nothing leaks."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from tests.workers import World
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+torch.set_num_threads(1)
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("drivetrain", deadline=None, database=None)
+    settings.load_profile("drivetrain")
+
+
+@pytest.fixture(scope="session")
+def world2():
+    """Call a module-level function on two gloo ranks: `results = world2(function, *args)`."""
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def world4():
+    """Call a module-level function on four gloo ranks: `results = world4(function, *args)`."""
+    world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep all tests of one world on one pytest-xdist worker (`--dist loadgroup`), so that it is started once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        for name in ("world4", "world2"):
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(name))
+                break
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """Fail a test that leaves a launcher's variables or a process group behind; the next ones would try to join it."""
+    before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
+    yield
+    changed = [name for name in LAUNCH_VARIABLES if os.environ.get(name) != before[name]]
+    group_left = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for name in changed:
+        if before[name] is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before[name]
+    if group_left:
+        torch.distributed.destroy_process_group()
+    assert not changed, f"the test left {', '.join(changed)} changed: use monkeypatch.setenv"
+    assert not group_left, "the test left a process group: call destroy_group() at its end"

@@ -1,0 +1,85 @@
+import os
+
+import pytest
+import torch
+
+from drivetrain.core.errors import DeviceError
+from drivetrain.runtime.device import choose_device, device_memory, usable_cpus
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_variables(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+
+
+@without_cuda
+@pytest.mark.parametrize("spec", ["auto", None, "cpu", torch.device("cpu")])
+def test_without_an_accelerator_the_device_is_the_cpu(spec):
+    if not torch.accelerator.is_available():
+        assert choose_device(spec) == torch.device("cpu")
+
+
+@without_cuda
+@pytest.mark.parametrize("spec", ["cuda", "gpu", "cuda:1", torch.device("cuda", 0)])
+def test_cuda_that_is_asked_for_and_absent_is_an_error_that_says_what_to_do(spec):
+    with pytest.raises(DeviceError, match=r"device 'cuda' was asked for.*'auto' or 'cpu'"):
+        choose_device(spec)
+
+
+@pytest.mark.parametrize(("spec", "nearest"), [("cud", "cuda"), ("cpuu", "cpu"), ("cuda:x", "cuda"), ("gpus", "gpu")])
+def test_unknown_device_names_the_nearest(spec, nearest):
+    with pytest.raises(DeviceError, match=f"Did you mean '{nearest}'"):
+        choose_device(spec)
+
+
+@pytest.mark.parametrize(("name", "value"), [("ACCELERATE_USE_CPU", "true"), ("ACCELERATE_TORCH_DEVICE", "cpu")])
+def test_accelerate_launch_can_choose_the_cpu(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert choose_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_usable_cpus_follow_the_affinity_of_the_process():
+    allowed = os.sched_getaffinity(0)
+    assert 1 <= usable_cpus() <= len(allowed)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert usable_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_memory_of_the_host_is_free_within_total():
+    free, total = device_memory("cpu")
+    assert 0 < free <= total
+
+
+@pytest.mark.gpu
+def test_cuda_device_memory_counts_the_cache_as_free():
+    torch.cuda.empty_cache()
+    free, total = device_memory("cuda")
+    block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    held = device_memory("cuda")[0]
+    del block
+    assert held <= free - 2**27 and device_memory("gpu") == (pytest.approx(free, abs=2**26), total)
+
+
+@pytest.mark.gpu
+def test_cuda_device_follows_the_local_rank(monkeypatch):
+    count = torch.cuda.device_count()
+    for name, value in {"RANK": count - 1, "WORLD_SIZE": 2 * count, "LOCAL_RANK": count - 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", count - 1)
+    assert choose_device("cuda:0") == torch.device("cuda", 0)
+    monkeypatch.setenv("LOCAL_RANK", str(count))
+    with pytest.raises(DeviceError, match=f"local rank {count} has no cuda device of its own"):
+        choose_device("auto")
+
+
+@pytest.mark.gpu
+def test_cuda_device_number_beyond_the_last_is_refused():
+    with pytest.raises(DeviceError, match="this process sees"):
+        choose_device("cuda:64")

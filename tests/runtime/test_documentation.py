@@ -1,0 +1,40 @@
+"""The examples of the guide and of the docstrings run as printed."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "runtime.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["device", "environment", "seeds"])
+def test_docstring_examples_hold(name):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.runtime.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "__main__" not in block])
+def test_guide_examples_run(block):
+    from drivetrain.runtime.seeds import capture_rng, restore_rng
+
+    state = capture_rng()
+    exec(compile(block, "docs/runtime.md", "exec"), {})
+    restore_rng(state)
+
+
+@pytest.mark.slow
+def test_guide_example_launches_itself(tmp_path):
+    (program,) = [block for block in BLOCKS if "__main__" in block]
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import runpy; "
+    code = path + f"runpy.run_path({str(file)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[[10, 11], [10, 11]]", done.stderr

@@ -1,0 +1,299 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.core.errors import ConfigError, DistributedError
+from drivetrain.runtime.collectives import all_gather_values, distributed_barrier
+from drivetrain.runtime.environment import in_launched_process
+from drivetrain.runtime.group import init_distributed
+from drivetrain.runtime.launch import WorkerFailed, launch, notebook_launcher
+from drivetrain.runtime.ranks import get_num_processes, get_rank
+
+forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+ROOT = Path(__file__).parents[2]
+
+
+def fail_once_then_gather(offset: int) -> tuple:
+    """Rank 1 raises in the first attempt; the second one answers."""
+    init_distributed(backend="gloo")
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and get_rank() == 1:
+        raise ValueError("not this time")
+    nested = launch(get_rank, 7)  # inside a launched process: no further processes
+    return attempt, nested, all_gather_values(get_rank() + offset)
+
+
+def test_group_restarts_after_a_failure_and_returns_results_by_rank():
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    variables = dict(os.environ)
+    assert launch(fail_once_then_gather, 2, args=(10,), max_restarts=1) == [(1, [0], [10, 11]), (1, [1], [10, 11])]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
+    assert dict(os.environ) == variables
+
+
+@forks
+def test_failing_worker_ends_the_group_with_its_rank_and_traceback():
+    def work():
+        init_distributed(backend="gloo")
+        if get_rank() == 1:
+            raise ValueError("rank 1 has bad data")
+        distributed_barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        launch(work, 2)
+    assert time.monotonic() - start < 20
+    assert caught.value.rank == 1 and isinstance(caught.value, DistributedError)
+    assert "worker rank 1 failed" in str(caught.value) and "ValueError: rank 1 has bad data" in str(caught.value)
+    assert 'raise ValueError("rank 1 has bad data")' in caught.value.traceback
+
+
+@forks
+def test_killed_worker_is_named_and_not_the_one_that_lost_it():
+    def work():
+        init_distributed(backend="gloo")
+        if get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        distributed_barrier()
+
+    with pytest.raises(WorkerFailed, match=r"worker rank 1 failed.*SIGKILL") as caught:
+        launch(work, 2)
+    assert (caught.value.rank, caught.value.exit_code, caught.value.traceback) == (1, -signal.SIGKILL, None)
+
+
+@forks
+@pytest.mark.parametrize(("code", "outcome"), [(0, [None]), (None, [None]), (143, 143)])
+def test_exit_of_a_worker_is_success_or_its_code(code, outcome):
+    if isinstance(outcome, list):
+        assert launch(lambda: sys.exit(code)) == outcome
+    else:
+        with pytest.raises(WorkerFailed, match="exit code 143") as caught:
+            launch(lambda: sys.exit(code))
+        assert caught.value.exit_code == outcome
+
+
+@forks
+def test_notebook_launcher_runs_closures_and_sets_the_precision():
+    word = "closure"
+
+    def work(number):
+        return word, number, os.environ["ACCELERATE_MIXED_PRECISION"], os.environ["WORLD_SIZE"]
+
+    assert notebook_launcher(work, (5,), num_processes=2, mixed_precision="bf16") == [("closure", 5, "bf16", "2")] * 2
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_notebook_launcher_calls_one_process_in_place():
+    where = []
+    notebook_launcher(lambda: where.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), num_processes=1)
+    assert where == [(os.getpid(), "no")]
+
+
+def test_launched_process_calls_the_function_in_place(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert in_launched_process()
+    assert launch(os.getpid, 4) == [os.getpid()]
+
+
+def test_closure_cannot_be_launched_once_cuda_has_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(DistributedError, match=r"Put it into a module.*before anything uses CUDA"):
+        launch(lambda: 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"nproc_per_node": 0}, "nproc_per_node: 0"),
+        ({"nproc_per_node": "all"}, "nproc_per_node: 'all'"),
+        ({"nproc_per_node": 1.5}, "'auto' for one per accelerator"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank=2 does not fit nnodes=2"),
+        ({"nnodes": 0}, "nnodes=0"),
+        ({"master_port": 0}, "master_port: 0"),
+        ({"max_restarts": -1}, "max_restarts: -1"),
+    ],
+)
+def test_impossible_launch_is_refused_before_a_process_starts(arguments, expected):
+    with pytest.raises(ConfigError, match=expected):
+        launch(os.getpid, **arguments)
+
+
+def test_taken_port_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(DistributedError, match=f"could not meet at 127.0.0.1:{port}"):
+            launch(os.getpid, master_port=port)
+
+
+def test_wrong_arguments_of_the_notebook_launcher_are_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
+        notebook_launcher(os.getpid, mixed_precision="bf61")
+    with pytest.raises(ConfigError, match="use_port"):
+        notebook_launcher(os.getpid, use_port="http")
+    with pytest.raises(ConfigError, match="cannot be called"):
+        launch("train.py", 2)
+
+
+@forks
+@pytest.mark.slow
+def test_worker_that_ignores_the_request_to_stop_is_killed(monkeypatch):
+    monkeypatch.setattr("drivetrain.runtime.workers.KILL_GRACE", 2.0)
+
+    def work():
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            raise ValueError("the cause")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="the cause"):
+        launch(work, 2)
+    assert time.monotonic() - start < 15
+
+
+NODE = """
+import json, sys
+from drivetrain.runtime import all_gather_values, get_local_rank, get_rank, init_distributed
+from drivetrain.runtime.launch import launch
+
+def work():
+    init_distributed(backend="gloo")
+    return all_gather_values([get_rank(), get_local_rank()])
+
+if __name__ == "__main__":
+    node, port = map(int, sys.argv[1:])
+    print(json.dumps(launch(work, 2, nnodes=2, node_rank=node, master_port=port)))
+"""
+
+
+def run_python(*arguments: str, **kwargs) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], env=env, **pipes, **kwargs)
+
+
+@pytest.mark.slow
+def test_two_nodes_form_one_world(tmp_path):
+    from tests.runtime.test_group import free_port
+
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    port = str(free_port())
+    nodes = [run_python(str(script), str(node), port) for node in range(2)]
+    outputs = [node.communicate(timeout=120) for node in nodes]
+    world = [[0, 0], [1, 1], [2, 0], [3, 1]]
+    assert [eval_json(output) for output, _ in outputs] == [[world, world]] * 2, outputs
+
+
+def eval_json(output: str) -> object:
+    import json
+
+    return json.loads(output.strip().splitlines()[-1])
+
+
+TORCHRUN = """
+from drivetrain.runtime import all_gather_values, get_num_processes, get_rank, init_distributed
+from drivetrain.runtime.launch import launch
+
+def work():
+    init_distributed(backend="gloo")
+    everyone = all_gather_values(get_rank())
+    if get_rank() == 0:
+        print("world", get_num_processes(), everyone)
+
+if __name__ == "__main__":
+    launch(work, 5)
+"""
+
+
+@pytest.mark.slow
+def test_under_torchrun_nothing_further_is_started(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(TORCHRUN)
+    program = run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    output, errors = program.communicate(timeout=120)
+    assert program.returncode == 0, errors
+    assert "world 2 [0, 1]" in output
+
+
+SIGNALS = """
+import os, signal, sys, time
+from drivetrain.runtime.launch import launch
+
+def work(folder):
+    rank, seen = os.environ["RANK"], []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: seen.append(number))
+    open(f"{folder}/ready-{rank}", "w").close()
+    while signal.SIGTERM not in seen:
+        time.sleep(0.02)
+        if signal.SIGUSR1 in seen:
+            open(f"{folder}/saved-{rank}", "w").close()
+    time.sleep(0.5)  # the last save
+    open(f"{folder}/done-{rank}", "w").close()
+    sys.exit(143)
+
+if __name__ == "__main__":
+    launch(work, 2, args=(sys.argv[1],))
+"""
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"waited in vain for {files}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_signals_to_the_agent_reach_the_workers_which_may_save_before_they_end(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(SIGNALS)
+    agent = run_python(str(script), str(tmp_path))
+    try:
+        wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+        agent.send_signal(signal.SIGUSR1)
+        wait_for(tmp_path / "saved-0", tmp_path / "saved-1")
+        assert agent.poll() is None
+        agent.send_signal(signal.SIGTERM)
+        _, errors = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+    assert agent.returncode == 143, errors
+    assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
+
+
+def _world_size() -> int:
+    init_distributed()
+    return get_num_processes()
+
+
+@pytest.mark.gpu
+def test_one_process_per_accelerator_is_launched_with_nccl():
+    assert launch(_world_size, "auto") == [torch.cuda.device_count()] * torch.cuda.device_count()
+
+
+FORKED_CUDA = """
+from drivetrain.runtime.launch import _num_workers, launch
+
+assert _num_workers("auto") >= 1  # counting devices must leave CUDA untouched
+print(launch(lambda: __import__("torch").ones(2, device="cuda").sum().item(), 1))
+"""
+
+
+@pytest.mark.gpu
+def test_notebook_function_uses_cuda_in_a_forked_worker():
+    program = run_python("-c", FORKED_CUDA)
+    output, errors = program.communicate(timeout=120)
+    assert output.strip() == "[2.0]", errors

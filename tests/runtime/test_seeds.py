@@ -1,0 +1,216 @@
+import hashlib
+import io
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain.core.errors import ConfigError, StateError
+from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.seeds import (
+    capture_rng,
+    derive_seed,
+    reseed_rank,
+    restore_rng,
+    seed_worker,
+    set_deterministic,
+    set_seed,
+)
+
+
+@pytest.fixture
+def kept_rng():
+    state = capture_rng()
+    yield
+    restore_rng(state)
+
+
+def draws() -> tuple[float, ...]:
+    """One draw of each shared generator, the normal ones too: those keep a second value for the next call."""
+    return (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, "shuffle", 3), "drivetrain:0:shuffle:3"),
+        ((42, "rank"), "drivetrain:42:rank"),
+        ((2**70, "fetch", 1, -2), f"drivetrain:{2**70}:fetch:1:-2"),
+    ],
+)
+def test_derived_seed_is_the_first_63_bits_of_a_sha256(arguments, text):
+    digest = hashlib.sha256(text.encode()).digest()
+    assert derive_seed(*arguments) == int.from_bytes(digest[:8], "big") // 2 < 2**63
+
+
+def test_derived_seeds_never_change():
+    assert derive_seed(0, "shuffle", 3) == 3479638028671884636
+    assert derive_seed(42, "rank", 0) == 5895968024377670304
+    assert derive_seed(42, "rank", 1) == 8249996159024375283
+
+
+def test_equal_seeds_give_equal_draws_of_all_generators(kept_rng):
+    set_seed(7)
+    first = draws()
+    set_seed(8)
+    second = draws()
+    set_seed(7)
+    assert draws() == first
+    assert all(a != b for a, b in zip(first, second))
+
+
+def test_seed_equals_seeding_each_generator_by_hand(kept_rng):
+    seed = 2**40 + 5
+    set_seed(np.int64(seed))
+    ours = draws()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    assert draws() == ours
+
+
+@pytest.mark.parametrize("seed", [1.5, "7", None, 2**64])
+def test_seed_that_is_no_64_bit_number_is_refused(seed, kept_rng):
+    with pytest.raises(ConfigError, match="seed"):
+        set_seed(seed)
+
+
+def test_captured_generators_continue_exactly_also_through_a_file(kept_rng):
+    random.gauss(0, 1), np.random.randn()  # each keeps its second normal for later
+    file = io.BytesIO()
+    torch.save(capture_rng(), file)
+    expected = draws() + draws()
+    file.seek(0)
+    restore_rng(torch.load(file, weights_only=True))
+    assert draws() + draws() == expected
+
+
+@pytest.mark.gpu
+def test_cuda_generator_is_captured_once_in_use_and_continues_exactly(kept_rng):
+    torch.rand(3, device="cuda")
+    state = capture_rng()
+    expected = torch.rand(5, device="cuda")
+    restore_rng(state)
+    assert state["accelerator"]["type"] == "cuda"
+    assert torch.equal(torch.rand(5, device="cuda"), expected)
+
+
+def test_restoring_something_else_is_refused_before_anything_changes(kept_rng):
+    before = torch.get_rng_state()
+    with pytest.raises(StateError, match=r"\['python'\] missing"):
+        restore_rng({"torch": torch.zeros(3)})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _seeded_model_and_mask(seed):
+    set_seed(seed)
+    weight = torch.nn.Linear(4, 4).weight.detach()
+    used = reseed_rank(seed)
+    return weight, torch.nn.functional.dropout(torch.ones(64)), used, random.random(), np.random.rand()
+
+
+def test_ranks_share_weights_and_not_dropout_masks(world2):
+    (weight0, mask0, used0, *drawn0), (weight1, mask1, used1, *drawn1) = world2(_seeded_model_and_mask, 5)
+    assert torch.equal(weight0, weight1)
+    assert not torch.equal(mask0, mask1)
+    assert (used0, used1) == (derive_seed(5, "rank", 0), derive_seed(5, "rank", 1))
+    assert all(a != b for a, b in zip(drawn0, drawn1))
+
+
+def _device_specific_seed():
+    set_seed(100, device_specific=True)
+    return torch.initial_seed() - get_rank()
+
+
+def test_device_specific_seed_adds_the_rank(world2):
+    assert world2(_device_specific_seed) == [100, 100]
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def worker_noise(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.cat(list(DataLoader(Noise(), num_workers=2, worker_init_fn=seed_worker, generator=generator)))
+
+
+def test_workers_do_not_share_random_numbers_and_repeat_them_for_a_seed():
+    noise = worker_noise(3)
+    assert noise.flatten().unique().numel() == noise.numel()
+    assert torch.equal(worker_noise(3), noise)
+    assert not torch.equal(worker_noise(4), noise)
+
+
+def test_seeding_a_worker_does_not_rewind_torch(kept_rng):
+    torch.manual_seed(1)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    assert seed_worker(0) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _worker_seed():
+    torch.manual_seed(9)  # ranks that are seeded equally
+    seed = seed_worker(0)
+    return seed, random.random(), np.random.rand(), torch.rand(()).item()
+
+
+def test_workers_of_equally_seeded_ranks_differ(world2):
+    first, second = world2(_worker_seed)
+    assert first[0] == 9
+    assert all(a != b for a, b in zip(first, second))
+    assert world2(_worker_seed) == [first, second]
+
+
+def settings() -> tuple:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+def test_deterministic_modes_and_the_way_back(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = settings()
+    try:
+        set_deterministic("warn")
+        assert settings() == (True, True, False, ":4096:8")
+        set_deterministic("strict")
+        assert settings() == (True, False, False, ":4096:8")
+    finally:
+        set_deterministic("off")
+    assert settings() == before
+
+
+def test_deterministic_off_keeps_the_programs_own_settings():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        set_deterministic("off")
+        assert settings()[:2] == (True, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_users_own_cublas_setting_is_kept(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    try:
+        set_seed(0, deterministic=True)
+        assert settings() == (True, False, False, ":16:8")
+    finally:
+        set_deterministic("off")
+
+
+def test_unknown_deterministic_mode_names_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'strict'"):
+        set_deterministic("strickt")

@@ -1,0 +1,189 @@
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_is_noted_and_the_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    with StopSignals() as signals:
+        assert signals.requested is None and StopSignals.active() is signals
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            send(number)
+            assert signals.requested == signals.agreed() == number
+        signals.clear()
+        assert signals.requested is None
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert StopSignals.active() is None
+
+
+def test_a_stop_outweighs_a_save_in_either_order():
+    with StopSignals() as signals:
+        send(signal.SIGTERM)
+        send(signal.SIGUSR1)
+        assert signals.requested == signal.SIGTERM
+        signals.clear()
+        send(signal.SIGUSR1)
+        send(signal.SIGINT)
+        assert signals.requested == signal.SIGINT
+        signals.clear()
+
+
+def test_a_second_interrupt_stops_at_once():
+    with StopSignals() as signals:
+        send(signal.SIGINT)
+        assert signals.requested == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        signals.clear()
+
+
+def test_a_users_handler_is_called_too():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with StopSignals() as signals:
+            send(signal.SIGTERM)
+            assert heard == [signal.SIGTERM] and signals.requested == signal.SIGTERM
+            signals.clear()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_nobody_acted_on_is_sent_again_at_the_end():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with StopSignals():
+            send(signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2
+        with suppress(RuntimeError), StopSignals():
+            send(signal.SIGTERM)
+            raise RuntimeError  # it ends the program already
+        assert heard == [signal.SIGTERM] * 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            send(signal.SIGINT)
+            assert signals.requested is None
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_inner_and_outer_both_hear_of_a_signal():
+    with StopSignals() as outer:
+        with StopSignals() as inner:
+            assert StopSignals.active() is inner
+            send(signal.SIGTERM)
+            inner.clear()
+        assert StopSignals.active() is outer and outer.requested == signal.SIGTERM
+        outer.clear()
+
+
+def test_outside_the_main_thread_nothing_is_installed():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def enter() -> None:
+        with StopSignals() as signals:
+            seen.append((signals.installed, signal.getsignal(signal.SIGTERM) is before))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [(False, True)]
+
+
+def test_the_list_of_signals_is_adjustable_and_checked():
+    with StopSignals([signal.SIGTERM]) as signals:
+        assert signals.signals == (signal.SIGTERM,)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ConfigError, match="999"):
+        StopSignals([999])
+
+
+def test_statuses_are_those_of_a_shell():
+    assert exit_status(signal.SIGTERM) == 143 and exit_status(signal.SIGINT) == 130
+    assert is_stop(signal.SIGTERM) and not is_stop(signal.SIGUSR1) and not is_stop(None)
+
+
+def told_on_one_rank(told: int, number: int) -> list:
+    """Five steps; one rank is sent a signal in the second one."""
+    heard = []
+    with StopSignals() as signals:
+        for step in range(5):
+            if step == 1 and get_rank() == told:
+                send(number)
+            heard.append(signals.agreed())
+            if heard[-1] is not None:
+                signals.clear()
+    return heard
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_ranks_agree_one_step_after_one_of_them_was_told(world2, told):
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        number = int(number)
+        assert world2(told_on_one_rank, told, number) == [[None, None, number, None, None]] * 2
+
+
+def told_differently() -> list:
+    with StopSignals() as signals:
+        send(signal.SIGUSR1 if get_rank() == 0 else signal.SIGTERM)
+        heard = [signals.agreed() for _ in range(2)]
+        signals.clear()
+    return heard
+
+
+def test_the_more_urgent_signal_of_all_ranks_counts(world2):
+    assert world2(told_differently) == [[None, int(signal.SIGTERM)]] * 2
+
+
+def test_slurm_is_asked_to_run_the_job_again(tmp_path, monkeypatch, caplog):
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not requeue_under_slurm()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not requeue_under_slurm() and "by hand" in caplog.text
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    assert requeue_under_slurm() and (tmp_path / "asked").read_text() == "requeue 17\n"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert requeue_under_slurm() and (tmp_path / "asked").read_text() == "requeue 15_3\n"
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert not requeue_under_slurm()
+
+
+def test_a_process_that_was_told_while_nobody_looks_still_ends():
+    """The loop is over when SIGTERM comes: giving the handlers back must not lose it."""
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with StopSignals():
+            os.write(tell, b"x")
+            time.sleep(0.3)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    os.close(ready), os.close(tell)

@@ -1,0 +1,73 @@
+"""The architecture, as a test: which folder may import which."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "drivetrain"
+
+# From the ground up; folders on one row do not import each other.
+ROWS = (
+    ("core",),
+    ("runtime",),
+    ("module",),
+    ("context",),
+    ("optim", "data", "checkpoint", "record"),
+    ("strategy", "algorithms"),
+    ("train",),
+    ("experiment",),
+)
+ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
+
+
+def imported_folders(path: Path) -> set[str]:
+    """Return the folders of the package that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or path.name == "__init__.py", f"{path}: relative import"
+            names = [node.module or ""] + [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "drivetrain" and len(parts) > 1:
+                found.add(parts[1])
+    return found
+
+
+@pytest.mark.parametrize("folder", ROW_OF)
+def test_imports_point_down(folder):
+    wrong = [
+        f"{path.relative_to(PACKAGE)} imports {other}"
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for other in sorted(imported_folders(path))
+        if other != folder and ROW_OF.get(other, len(ROWS)) >= ROW_OF[folder]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_has_its_place():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(ROW_OF)
+
+
+def test_no_submodule_shadows_a_public_name_of_its_package():
+    import importlib
+
+    for folder in ROW_OF:
+        package = importlib.import_module(f"drivetrain.{folder}")
+        modules = {path.stem for path in (PACKAGE / folder).glob("*.py")}
+        for name in modules & set(package.__dir__()):
+            value = getattr(package, name)
+            assert type(value).__name__ == "module", f"drivetrain.{folder}.{name} is both a module and a public name"
+
+
+def test_core_never_imports_torch():
+    for path in (PACKAGE / "core").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "torch" for name in names), path

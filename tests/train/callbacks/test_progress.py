@@ -1,0 +1,178 @@
+"""Progress on a terminal and elsewhere."""
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.callbacks import ProgressBarCallback, StepBasedEvaluationCallback, TrainerCallback
+from drivetrain.train.callbacks import progress as module
+from tests.train.tasks import make_data, make_trainer, train
+
+PROGRAM = """
+from drivetrain.train.callbacks import ProgressBarCallback, StepBasedEvaluationCallback
+from tests.train.tasks import make_data, make_trainer, train
+import time, sys
+class Slow(type(make_trainer())):
+    def calculate_train_batch_loss(self, batch):
+        time.sleep(0.02)
+        return super().calculate_train_batch_loss(batch)
+trainer = make_trainer(cls=Slow, callbacks=[ProgressBarCallback(refresh_per_second=20), StepBasedEvaluationCallback(4)])
+train(trainer, make_data(64), eval_dataset=make_data(16))
+print("the end")
+"""
+
+
+def on_a_terminal(program, **variables):
+    """Run a program with a terminal as its output and return everything it wrote."""
+    leader, follower = pty.openpty()
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+        "PYTHONPATH": ":".join(sys.path),
+        **variables,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=follower, stderr=subprocess.STDOUT, env=environment, close_fds=True
+    )
+    os.close(follower)
+    written = b""
+    while process.poll() is None or select.select([leader], [], [], 0.1)[0]:
+        if select.select([leader], [], [], 0.1)[0]:
+            try:
+                written += os.read(leader, 65536)
+            except OSError:
+                break
+    os.close(leader)
+    assert process.wait() == 0, written.decode()
+    return written.decode()
+
+
+def test_a_terminal_gets_bars_with_loss_rate_speed_and_time(tmp_path):
+    written = on_a_terminal(PROGRAM, NO_COLOR="1")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    assert re.search(r"epoch 1/1 .*8/8 +0:00 +loss [\d.]+ +lr 0\.1 +[\d.]+k? samples/s", text)
+    assert re.search(r"evaluation .*2/2", text)
+    assert re.search(r"[1-7]/8 +0:00 < 0:00", text)
+    assert "\x1b[?25h" in written  # the cursor is back
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", written)  # NO_COLOR is obeyed
+    assert text.rstrip().endswith("the end")
+
+
+def test_a_file_gets_plain_lines_one_per_phase(capsys):
+    trainer = make_trainer(callbacks=[ProgressBarCallback()])
+    train(trainer, eval_dataset=make_data(16), num_epochs=2)
+    trainer.evaluate()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert [line.split("  ")[:2] for line in lines] == [
+        ["epoch 1/2", "3/3"], ["evaluation", "2/2"], ["epoch 2/2", "3/3"], ["evaluation", "2/2"], ["evaluation", "2/2"],
+    ]  # fmt: skip
+    assert re.fullmatch(r"epoch 1/2  3/3  loss [\d.]+  lr 0\.1  [\d.]+[kM]? samples/s  took 0:00", lines[0])
+
+
+def test_a_long_phase_gets_a_line_every_so_often(capsys):
+    class Slow(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            time.sleep(0.01)
+
+    train(make_trainer(callbacks=[Slow(), ProgressBarCallback(plain_interval=0.035)]), make_data(80))
+    lines = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 4  # 10 batches in about 0.1 s, and the end
+    assert re.search(r"epoch 1/1  \d/10  loss .* 0:00 left", lines[0])
+
+
+def test_an_evaluation_inside_an_epoch_does_not_end_its_progress(capsys):
+    trainer = make_trainer(callbacks=[ProgressBarCallback(), StepBasedEvaluationCallback(2)])
+    train(trainer, make_data(40), eval_dataset=make_data(8))
+    lines = [line.split("  ")[:2] for line in capsys.readouterr().out.splitlines() if "samples/s" in line]
+    assert lines == [["evaluation", "1/1"], ["evaluation", "1/1"], ["epoch 1/1", "5/5"], ["evaluation", "1/1"]]
+
+
+def test_a_resumed_epoch_starts_where_it_was_left(capsys, tmp_path):
+    first = make_trainer()
+    train(first, make_data(80), max_num_train_steps=6, checkpoint_dir=tmp_path)
+    second = make_trainer(callbacks=[ProgressBarCallback()])
+    train(second, make_data(80), checkpoint_dir=tmp_path, resume_from="auto")
+    assert "10/10" in capsys.readouterr().out
+
+
+def test_a_loader_without_a_length_is_counted():
+    shown = module._Phase("epoch 1", None, 0, 0)
+    shown.done = 3
+    assert shown.seconds_left() is None
+
+
+def test_the_display_is_put_away_after_an_error(monkeypatch):
+    closed = []
+
+    class Display(module._Display):
+        def close(self):
+            closed.append(True)
+
+    class Fail(TrainerCallback):
+        def on_train_step_end(self, trainer, **kwargs):
+            raise RuntimeError("not today")
+
+    monkeypatch.setattr(module, "_make_display", Display)
+    with pytest.raises(RuntimeError):
+        train(make_trainer(callbacks=[ProgressBarCallback(), Fail()]))
+    assert closed
+
+
+def test_a_step_costs_less_than_a_microsecond_or_so():
+    callback = ProgressBarCallback()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(2000):
+            callback.batch_end(None, None)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    assert best < 5e-6
+
+
+def test_nothing_is_imported_from_rich_without_a_bar():
+    program = "import sys, drivetrain.train.callbacks; assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03"), (59.7, "1:00")]
+)
+def test_durations_read_like_a_clock(seconds, text):
+    assert module._clock(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.5, "0.5"), (950, "950"), (1240, "1.24k"), (31_234, "31.2k"), (4.1e6, "4.1M")]
+)
+def test_speeds_are_short(number, text):
+    assert module._short(number) == text
+
+
+@pytest.mark.parametrize("wrong", [{"refresh_per_second": 0}, {"plain_interval": -1}])
+def test_wrong_settings_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ProgressBarCallback(**wrong)
+
+
+def _lines_of_ranks():
+    from contextlib import redirect_stdout
+
+    written = io.StringIO()
+    with redirect_stdout(written):
+        train(make_trainer(callbacks=[ProgressBarCallback()]), make_data(32))
+    return written.getvalue()
+
+
+def test_other_processes_are_silent(world2):
+    first, second = world2(_lines_of_ranks)
+    assert "epoch 1/1" in first
+    assert second == ""

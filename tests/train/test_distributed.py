@@ -1,0 +1,161 @@
+"""The same run on one, two and four processes."""
+
+import pytest
+import torch
+
+from drivetrain.core.errors import StopTrainingError
+from drivetrain.train.callbacks import TrainerCallback
+from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
+
+
+class Seen(TrainerCallback):
+    """Keeps which rows this rank saw, by a feature that identifies them."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        self.rows.append(batch[0][:, 0].tolist())
+
+
+def run_global(rows=35, accumulation=1, shuffle=True, clip=None):
+    """Train at a constant global batch and return what must not depend on the number of processes."""
+    double = torch.float64
+    data, losses = make_data(rows, dtype=double), Losses()
+    trainer = make_trainer(make_model(dtype=double), callbacks=[losses], seed=3, metrics={"accuracy": accuracy})
+    history = train(
+        trainer,
+        data,
+        num_epochs=3,
+        eval_dataset=make_data(11, dtype=double),
+        global_batch_size=8,
+        gradient_accumulation_steps=accumulation,
+        gradient_clip_norm=clip,
+        train_dataloader_kwargs={"shuffle": shuffle},
+    )
+    metrics = {name: list(history.get_metric_values(name)) for name in history.get_metric_names()}
+    outputs = trainer.predict(make_data(11, dtype=double), per_device_batch_size=2)
+    return weights(trainer.model), metrics, outputs, type(trainer.model).__name__
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(-1) == targets).double().mean()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {accumulation: run_global(accumulation=accumulation) for accumulation in (1, 3)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_metrics_and_predictions_do_not_depend_on_the_number_of_processes(request, alone, size, accumulation):
+    world = request.getfixturevalue(f"world{size}")
+    expected_weights, expected_metrics, expected_outputs, _ = alone[accumulation]
+    for rank_weights, metrics, outputs, model_type in world(run_global, accumulation=accumulation):
+        for ours, theirs in zip(rank_weights, expected_weights):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        assert metrics.keys() == expected_metrics.keys()
+        for name, values in metrics.items():
+            assert values == pytest.approx(expected_metrics[name], abs=1e-10)
+        torch.testing.assert_close(outputs, expected_outputs, rtol=0, atol=1e-10)
+        assert model_type == "Sequential"
+
+
+def run_and_see():
+    seen = Seen()
+    trainer = make_trainer(callbacks=[seen], seed=5)
+    train(trainer, make_data(26), num_epochs=2, global_batch_size=8, train_dataloader_kwargs={})
+    return seen.rows
+
+
+def test_two_processes_see_the_single_process_order(world2):
+    single = run_and_see()
+    first, second = world2(run_and_see)
+    joined = [a + b for a, b in zip(first, second)]
+    assert [sorted(rows) for rows in joined] == [sorted(rows) for rows in single]
+    assert joined == single
+
+
+def stop_on_one_rank():
+    import torch.distributed as dist
+
+    class Stopper(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, step, **kwargs):
+            if dist.get_rank() == 1 and step == 1:
+                raise StopTrainingError("this rank has had enough")
+
+    trainer = make_trainer(callbacks=[Stopper()], seed=1)
+    train(trainer, make_data(64), num_epochs=4, per_device_batch_size=4)
+    return trainer.state.clock.batch, weights(trainer.model)
+
+
+def test_a_stop_on_one_rank_ends_all_ranks_at_the_same_step(world2):
+    (first, a), (second, b) = world2(stop_on_one_rank)
+    assert first == second <= 4
+    assert all(map(torch.equal, a, b))
+
+
+def early_stop_at_epoch_end():
+    import torch.distributed as dist
+
+    class Stopper(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            if dist.get_rank() == 0:
+                raise StopTrainingError("rank 0 only")
+
+    trainer = make_trainer(callbacks=[Stopper()], seed=1)
+    train(trainer, make_data(16), num_epochs=4, per_device_batch_size=4)
+    return trainer.state.clock.batch
+
+
+def test_a_stop_of_one_rank_at_an_epochs_end_ends_all(world2):
+    assert world2(early_stop_at_epoch_end) == [2, 2]
+
+
+def token_weighted():
+    """Unequal token counts per rank; only a reduction knows the total."""
+    double = torch.float64
+    data = make_data(16, dtype=double)
+
+    def count(batch):
+        return (batch[1] > 0).sum()
+
+    class Masked(torch.nn.Module):
+        def forward(self, outputs, targets):
+            keep = targets > 0
+            return (
+                torch.nn.functional.cross_entropy(outputs, targets, reduction="none") * keep
+            ).sum() / keep.sum().clamp(min=1)
+
+    model = make_model(dtype=double)
+    trainer = make_trainer(model, callbacks=(), count_items=count, seed=1)
+    trainer.loss_func = Masked()
+    train(trainer, data, global_batch_size=8, gradient_accumulation_steps=2)
+    return weights(model)
+
+
+def test_token_counts_weigh_over_ranks_as_on_one_process(world2):
+    expected = token_weighted()
+    for rank_weights in world2(token_weighted):
+        for ours, theirs in zip(rank_weights, expected):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def dropout_masks():
+    torch.manual_seed(0)
+    trainer = make_trainer(make_model(dropout=0.5))
+    drawn = []
+
+    class Draw(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            drawn.append(torch.rand(1).item())
+
+    trainer.callback_handler.add_callback(Draw())
+    train(trainer, make_data(16))
+    return drawn
+
+
+def test_ranks_do_not_share_random_numbers(world2):
+    first, second = world2(dropout_masks)
+    assert not set(first) & set(second)

@@ -1,0 +1,132 @@
+"""A run that is interrupted and resumed ends exactly like one that is not."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.train.callbacks import SaveTrainingStateCallback, TrainerCallback
+from drivetrain.train.trainer import Trainer
+from tests.train.tasks import make_data, make_model, make_trainer, train, weights
+
+
+class Pull(TrainerCallback):
+    """Pulls the plug after so many batches."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def batch_checkpoint(self, state, logger):
+        pass
+
+    def on_train_step_start(self, trainer, **kwargs):
+        if trainer.state.clock.batch == self.at:
+            raise RuntimeError("the plug is pulled")
+
+
+def build(callbacks=(), **kwargs):
+    model = make_model(dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=callbacks, seed=4, **kwargs)
+
+
+SETTINGS = {
+    "num_epochs": 3,
+    "per_device_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clip_norm": 1.0,
+    "create_scheduler_fn": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
+    "checkpoint_every": "1ba",
+    "async_checkpoint": False,
+}
+
+
+def run(trainer, folder, **kwargs):
+    settings = {**SETTINGS, **kwargs}
+    return trainer.train(make_data(22), eval_dataset=make_data(9), checkpoint_dir=folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    trainer = build()
+    history = run(trainer, tmp_path_factory.mktemp("unbroken"))
+    return weights(trainer.model), trainer.optimizer.state_dict(), history, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("at", [1, 3, 5, 6, 11, 12, 17])
+def test_a_killed_run_resumes_bit_for_bit(unbroken, tmp_path, at):
+    with pytest.raises(RuntimeError, match="plug"):
+        run(build([Pull(at)]), tmp_path)
+    torch.manual_seed(999)
+    trainer = build()
+    history = run(trainer, tmp_path, resume_from="auto")
+    expected_weights, optimizer, expected_history, generator = unbroken
+    assert all(map(torch.equal, weights(trainer.model), expected_weights))
+    for ours, theirs in zip(trainer.optimizer.state_dict()["state"].values(), optimizer["state"].values()):
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    for name in expected_history.get_metric_names():
+        assert history.get_metric_values(name) == expected_history.get_metric_values(name)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_resuming_a_finished_run_with_a_larger_limit_goes_on(unbroken, tmp_path):
+    run(build(), tmp_path, num_epochs=None, max_num_train_steps=4)  # ends inside the second epoch
+    trainer = build()
+    run(trainer, tmp_path, resume_from="auto")
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
+def test_auto_without_a_checkpoint_starts_afresh_and_says_so(unbroken, tmp_path, capsys):
+    trainer = build()
+    run(trainer, tmp_path / "empty", resume_from="auto")
+    assert "starting afresh" in capsys.readouterr().out
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(unbroken, tmp_path):
+    with pytest.raises(RuntimeError, match="plug"):
+        run(build([Pull(9)]), tmp_path, keep_checkpoints=4)
+    newest = (tmp_path / "last").read_text().strip()
+    data = tmp_path / newest / "tensors.safetensors"
+    data.write_bytes(data.read_bytes()[:-7])
+    trainer = build()
+    run(trainer, tmp_path, resume_from="auto")
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
+def test_resume_after_epoch_two_of_three_trains_one_more_epoch(unbroken, tmp_path):
+    def saving():
+        return [SaveTrainingStateCallback(save_dir=tmp_path / "states", save_every_n_epochs=1)]
+
+    run(build(saving()), None, num_epochs=2)
+    trainer = build(saving())
+    run(trainer, None, resume_from=tmp_path / "states" / "epoch_2")
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
+def test_the_files_of_save_checkpoint_round_trip(tmp_path):
+    trainer = build()
+    run(trainer, None, num_epochs=1)
+    trainer.save_checkpoint(tmp_path / "c.pt", {"note": "first", "tensor": torch.ones(2)})
+    content = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert set(content) == {"model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "note", "tensor"}
+    other = build()
+    other.scheduler = SETTINGS["create_scheduler_fn"](other.optimizer)
+    loaded = other.load_checkpoint(tmp_path / "c.pt")
+    assert loaded["note"] == "first"
+    assert all(map(torch.equal, weights(other.model), weights(trainer.model)))
+    assert other.optimizer.state_dict()["state"][0]["exp_avg"].equal(
+        trainer.optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+
+
+def test_training_without_checkpoints_equals_training_with_them(unbroken):
+    trainer = build()
+    run(trainer, None)
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
+def test_make_trainer_is_deterministic():
+    first, second = make_trainer(seed=1), make_trainer(seed=1)
+    train(first, train_dataloader_kwargs={})
+    train(second, train_dataloader_kwargs={})
+    assert all(map(torch.equal, weights(first.model), weights(second.model)))

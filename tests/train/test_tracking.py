@@ -1,0 +1,235 @@
+"""Run history and loss tracking against plain Python sums."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory, reduce_means
+
+LOSSES = [105.5, 94.7, 98.0, 55.2, 32.5]
+SIZES = [64, 32, 16, 8, 4]
+
+
+def weighted_mean(losses, sizes):
+    return sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
+
+
+def test_values_come_back_in_the_order_they_were_recorded():
+    history = InMemoryRunHistory()
+    for value in (3, 1, 2):
+        history.update_metric("a", value)
+    assert history.get_metric_values("a") == [3, 1, 2]
+    assert history.get_latest_metric("a") == 2
+
+
+def test_reading_an_unknown_metric_does_not_create_it():
+    history = InMemoryRunHistory()
+    assert list(history.get_metric_values("ghost")) == []
+    with pytest.raises(ValueError):
+        history.get_latest_metric("ghost")
+    assert list(history.get_metric_names()) == []
+
+
+def test_an_unknown_metric_is_answered_with_the_recorded_names_and_the_nearest():
+    history = InMemoryRunHistory()
+    history.update_metric("eval_loss_epoch", 1.0)
+    with pytest.raises(ValueError, match="Did you mean 'eval_loss_epoch'"):
+        history.get_latest_metric("eval_los_epoch")
+
+
+def test_names_compare_as_a_set_and_keep_their_order():
+    history = InMemoryRunHistory()
+    for name in ("z", "a", "m"):
+        history.update_metric(name, 0)
+    assert history.get_metric_names() == {"a", "m", "z"}
+    assert list(history.get_metric_names()) == ["z", "a", "m"]
+
+
+def test_the_prefix_applies_on_writing_only_and_survives_reset():
+    history = InMemoryRunHistory()
+    history.set_metric_name_prefix("ema_")
+    history.update_metric("loss", 1)
+    assert history.get_metric_values("ema_loss") == [1]
+    assert history.get_metric_values("loss") == []
+    history.reset()
+    assert history.metric_name_prefix == "ema_"
+    assert not list(history.get_metric_names())
+
+
+def test_epochs_count_from_one_and_reset_returns_there():
+    history = InMemoryRunHistory()
+    assert history.current_epoch == 1
+    history._increment_epoch()
+    history._set_epoch(7)
+    assert history.current_epoch == 7
+    history.reset()
+    assert history.current_epoch == 1
+
+
+def test_deleting_a_metric_removes_it_and_an_unknown_one_is_an_error():
+    history = InMemoryRunHistory()
+    history.update_metric("a", 1)
+    history.delete_metric("a")
+    assert "a" not in history.get_metric_names()
+    with pytest.raises(KeyError, match="unknown metric 'a'"):
+        history.delete_metric("a")
+
+
+def test_a_history_restored_from_its_state_goes_on():
+    history = InMemoryRunHistory()
+    history.set_metric_name_prefix("p_")
+    history.update_metric("a", 1.5)
+    history._set_epoch(3)
+    restored = InMemoryRunHistory()
+    restored.load_state_dict(history.state_dict())
+    restored.update_metric("a", 2.5)
+    assert restored.get_metric_values("p_a") == [1.5, 2.5]
+    assert history.get_metric_values("p_a") == [1.5]
+    assert restored.current_epoch == 3
+
+
+def test_a_history_of_ones_own_needs_no_set_epoch_to_go_forward():
+    class Counting(InMemoryRunHistory):
+        _set_epoch = RunHistory._set_epoch
+
+    history = Counting()
+    history._set_epoch(4)
+    assert history.current_epoch == 4
+    with pytest.raises(NotImplementedError, match="cannot go back from epoch 4 to 2"):
+        history._set_epoch(2)
+
+
+@pytest.mark.parametrize("make", [float, torch.tensor], ids=["floats", "tensors"])
+def test_the_average_is_weighted_by_sample_counts(make):
+    tracker = LossTracker()
+    for loss, size in zip(LOSSES, SIZES):
+        tracker.update(make(loss), size)
+    assert tracker.average == pytest.approx(weighted_mean(LOSSES, SIZES), rel=1e-7)
+    assert tracker.running_count == sum(SIZES)
+    assert tracker.total_loss == pytest.approx(weighted_mean(LOSSES, SIZES) * sum(SIZES), rel=1e-7)
+    assert tracker.loss_value == pytest.approx(LOSSES[-1])
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
+def test_any_number_of_losses_around_the_ring_has_the_exact_mean(count):
+    generator = torch.Generator().manual_seed(count)
+    losses = torch.rand(count, generator=generator, dtype=torch.float64)
+    sizes = torch.randint(1, 9, (count,), generator=generator).tolist()
+    tracker = LossTracker()
+    for loss, size in zip(losses, sizes):
+        tracker.update(loss, size)
+    assert tracker.average == pytest.approx(weighted_mean(losses.tolist(), sizes), rel=1e-13)
+
+
+def test_memory_stays_constant_over_many_steps():
+    tracker = LossTracker()
+    for _ in range(1000):
+        tracker.update(torch.ones(()), 2)
+        assert len(tracker._ring) < 64
+    assert tracker.total_loss == 2000.0
+
+
+def test_weights_may_be_tensors_beside_numbers():
+    tracker = LossTracker()
+    tracker.update(torch.tensor(1.0), torch.tensor(3))
+    tracker.update(torch.tensor(2.0), 1)
+    tracker.update(4.0, torch.tensor(4))
+    tracker.update(8.0, 8)
+    assert tracker.running_count == 16
+    assert tracker.average == pytest.approx((3 + 2 + 16 + 64) / 16)
+
+
+def test_losses_of_different_types_are_added_up():
+    tracker = LossTracker()
+    tracker.update(torch.tensor(1.0, dtype=torch.bfloat16), 1)
+    tracker.update(torch.tensor(2.0, dtype=torch.float64), 1)
+    tracker.update(torch.tensor([3.0]), 1)
+    assert tracker.average == 2.0
+
+
+def test_a_tracked_loss_holds_on_to_no_graph():
+    weight = torch.ones((), requires_grad=True)
+    tracker = LossTracker()
+    tracker.update(weight * 2, 1)
+    assert all(not loss.requires_grad for loss in tracker._ring)
+
+
+def test_without_samples_the_average_is_nan():
+    tracker = LossTracker()
+    assert math.isnan(tracker.average)
+    tracker.update(torch.tensor(1.0), 0)
+    assert math.isnan(tracker.average)
+
+
+def test_reset_forgets_everything():
+    tracker = LossTracker()
+    tracker.update(torch.tensor(1.0), 3)
+    tracker.reset()
+    assert (tracker.total_loss, tracker.running_count, tracker.latest_known) == (0.0, 0, None)
+
+
+def test_the_latest_known_loss_on_a_cpu_is_the_last_one():
+    tracker = LossTracker()
+    assert tracker.latest_known is None
+    tracker.update(torch.tensor(1.5), 1)
+    assert tracker.latest_known == 1.5
+    tracker.update(0.5, 1)
+    assert tracker.latest_known == 0.5
+
+
+def test_elsewhere_the_latest_known_loss_is_what_somebody_read_back():
+    tracker = LossTracker()
+    tracker.update(torch.ones((), device="meta"), 1)  # a device whose values cannot be read
+    assert tracker.latest_known is None
+    tracker.latest_known = 2.5
+    tracker.update(torch.ones((), device="meta"), 1)
+    assert tracker.latest_known == 2.5
+
+
+def test_updating_and_folding_reads_nothing_from_the_device():
+    tracker = LossTracker()
+    for step in range(200):  # reading a meta tensor would raise
+        tracker.update(torch.ones((), device="meta"), 1 + step % 3)
+
+
+def test_a_tracker_restored_in_the_middle_of_an_epoch_has_the_mean_of_all_of_it():
+    whole, first, second = LossTracker(), LossTracker(), LossTracker()
+    for loss, size in zip(LOSSES, SIZES):
+        whole.update(torch.tensor(loss), size)
+    for loss, size in zip(LOSSES[:2], SIZES[:2]):
+        first.update(torch.tensor(loss), size)
+    second.load_state_dict(first.state_dict())
+    for loss, size in zip(LOSSES[2:], SIZES[2:]):
+        second.update(torch.tensor(loss), size)
+    assert second.average == pytest.approx(whole.average, rel=1e-15)
+
+
+def test_an_update_costs_a_few_microseconds():
+    tracker, loss = LossTracker(), torch.tensor(1.0)
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(2000):
+            tracker.update(loss, 32)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    assert best < 10e-6  # about 1 µs on a quiet machine
+
+
+def _rank_means(rank_dependent_name):
+    from drivetrain.runtime.ranks import get_rank
+
+    rank, tracker, extra = get_rank(), LossTracker(), LossTracker()
+    tracker.update(torch.tensor(float(rank + 1)), 1 + 2 * rank)  # 1 over one sample, 2 over three
+    extra.update(5.0, 2)
+    trackers = {"loss": tracker}
+    if rank == 1 and rank_dependent_name:
+        trackers["extra"] = extra
+    return reduce_means(trackers), tracker.average_over_ranks()
+
+
+def test_means_are_taken_over_the_samples_of_all_ranks(world2):
+    for means, average in world2(_rank_means, True):
+        assert average == pytest.approx((1 + 6) / 4)
+        assert means == pytest.approx({"loss": 7 / 4, "extra": 5.0})
