@@ -25,7 +25,9 @@ def train(folder: Path, num_epochs: int) -> str:
     ctx.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
     ctx.optimizer = torch.optim.AdamW(ctx.model.parameters(), lr=0.01)
     ctx.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(ctx.optimizer, num_epochs)
-    ctx.loader = SmartDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), shuffle=True, batch_size=16, loading_bar=False)
+    ctx.loader = SmartDataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), shuffle=True, batch_size=16, loading_bar=False
+    )
     with Checkpointer(ctx, every="2ba", keep=2, dir=folder) as keeper:
         keeper.restore()  # nothing there yet: a fresh start
         while ctx.epoch < num_epochs:
@@ -51,7 +53,9 @@ def main(kills: int = 5, num_epochs: int = 20) -> bool:
         attempts = torment(lambda: subprocess.Popen(command), killed, kills=kills, longest=0.2, in_saves=1.0)
         same = Path(killed, "fingerprint").read_text() == undisturbed
     struck = [attempt for attempt in attempts if attempt.ended == "killed"]
-    print(f"killed {len(struck)} times, {sum(attempt.during_save for attempt in struck)} of them in the middle of a save")
+    print(
+        f"killed {len(struck)} times, {sum(attempt.during_save for attempt in struck)} of them in the middle of a save"
+    )
     print("bit-identical to the undisturbed run" if same else "DIFFERENT from the undisturbed run")
     return same
 

@@ -28,7 +28,15 @@ class Item:
 
 @pytest.mark.parametrize(
     ("batch", "key"),
-    [((1, 2), 1), ([1, 2], 1), ([1, 2], -1), ({"x": 1, "y": 2}, "y"), (Pair(1, 2), "y"), (Pair(1, 2), 1), (Item(1, 2), "y")],
+    [
+        ((1, 2), 1),
+        ([1, 2], 1),
+        ([1, 2], -1),
+        ({"x": 1, "y": 2}, "y"),
+        (Pair(1, 2), "y"),
+        (Pair(1, 2), 1),
+        (Item(1, 2), "y"),
+    ],
 )
 def test_a_part_is_read_and_set_where_it_is(batch, key):
     assert batch_get(batch, key) == 2
@@ -94,7 +102,9 @@ def test_one_hot_equals_torch_and_trains_like_indices(shape, dtype):
     logits = torch.randn(shape[0], 4, *shape[1:], generator=generator).to(dtype)
     dense = ensure_targets_one_hot(logits, targets)
     assert torch.equal(dense, F.one_hot(targets, 4).movedim(-1, 1).to(dense.dtype))
-    torch.testing.assert_close(F.cross_entropy(logits.double(), dense.double()), F.cross_entropy(logits.double(), targets))
+    torch.testing.assert_close(
+        F.cross_entropy(logits.double(), dense.double()), F.cross_entropy(logits.double(), targets)
+    )
 
 
 def test_ignored_rows_are_all_zero_and_dense_targets_stay_as_they_are():

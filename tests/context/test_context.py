@@ -78,7 +78,15 @@ def test_everything_moves_and_containers_stay_the_same_objects():
     assert ctx.to(META) is ctx
     assert all(getattr(ctx, name) is item for name, item in kept.items())
     assert {name: type(item) for name, item in ctx.items()} == types
-    places = [ctx.tensor, ctx.listed[0], ctx.listed[1]["deep"][0], ctx.ordered["x"], ctx.pair.x, ctx.bag.x, ctx.frozen.x]
+    places = [
+        ctx.tensor,
+        ctx.listed[0],
+        ctx.listed[1]["deep"][0],
+        ctx.ordered["x"],
+        ctx.pair.x,
+        ctx.bag.x,
+        ctx.frozen.x,
+    ]
     places += [ctx.model.weight, ctx.inner.weight]
     assert all(tensor.device == META for tensor in places)
     assert ctx.device == META and ctx.count == 3 and ctx.listed[1]["deep"][1] == "text"

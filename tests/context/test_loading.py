@@ -354,7 +354,7 @@ def test_functions_and_datasets_are_not_state_and_keep_their_places():
 
 def test_an_unknown_object_is_named_once():
     ctx = Context(thing=object(), table={"x": object()}, loader=torch.utils.data.DataLoader([1]))
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="has no state to save") as caught:
         ctx.state_dict()
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 3

@@ -100,7 +100,9 @@ def test_a_plain_tensor_is_copied():
     assert move_tensor(plain, META) is not plain and plain.device.type == "cpu"
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.LBFGS])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), torch.optim.LBFGS]
+)
 def test_optimizer_state_follows_its_parameters(make, same_parameters):
     model = torch.nn.Linear(2, 1)
     optimizer = make(model.parameters())

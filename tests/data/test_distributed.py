@@ -48,17 +48,19 @@ def flat(batches):
 
 
 KINDS = {
-    "gathered": lambda: dict(dataset=dataset(), shuffle=True, batch_size=4),
-    "in order": lambda: dict(dataset=dataset(), batch_size=4, random_seed=1),
-    "drop last": lambda: dict(dataset=dataset(), shuffle=True, batch_size=4, drop_last=True, random_seed=1),
-    "global": lambda: dict(dataset=dataset(), shuffle=True, global_batch_size=8, random_seed=1),
-    "sampled": lambda: dict(dataset=dataset(), sampler=RandomSampler(dataset()), batch_size=4),
-    "own generator": lambda: dict(
-        dataset=dataset(), sampler=RandomSampler(dataset(), generator=torch.Generator().manual_seed(2)), batch_size=4
-    ),
-    "batches": lambda: dict(dataset=dataset(), batch_sampler=[[1, 2, 3], [4], [5, 6], [7, 8, 9], [0]]),
-    "stream": lambda: dict(dataset=Stream(LENGTH), global_batch_size=8, random_seed=1),
-    "stateful stream": lambda: dict(dataset=Stateful(LENGTH), global_batch_size=8, random_seed=1),
+    "gathered": lambda: {"dataset": dataset(), "shuffle": True, "batch_size": 4},
+    "in order": lambda: {"dataset": dataset(), "batch_size": 4, "random_seed": 1},
+    "drop last": lambda: {"dataset": dataset(), "shuffle": True, "batch_size": 4, "drop_last": True, "random_seed": 1},
+    "global": lambda: {"dataset": dataset(), "shuffle": True, "global_batch_size": 8, "random_seed": 1},
+    "sampled": lambda: {"dataset": dataset(), "sampler": RandomSampler(dataset()), "batch_size": 4},
+    "own generator": lambda: {
+        "dataset": dataset(),
+        "sampler": RandomSampler(dataset(), generator=torch.Generator().manual_seed(2)),
+        "batch_size": 4,
+    },
+    "batches": lambda: {"dataset": dataset(), "batch_sampler": [[1, 2, 3], [4], [5, 6], [7, 8, 9], [0]]},
+    "stream": lambda: {"dataset": Stream(LENGTH), "global_batch_size": 8, "random_seed": 1},
+    "stateful stream": lambda: {"dataset": Stateful(LENGTH), "global_batch_size": 8, "random_seed": 1},
 }
 
 

@@ -63,11 +63,19 @@ shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
 @st.composite
 def tensors(draw, rows):
     dtype = draw(st.sampled_from(DTYPES))
-    return torch.arange(rows * 7).remainder(5).to(dtype)[:rows].reshape(rows, *[1] * len(shape := draw(shapes))).expand(rows, *shape)
+    return (
+        torch.arange(rows * 7)
+        .remainder(5)
+        .to(dtype)[:rows]
+        .reshape(rows, *[1] * len(shape := draw(shapes)))
+        .expand(rows, *shape)
+    )
 
 
 @settings(max_examples=60)
-@given(data=st.data(), rows=st.integers(1, 13), size=st.integers(1, 5), drop_last=st.booleans(), count=st.integers(1, 3))
+@given(
+    data=st.data(), rows=st.integers(1, 13), size=st.integers(1, 5), drop_last=st.booleans(), count=st.integers(1, 3)
+)
 def test_tensor_datasets_give_what_torch_gives(data, rows, size, drop_last, count):
     columns = [data.draw(tensors(rows)) for _ in range(count)]
     assert_same_epoch(TensorDataset(*columns), batch_size=size, drop_last=drop_last)
@@ -79,7 +87,13 @@ def test_tensor_datasets_give_what_torch_gives(data, rows, size, drop_last, coun
 
 
 @settings(max_examples=60)
-@given(dtype=st.sampled_from(NUMPY_DTYPES), shape=shapes, rows=st.integers(1, 9), writable=st.booleans(), fortran=st.booleans())
+@given(
+    dtype=st.sampled_from(NUMPY_DTYPES),
+    shape=shapes,
+    rows=st.integers(1, 9),
+    writable=st.booleans(),
+    fortran=st.booleans(),
+)
 def test_arrays_give_what_torch_gives(dtype, shape, rows, writable, fortran):
     array = (np.arange(rows * int(np.prod(shape, dtype=int))).reshape(rows, *shape) % 3).astype(dtype)
     array = np.asfortranarray(array) if fortran else array
@@ -88,7 +102,9 @@ def test_arrays_give_what_torch_gives(dtype, shape, rows, writable, fortran):
     assert_same_epoch(array, reference, batch_size=4)
 
 
-@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.zeros((3, 2), dtype=">f4"), np.zeros((4, 2))[::-1], np.zeros(())])
+@pytest.mark.parametrize(
+    "array", [np.array(["a", "b"]), np.zeros((3, 2), dtype=">f4"), np.zeros((4, 2))[::-1], np.zeros(())]
+)
 def test_arrays_that_are_no_columns_are_left_to_collation(array):
     assert find_columns(array) is None
 

@@ -123,7 +123,12 @@ def test_a_stream_gives_what_torch_gives():
         def __iter__(self):
             return iter(data)
 
-    for kwargs in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}, {"batch_size": 2, "collate_fn": sum}):
+    for kwargs in (
+        {"batch_size": 4},
+        {"batch_size": 4, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": 2, "collate_fn": sum},
+    ):
         ours = [torch.as_tensor(batch).tolist() for batch in SmartDataLoader(Numbers(), **kwargs)]
         assert ours == [torch.as_tensor(batch).tolist() for batch in DataLoader(Numbers(), **kwargs)]
 
@@ -175,7 +180,16 @@ def test_workers_carry_the_streams_state():
 def test_a_stateful_stream_is_not_read_again():
     data = Stateful(30)
     loader = make(data)
-    loader.load_state_dict({"seed": 5, "epoch": 0, "position": 27, "length": None, "version": 1, "stream": {"state": {"at": 27}, "ended": False}})
+    loader.load_state_dict(
+        {
+            "seed": 5,
+            "epoch": 0,
+            "position": 27,
+            "length": None,
+            "version": 1,
+            "stream": {"state": {"at": 27}, "ended": False},
+        }
+    )
     assert plain(loader)[0][0] == [27, 28, 29]
     assert data.read == 3
 

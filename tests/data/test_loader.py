@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from drivetrain.core.errors import DistributedError, ParameterError, ResumeError, StateError
 from drivetrain.data.loader import SmartDataLoader
@@ -70,7 +78,9 @@ def test_the_place_follows_what_the_user_received():
     seen = []
     for _ in loader:
         info = loader.batch_info
-        seen.append((loader.epoch, loader.position, info.epoch, info.index, info.first, info.size, info.global_size, info.pad))
+        seen.append(
+            (loader.epoch, loader.position, info.epoch, info.index, info.first, info.size, info.global_size, info.pad)
+        )
     assert seen == [(0, 4, 0, 0, 0, 4, 4, 0), (0, 8, 0, 1, 4, 4, 4, 0), (0, 11, 0, 2, 8, 3, 3, 0)]
     assert (loader.epoch, loader.position) == (1, 0), "the epoch is closed"
     assert loader.batch_info.index == 2, "a loop that reads ahead still has the last batch in hand"
@@ -384,7 +394,7 @@ def test_the_global_batch_is_divided(monkeypatch):
     monkeypatch.setattr("drivetrain.data.loader.num_data_ranks", lambda: 4)
     assert loader.batch_size == 2 and len(loader) == 2
     monkeypatch.setattr("drivetrain.data.loader.num_data_ranks", lambda: 3)
-    with pytest.raises(ParameterError, match="8 does not divide over 3 processes.*6 or 9"):
+    with pytest.raises(ParameterError, match=r"8 does not divide over 3 processes.*6 or 9"):
         iter(loader)
     with pytest.raises(ParameterError, match="nearest sizes that do: 3"):
         SmartDataLoader(DATA, global_batch_size=2)

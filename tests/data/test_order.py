@@ -36,7 +36,9 @@ def real_rows(info):
 
 def global_sequence(order, world, batch_size, drop_last=False, epoch=0, position=0, seed=7):
     """Simulate all ranks: the real samples of each global batch, in order of rank."""
-    ranks = [list(order.batches(seed, epoch, position, Share(rank, world, batch_size, drop_last))) for rank in range(world)]
+    ranks = [
+        list(order.batches(seed, epoch, position, Share(rank, world, batch_size, drop_last))) for rank in range(world)
+    ]
     assert len({len(batches) for batches in ranks}) == 1, "all ranks yield equally many batches"
     sequence = []
     for infos in zip(*ranks):
@@ -102,7 +104,12 @@ def test_a_long_order_crosses_the_blocks_in_which_it_is_cut():
 
 def test_a_rank_without_samples_gets_one_marked_copy():
     infos = [next(sliced_batches(None, 2, 0, 0, Share(rank, 4, 1, False))) for rank in range(4)]
-    assert [(info.size, info.pad, list(info.rows)) for info in infos] == [(1, 0, [0]), (1, 0, [1]), (0, 1, [1]), (0, 1, [1])]
+    assert [(info.size, info.pad, list(info.rows)) for info in infos] == [
+        (1, 0, [0]),
+        (1, 0, [1]),
+        (0, 1, [1]),
+        (0, 1, [1]),
+    ]
     assert {info.global_size for info in infos} == {2}
 
 
@@ -127,7 +134,9 @@ class Draws:
         yield int(np.random.randint(4))
 
 
-@pytest.mark.parametrize("make", [Draws, lambda: RandomSampler(range(4)), lambda: WeightedRandomSampler([1.0, 2, 3, 4], 6)])
+@pytest.mark.parametrize(
+    "make", [Draws, lambda: RandomSampler(range(4)), lambda: WeightedRandomSampler([1.0, 2, 3, 4], 6)]
+)
 def test_a_sampler_that_draws_from_shared_generators_repeats_and_disturbs_nothing(make):
     order = SamplerOrder(make(), 4)
     torch.manual_seed(0), random.seed(0), np.random.seed(0)

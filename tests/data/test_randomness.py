@@ -75,9 +75,13 @@ def test_an_error_in_a_fetch_still_puts_the_generators_back():
     seed_all(2)
     expected = draw()
     seed_all(2)
-    with pytest.raises(KeyError), SeededGenerators(4):
-        draw()
-        raise KeyError
+
+    def fetch():
+        with SeededGenerators(4):
+            raise KeyError(draw())
+
+    with pytest.raises(KeyError):
+        fetch()
     assert draw() == expected
 
 

@@ -131,9 +131,7 @@ def test_an_error_in_a_worker_comes_back_with_its_cause():
 
 
 def test_breaking_off_leaves_no_process_behind():
-    for batch in make(Augmented(60)):
-        break
-    del batch
+    next(iter(make(Augmented(60))))
     assert not multiprocessing.active_children()
 
 

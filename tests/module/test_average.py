@@ -7,6 +7,7 @@ from torch import nn
 
 from drivetrain.core.errors import StateError
 from drivetrain.module.average import AveragedWeights
+from tests.module.models import Shell
 
 
 def small_model(seed=0, dtype=torch.float32):
@@ -175,11 +176,11 @@ def test_buffers_that_are_not_saved_are_not_averaged():
 
 def test_the_average_is_the_same_seen_through_a_wrapper():
     model, twin = small_model(), small_model()
-    plain, wrapped = AveragedWeights(model), AveragedWeights(nn.DataParallel(twin))
+    plain, wrapped = AveragedWeights(model), AveragedWeights(Shell(twin))
     disturb(model, 0)
     disturb(twin, 0)
     plain.update_lerp(model, 0.5)
-    wrapped.update_lerp(nn.DataParallel(twin), 0.5)
+    wrapped.update_lerp(Shell(twin), 0.5)
     wrapped.update_lerp(twin, 0.5)
     plain.update_lerp(model, 0.5)
     assert equal(shadow_of(plain), shadow_of(wrapped))

@@ -145,7 +145,7 @@ def test_blocks_are_the_same_after_checkpointing_every_second_one():
 
 
 def test_blocks_are_found_through_a_wrapper():
-    assert shape_of(nn.DataParallel(models.GPT2())) == [("transformer.h", "Block", 6)]
+    assert shape_of(models.Shell(models.GPT2())) == [("transformer.h", "Block", 6)]
 
 
 def test_modules_are_selected_by_class_name_pattern_and_list():

@@ -1,5 +1,7 @@
 """What only a CUDA device can show: no waiting for it, its memory, its process group."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,15 +30,21 @@ def group_of_one(tmp_path):
 @pytest.fixture
 def no_waiting():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this check is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def test_averaging_and_swapping_never_wait_for_the_device(no_waiting):
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).cuda()
-    half = nn.Linear(64, 64).cuda().bfloat16()
-    for network in (model, half):
+@pytest.fixture
+def networks():
+    plain = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)).cuda()
+    return plain, nn.Linear(64, 64).cuda().bfloat16()
+
+
+def test_averaging_and_swapping_never_wait_for_the_device(networks, no_waiting):
+    for network in networks:
         average = AveragedWeights(network)
         for _ in range(3):
             average.update_lerp(network, 0.1)

@@ -65,9 +65,9 @@ def test_a_matrix_with_one_row_is_a_vector_in_disguise():
 def test_frozen_parameters_belong_to_nobody_and_names_are_clean():
     model = models.Llama(depth=2)
     model.model.layers[0].requires_grad_(False)
-    muon, other, _ = sides(nn.DataParallel(model))
+    muon, other, _ = sides(models.Shell(model))
     assert not any(name.startswith("model.layers.0") for name in muon + other)
-    assert [name for name, _ in named_trainable(nn.DataParallel(model))] == [
+    assert [name for name, _ in named_trainable(models.Shell(model))] == [
         name for name, p in model.named_parameters() if p.requires_grad
     ]
 
@@ -101,7 +101,7 @@ def test_parameters_are_selected_by_name_module_and_pattern_in_model_order():
         "transformer.ln_f.bias",
     ]
     assert len(select_parameters(model, "transformer.h.*.mlp")) == 8
-    assert len(select_parameters(nn.DataParallel(model), "*")) == len(list(model.parameters()))
+    assert len(select_parameters(models.Shell(model), "*")) == len(list(model.parameters()))
 
 
 def test_a_name_ends_at_a_dot():

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from drivetrain.module.surgery import count_module_instances, replace_module_classes, update_params_in_optimizer
+from tests.module.models import Shell
 
 
 class Twice(nn.Module):
@@ -134,7 +135,7 @@ def test_an_endless_recursion_is_refused():
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
+@pytest.mark.parametrize("wrap", [Shell, lambda m: torch.compile(m, backend="eager")])
 def test_wrapped_models_are_refused(wrap):
     model = wrap(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match=r"already wrapped.*Replace layers first"):

@@ -18,6 +18,7 @@ from drivetrain.module.wrapping import (
     unwrap,
     wrap_ddp,
 )
+from tests.module.models import Shell
 
 
 class OwnModule(nn.Module):
@@ -43,7 +44,7 @@ def everything_equal(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, compiled, lambda m: nn.DataParallel(compiled(m))])
+@pytest.mark.parametrize("wrap", [Shell, compiled, lambda m: Shell(compiled(m))])
 def test_unwrap_finds_the_users_module_under_any_shells(wrap):
     model = OwnModule()
     wrapped = wrap(model)
@@ -53,7 +54,7 @@ def test_unwrap_finds_the_users_module_under_any_shells(wrap):
 
 def test_unwrap_can_keep_the_compiled_shell():
     model = nn.Linear(2, 2)
-    outside, inside = compiled(nn.DataParallel(model)), nn.DataParallel(compiled(model))
+    outside, inside = compiled(Shell(model)), Shell(compiled(model))
     kept = unwrap(outside, keep_compile=True)
     assert is_wrapped(kept) and kept._orig_mod is model
     assert unwrap(inside, keep_compile=True) is inside.module
@@ -73,12 +74,12 @@ def test_names_are_cleaned_of_every_prefix():
 def test_parameter_names_are_the_users_own_whatever_is_wrapped():
     model = OwnModule()
     expected = [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in named_clean_parameters(nn.DataParallel(compiled(model)))] == expected
+    assert [name for name, _ in named_clean_parameters(Shell(compiled(model)))] == expected
     model.module = compiled(model.module)
-    assert [name for name, _ in named_clean_parameters(nn.DataParallel(model))] == expected
+    assert [name for name, _ in named_clean_parameters(Shell(model))] == expected
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, nn.DataParallel, compiled, lambda m: compiled(nn.DataParallel(m))])
+@pytest.mark.parametrize("wrap", [lambda m: m, Shell, compiled, lambda m: compiled(Shell(m))])
 def test_clean_state_has_the_models_own_keys_and_metadata(wrap):
     model = OwnModule()
     state = clean_state_dict(wrap(model))
@@ -110,8 +111,8 @@ def test_torchs_checkpoint_wrapper_is_seen_through():
     assert torch.equal(unwrap(model[0]).bias, state["0.bias"] + 1)
 
 
-@pytest.mark.parametrize("save", [lambda m: m, nn.DataParallel, compiled, lambda m: nn.DataParallel(compiled(m))])
-@pytest.mark.parametrize("load", [lambda m: m, nn.DataParallel, compiled])
+@pytest.mark.parametrize("save", [lambda m: m, Shell, compiled, lambda m: Shell(compiled(m))])
+@pytest.mark.parametrize("load", [lambda m: m, Shell, compiled])
 def test_a_state_saved_by_torch_under_any_wrapping_loads_into_any_other(save, load):
     saved, target = OwnModule(), OwnModule()
     target.norm.running_mean += 1
@@ -149,7 +150,7 @@ def test_a_batch_norm_saved_before_counts_existed_still_loads():
     state = model.state_dict()
     del state["0.num_batches_tracked"]
     state._metadata["0"]["version"] = 1
-    assert load_clean_state_dict(nn.DataParallel(model), state) == ([], [])
+    assert load_clean_state_dict(Shell(model), state) == ([], [])
     state._metadata["0"]["version"] = 2
     with pytest.raises(StateError, match="num_batches_tracked"):
         load_clean_state_dict(model, state)
@@ -170,7 +171,7 @@ def test_a_model_that_renames_old_keys_keeps_doing_so():
 
     model = Renaming()
     state = {"old.weight": torch.ones(2, 2), "old.bias": torch.ones(2)}
-    assert load_clean_state_dict(nn.DataParallel(model), state) == ([], [])
+    assert load_clean_state_dict(Shell(model), state) == ([], [])
     assert torch.equal(model.layer.bias, torch.ones(2))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError
-from drivetrain.optim import ConstantLr, CosineLr, NoamLr, OptimScheduler
+from drivetrain.optim import ConstantLr, CosineLr, NoamLr, OptimScheduler, StepLr
 from tests.optim.models import EncoderDecoder, batches, losses_of, own_gradients, same, weights
 
 
@@ -402,8 +402,6 @@ class TestArguments:
         with pytest.raises(TypeError, match="'grad_clip'"):
             NoamLr("SGD", None, EncoderDecoder(), grad_clipp=4)
         with pytest.raises(TypeError, match="step_size"):
-            from drivetrain.optim import StepLr
-
             StepLr("SGD", None, EncoderDecoder())
 
     def test_two_names_of_one_argument_must_agree(self):

@@ -81,7 +81,7 @@ def test_a_unit_driven_by_hand_resumes_its_own_count(at):
     model, unit = make(0)
     for x in batches(at):
         unit.step(losses_of(model, x))
-    state, parameters = unit.state_dict(), copy.deepcopy(model.state_dict())
+    state, parameters = through_a_file(unit.state_dict()), copy.deepcopy(model.state_dict())
     other, resumed = make(5)
     other.load_state_dict(parameters)
     resumed.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -36,5 +37,8 @@ def test_guide_example_launches_itself(tmp_path):
     file.write_text(program)
     path = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import runpy; "
     code = path + f"runpy.run_path({str(file)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    env = os.environ | {"ACCELERATE_USE_CPU": "true"}  # two processes, whatever accelerators there are
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.strip() == "[[10, 11], [10, 11]]", done.stderr

@@ -217,6 +217,26 @@ def test_an_update_costs_a_few_microseconds():
     assert best < 10e-6  # about 1 µs on a quiet machine
 
 
+@pytest.mark.gpu
+def test_on_a_device_nothing_synchronises_until_the_mean_is_read():
+    losses = [torch.full((), float(step), device="cuda") for step in range(200)]
+    sizes = [8] * 100 + [1 + step % 3 for step in range(100)]
+    tokens = [torch.full((), 2, device="cuda") for _ in range(100)]
+    tracker, weighted = LossTracker(), LossTracker()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for loss, size in zip(losses, sizes):
+            tracker.update(loss, size)
+        for loss, count in zip(losses, tokens):
+            weighted.update(loss, count)
+        assert tracker.latest_known is None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tracker.average == pytest.approx(weighted_mean(range(200), sizes))
+    assert weighted.average == pytest.approx(49.5)
+
+
 def _rank_means(rank_dependent_name):
     from drivetrain.runtime.ranks import get_rank
 

@@ -166,7 +166,7 @@ def torment(
 def _strike(
     victim: Victim, folder: Path, longest: float, chance: random.Random, in_save: bool, pauses: float
 ) -> Attempt:
-    begun = time.monotonic()
+    begun, stale = time.monotonic(), _begun_saves(folder)
     moment = begun + chance.uniform(0, longest)
     pause_at = begun + chance.uniform(0, longest) if chance.random() < pauses else None
     deadline = begun + 20 * longest + 60  # a command that never saves must not be waited for for ever
@@ -178,21 +178,22 @@ def _strike(
             _send(victim, signal.SIGSTOP)
             time.sleep(chance.uniform(0.01, 0.2))
             _send(victim, signal.SIGCONT)
-        if in_save and time.monotonic() > moment and _is_saving(folder):
+        if in_save and time.monotonic() > moment and _begun_saves(folder) - stale:
             time.sleep(chance.uniform(0, 0.01))
             break
         time.sleep(0.0005)
-    during_save = _is_saving(folder)
+    during_save = bool(_begun_saves(folder) - stale)
     _send(victim, signal.SIGKILL)
     status = victim.wait()
     return Attempt(time.monotonic() - begun, "killed", during_save, status)
 
 
-def _is_saving(folder: Path) -> bool:
+def _begun_saves(folder: Path) -> set[str]:
+    """Return the names of folders that are being written, or were when their writer died."""
     try:
-        return any(entry.name.startswith(TEMPORARY) for entry in os.scandir(folder))
+        return {name for name in os.listdir(folder) if name.startswith(TEMPORARY)}
     except FileNotFoundError:
-        return False
+        return set()
 
 
 def _send(victim: Victim, number: int) -> None:

@@ -100,7 +100,10 @@ def _parts_of(batch: Any, key: Any) -> str:
     near = nearest_name(key, names)
     hint = f" Did you mean {near!r}?" if near else ""
     parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""
-    return f"It is a {type(batch).__name__} {parts}".rstrip() + f".{hint} Give a key that is there, or a pair (getter, setter)."
+    return (
+        f"It is a {type(batch).__name__} {parts}".rstrip()
+        + f".{hint} Give a key that is there, or a pair (getter, setter)."
+    )
 
 
 def _as_pair(key: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:

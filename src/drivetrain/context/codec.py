@@ -113,7 +113,8 @@ class Packer:
 
     def _many(self, values: Iterable[Any], path: str) -> list[Any]:
         return [
-            value if type(value) in PLAIN else self.pack(value, join_path(path, index)) for index, value in enumerate(values)
+            value if type(value) in PLAIN else self.pack(value, join_path(path, index))
+            for index, value in enumerate(values)
         ]
 
     def _fields(self, value: Any, fields: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -78,7 +78,10 @@ def _pack_array(value: np.ndarray) -> Any:
     try:
         owned = value.flags.writeable and min(value.strides, default=0) >= 0
         return torch.from_numpy(value if owned else value.copy())
-    except (TypeError, ValueError):  # text, dates, records, foreign byte order: torch has no such type, so the bytes are kept
+    except (
+        TypeError,
+        ValueError,
+    ):  # text, dates, records, foreign byte order: torch has no such type, so the bytes are kept
         raw = (
             torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
             if value.nbytes

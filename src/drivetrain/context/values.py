@@ -7,6 +7,8 @@ written in place instead.
 import functools
 import random
 import types
+import warnings
+import weakref
 from enum import Enum
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -160,11 +162,15 @@ class GeneratorKind(Kind):
         return item.device if isinstance(item, torch.Generator) else None
 
     def move(self, item: Any, job: "Move") -> Any:
-        if not isinstance(item, torch.Generator) or item.device.type == "cpu" or item.device == job.device:
-            return item  # a generator on the CPU serves draws on the CPU, wherever the model is
+        if not isinstance(item, torch.Generator) or item.device == job.device:
+            return item
+        if item.device.type == "cpu" and item not in _SENT_TO_CPU:
+            return item  # it serves draws on the CPU, wherever the model is
         moved = torch.Generator(device=job.device).manual_seed(item.initial_seed())
         if item.device.type == job.device.type:
             moved.set_state(item.get_state())
+        if job.device.type == "cpu":
+            _SENT_TO_CPU.add(moved)
         return moved
 
     def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
@@ -177,6 +183,9 @@ class GeneratorKind(Kind):
         if problem is not None:
             return loading.unfit(path, item, saved, problem)
 
+        if coder.tag == "generator" and torch.device(content["device"]).type != item.device.type:
+            return lambda: _begin_anew(item, content, path)
+
         def restore() -> Any:
             _RESTORERS[coder.tag](item, content)
             return item
@@ -184,10 +193,21 @@ class GeneratorKind(Kind):
         return restore
 
 
+_SENT_TO_CPU: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
+"""Generators of an accelerator that a move made anew on the CPU; the move back makes them anew there."""
+
+
+def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
+    warnings.warn(
+        f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it begins anew from "
+        f"its seed {content['seed']}.",
+        stacklevel=5,
+    )
+    return item.manual_seed(content["seed"])
+
+
 def _generator_problem(item: Any, content: dict[str, Any]) -> str | None:
     """Say why a saved state cannot go into a live generator, or None."""
-    if isinstance(item, torch.Generator) and torch.device(content["device"]).type != item.device.type:
-        return f"saved from a generator on {content['device']}, this one is on {item.device}"
     bits = getattr(item, "bit_generator", None)
     if bits is not None and content["bit_generator"] != type(bits).__name__:
         return f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"

@@ -4,13 +4,31 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate, default_convert
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
 from drivetrain.core.errors import ParameterError, unknown_name
 from drivetrain.data.iterable import IterableMode
 from drivetrain.data.randomness import RngMode
 
-OWN_NAMES = ("shuffle", "random_seed", "sampler", "batch_sampler", "move_output", "loading_bar", "global_batch_size", "rng", "prefetch")
+OWN_NAMES = (
+    "shuffle",
+    "random_seed",
+    "sampler",
+    "batch_sampler",
+    "move_output",
+    "loading_bar",
+    "global_batch_size",
+    "rng",
+    "prefetch",
+)
 OWN_NAMES += ("resident", "iterable", "name")
 TORCH_NAMES = tuple(
     name
@@ -34,12 +52,20 @@ def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
             f"batch_size={own['shuffle']!r}."
         )
-    for name, choices in (("rng", get_args(RngMode)), ("iterable", get_args(IterableMode)), ("resident", ("auto", True, False))):
-        if own[name] not in choices or (name == "resident" and isinstance(own[name], int) and not isinstance(own[name], bool)):
+    for name, choices in (
+        ("rng", get_args(RngMode)),
+        ("iterable", get_args(IterableMode)),
+        ("resident", ("auto", True, False)),
+    ):
+        if own[name] not in choices or (
+            name == "resident" and isinstance(own[name], int) and not isinstance(own[name], bool)
+        ):
             raise ParameterError(unknown_name("value", own[name], map(str, choices), where=name))
     _check_whole("prefetch", own["prefetch"], least=0)
     if own["random_seed"] is not None and not _is_whole(own["random_seed"]):
-        raise ParameterError(f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed.")
+        raise ParameterError(
+            f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."
+        )
     if own["name"] is not None and not isinstance(own["name"], str):
         raise ParameterError(f"name={own['name']!r}: expected a text that tells this loader from others, or None.")
     if own["global_batch_size"] is not None:
@@ -70,9 +96,13 @@ def _check_combinations(dataset: Any, own: Mapping[str, Any], given: Mapping[str
         clash = [name for name in ("batch_size", "drop_last") if given.get(name, None) not in (None, 1, False)]
         clash += [name for name in ("shuffle", "sampler") if own[name]]
         if clash:
-            raise ParameterError(f"batch_sampler is given with {' and '.join(clash)}, which it decides itself. Leave them out.")
+            raise ParameterError(
+                f"batch_sampler is given with {' and '.join(clash)}, which it decides itself. Leave them out."
+            )
     if given.get("batch_size", 1) is None and given.get("drop_last"):
-        raise ParameterError("batch_size=None turns batching off, so drop_last has nothing to drop. Leave one of them out.")
+        raise ParameterError(
+            "batch_size=None turns batching off, so drop_last has nothing to drop. Leave one of them out."
+        )
     if given.get("in_order") is False:
         raise ParameterError(
             "in_order=False gives batches in no fixed order, so a position in the data has no meaning. Leave it out, or use torch's "
@@ -110,7 +140,10 @@ def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "dataset": loader.dataset,
         "collate_fn": None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn,
-        **{name: getattr(loader, name) for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator")},
+        **{
+            name: getattr(loader, name)
+            for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "generator")
+        },
     }
     if loader.num_workers:
         names = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
@@ -120,6 +153,7 @@ def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if isinstance(loader.dataset, IterableDataset) or type(loader.sampler) is SequentialSampler:
         return arguments
-    if type(loader.sampler) is RandomSampler and not loader.sampler.replacement and loader.sampler._num_samples is None:
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return {**arguments, "shuffle": True}
-    return {**arguments, "sampler": loader.sampler}
+    return {**arguments, "sampler": sampler}

@@ -120,11 +120,18 @@ def _is_column(value: Any) -> bool:
 def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
     """Return a tensor whose gathered rows equal the collated samples, or None where that is not so."""
     if isinstance(value, np.ndarray):
-        if value.ndim == 0 or value.dtype.hasobject or not value.dtype.isnative or any(step < 0 for step in value.strides):
+        if (
+            value.ndim == 0
+            or value.dtype.hasobject
+            or not value.dtype.isnative
+            or any(step < 0 for step in value.strides)
+        ):
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # read-only arrays: batches are copies, nothing writes here
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # read-only arrays: batches are copies, nothing writes here
                 tensor = torch.from_numpy(value)
         except TypeError:
             return None
@@ -214,7 +221,7 @@ class GatherFetch:
         if type(rows) is range:
             return self._gather_range(rows)
         if type(rows) is list:
-            rows = as_indices(rows, self.columns.length)
+            rows = as_indices(rows, self.columns.length).to(self.columns.device, non_blocking=True)
         return self._gather(rows)
 
     def __reduce__(self) -> Any:

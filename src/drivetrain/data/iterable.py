@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch.utils.data
@@ -51,7 +52,13 @@ class StreamReader:
     """Reads a stream in order, on generators seeded for the place in it."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool, rng: RngMode, own_collate: bool):
-        self.dataset, self.collate, self.batched, self.rng, self.own_collate = dataset, collate, batched, rng, own_collate
+        self.dataset, self.collate, self.batched, self.rng, self.own_collate = (
+            dataset,
+            collate,
+            batched,
+            rng,
+            own_collate,
+        )
         self.puts_back = True
         self.iterator: Iterator[Any] = iter(())
 
@@ -109,7 +116,7 @@ class StreamReader:
         place = 0
         while place < position:
             wanted = min(step, position - place)
-            read = len(self.seeded(lambda place=place, wanted=wanted: self.take(place, wanted), "stream", place))
+            read = len(self.seeded(partial(self.take, place, wanted), "stream", place))
             place += read
             if read < wanted:
                 raise ResumeError(
@@ -138,10 +145,11 @@ def _keeps_state(part: Any) -> bool:
 class FilterReader(StreamReader):
     """Yields this rank's part of every global batch of the stream."""
 
-    def batches(self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[tuple[BatchInfo, Any]]:
+    def batches(
+        self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True
+    ) -> Iterator[tuple[BatchInfo, Any]]:
         """Yield info and batch for each batch whose number since the start is `wanted`, and (info, None) for the others."""
-        rank, world, size, drop_last = start.share
-        whole, position = size * world, start.position
+        position, whole = start.position, start.share.batch_size * start.share.world
         saved = start.stream or {"state": None, "ended": False}
         if saved["ended"]:
             return
@@ -149,23 +157,24 @@ class FilterReader(StreamReader):
         if saved["state"] is None:
             self.skip(position, whole)
         for number in itertools.count():
-            step = self.seeded(lambda: self._next(position, whole, rank, world, drop_last, wanted(number)), "stream", position)
+            read = partial(self._next, position, start.share, wanted(number))
+            step = self.seeded(read, "stream", position)
             if step is None:
                 return
             yield step
             position = step[0].end
 
-    def _next(self, position: int, whole: int, rank: int, world: int, drop_last: bool, wanted: bool) -> Any:
+    def _next(self, position: int, share: Share, wanted: bool) -> Any:
+        whole = share.batch_size * share.world
         samples = self.take(position, whole)
-        if not samples or (drop_last and len(samples) < whole):
+        if not samples or (share.drop_last and len(samples) < whole):
             return None
-        offset, size = share_of(len(samples), rank, world)
+        offset, size = share_of(len(samples), share.rank, share.world)
         own = samples[offset : offset + size] or samples[-1:]
-        info = BatchInfo(
-            self.start.epoch, position // whole, position + offset, size, len(samples), int(size == 0), position + len(samples)
-        )
+        first, end = position + offset, position + len(samples)
+        info = BatchInfo(self.start.epoch, position // whole, first, size, len(samples), int(size == 0), end)
         info.stream = self.place(ended=len(samples) < whole)
-        return info, self.collated(own, info.first) if wanted else None
+        return info, self.collated(own, first) if wanted else None
 
 
 class ShardedReader(StreamReader):
@@ -183,7 +192,7 @@ class ShardedReader(StreamReader):
         if place["state"] is None:
             self.skip(read, size)
         while True:
-            step = self.seeded(lambda: self._next(read, size, start.share.drop_last), "stream", read)
+            step = self.seeded(partial(self._next, read, size, start.share.drop_last), "stream", read)
             if step is None:
                 return
             read = step[2]["samples"]
@@ -244,7 +253,9 @@ class HiddenWorker:
             self.init(worker_id)
 
 
-def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool | None) -> Iterator[tuple[BatchInfo, Any]]:
+def filtered_batches(
+    reader: FilterReader, start: StreamStart, pool: WorkerPool | None
+) -> Iterator[tuple[BatchInfo, Any]]:
     """Yield this rank's batches of the stream, read here or by workers."""
     if start.position and start.stream is None:
         _say_skipped(start.position)
@@ -265,7 +276,9 @@ def sharded_batches(
     rank, world = start.share.rank, start.share.world
     lanes = max(1, num_workers)
     stream = start.stream or {"workers": {}, "turn": 0}
-    skipped = sum(place["samples"] for place in stream["workers"].values() if place["state"] is None and not place["ended"])
+    skipped = sum(
+        place["samples"] for place in stream["workers"].values() if place["state"] is None and not place["ended"]
+    )
     if skipped:
         _say_skipped(skipped)
     turn = stream["turn"]
@@ -282,7 +295,9 @@ def sharded_batches(
             worker, _, batch, place, turn = step
             workers[worker], last = place, (size, batch)
         elif last is None:
-            raise DistributedError(f"data rank {rank} has no sample at all in epoch {start.epoch}; each rank's shard needs one.")
+            raise DistributedError(
+                f"data rank {rank} has no sample at all in epoch {start.epoch}; each rank's shard needs one."
+            )
         total = sum(sizes.values())
         first = position + sum(size for other, size in sizes.items() if other < rank)
         position += total
@@ -292,7 +307,9 @@ def sharded_batches(
         yield info, last[1]
 
 
-def _sharded_steps(reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int) -> Iterator[Any]:
+def _sharded_steps(
+    reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int
+) -> Iterator[Any]:
     """Yield (worker, size, batch, place, next turn) in the order in which workers take turns."""
     if pool is None:
         for size, batch, place in reader.fresh().batches(start, 0):
@@ -334,5 +351,6 @@ def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num
 
 def _say_skipped(count: int) -> None:
     logger.warning(
-        "the dataset has no state_dict: reading %d samples again and discarding them to continue at the same place", count
+        "the dataset has no state_dict: reading %d samples again and discarding them to continue at the same place",
+        count,
     )

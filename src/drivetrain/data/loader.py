@@ -19,7 +19,16 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, de
 
 from drivetrain.core.errors import DistributedError, ParameterError, ResumeError
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
-from drivetrain.data.fetch import Columns, ColumnSamples, GatherFetch, UserFetch, dataset_length, find_columns, keys_of, sized_length
+from drivetrain.data.fetch import (
+    Columns,
+    ColumnSamples,
+    GatherFetch,
+    UserFetch,
+    dataset_length,
+    find_columns,
+    keys_of,
+    sized_length,
+)
 from drivetrain.data.iterable import (
     FilterReader,
     HiddenWorker,
@@ -156,7 +165,11 @@ class SmartDataLoader(DataLoader[T_co]):
     @property
     def batch_size(self) -> int | None:  # type: ignore[override]
         """Samples of a full batch on this process; None where a batch sampler decides or nothing is batched."""
-        return self._batch_size if self.global_batch_size is None else local_batch_size(self.global_batch_size, num_data_ranks())
+        return (
+            self._batch_size
+            if self.global_batch_size is None
+            else local_batch_size(self.global_batch_size, num_data_ranks())
+        )
 
     @batch_size.setter
     def batch_size(self, size: int | None) -> None:
@@ -244,7 +257,8 @@ class SmartDataLoader(DataLoader[T_co]):
             assert self._order is not None
             infos = self._order.batches(self._seed, cursor.epoch, cursor.start, share)
             device = None if arrived else device
-            if self.num_workers == 0 or arrived:
+            on_accelerator = isinstance(fetch, GatherFetch) and fetch.columns.device.type != "cpu"
+            if self.num_workers == 0 or on_accelerator:
                 if device is None and not self._pins(device):
                     return self._gathered(cursor, infos, fetch)
                 seed = self._seed
@@ -301,7 +315,14 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _workers(self, answer: Callable[[Any], Any]) -> WorkerPool:
         if self._pool is None:
-            names = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+            names = (
+                "num_workers",
+                "timeout",
+                "worker_init_fn",
+                "multiprocessing_context",
+                "prefetch_factor",
+                "persistent_workers",
+            )
             options = {name: getattr(self, name) for name in names}
             options["pin_memory"] = self._pins(self._device if self.move_output else None)
             if self._reader is not None and self.iterable == "filter":
@@ -370,9 +391,9 @@ class SmartDataLoader(DataLoader[T_co]):
                 "of samples goes on. Leave random_seed out to resume without this warning.",
                 stacklevel=2,
             )
-        self._seed, self._seed_agrees = checked["seed"], True
         if checked.get("sampler") is not None and self._order is not None:
             load_sampler_state(self._order, checked["sampler"])
+        self._seed, self._seed_agrees = checked["seed"], True
         self._cursor = Cursor(checked["epoch"], checked["position"], stream=checked.get("stream"))
 
     def _check_continuable(self, position: int, strict: bool) -> None:
@@ -452,7 +473,7 @@ class SmartDataLoader(DataLoader[T_co]):
         if random_seed is not None:
             return random_seed, True
         if generator is not None:
-            return generator.initial_seed(), True
+            return generator.initial_seed(), False
         run = current_run()
         if run is None:
             return torch.initial_seed(), False
@@ -485,4 +506,3 @@ class SmartDataLoader(DataLoader[T_co]):
             return len(self)
         except TypeError:
             return None
-

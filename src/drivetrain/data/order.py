@@ -293,7 +293,9 @@ def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[Any]:
     if rows is not None and len(indices):
         low, high = int(indices.min()), int(indices.max())
         if low < -rows or high >= rows:
-            raise IndexError(f"the sampler gave index {high if high >= rows else low}, but the dataset has {rows} samples.")
+            raise IndexError(
+                f"the sampler gave index {high if high >= rows else low}, but the dataset has {rows} samples."
+            )
         if low < 0:
             indices = torch.where(indices < 0, indices + rows, indices)
     return indices
@@ -327,7 +329,9 @@ def load_sampler_state(order: Order, state: Any) -> None:
         if isinstance(getattr(part, "generator", None), torch.Generator):
             part.generator.set_state(state.cpu())
             return
-    raise ResumeError("the state holds a sampler's state, but the loader's sampler takes none. Use the sampler that was saved.")
+    raise ResumeError(
+        "the state holds a sampler's state, but the loader's sampler takes none. Use the sampler that was saved."
+    )
 
 
 def _parts(order: Order) -> Iterator[Any]:

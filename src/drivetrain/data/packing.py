@@ -115,11 +115,17 @@ def pack_documents(
     >>> pack_documents([[1, 2, 3], [4, 5]], max_length=6)["position_ids"]
     tensor([[0, 1, 2, 0, 1, 0]])
     """
+    _check(max_length, strategy)
     read = [_tokens_and_labels(document) for document in documents]
     pieces = cut_pieces([len(tokens) for tokens, _ in read], max_length)
     bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
     rows = [
-        fill_row([_part(read[piece.document], piece) for piece in map(pieces.__getitem__, members)], max_length, pad_token, ignore_index)
+        fill_row(
+            [_part(read[piece.document], piece) for piece in map(pieces.__getitem__, members)],
+            max_length,
+            pad_token,
+            ignore_index,
+        )
         for members in bins
     ]
     names = ("input_ids", "labels", "position_ids", "document_ids")
@@ -127,7 +133,9 @@ def pack_documents(
     return {name: torch.stack([row[name] for row in rows]) if rows else empty for name in names}
 
 
-def fill_row(parts: Sequence[tuple[Tensor, Tensor]], max_length: int, pad_token: int, ignore_index: int) -> dict[str, Tensor]:
+def fill_row(
+    parts: Sequence[tuple[Tensor, Tensor]], max_length: int, pad_token: int, ignore_index: int
+) -> dict[str, Tensor]:
     """Return one packed row of documents given as (tokens, labels)."""
     row = {
         "input_ids": torch.full((max_length,), pad_token),
@@ -224,7 +232,9 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if lengths is None:
             lengths = [len(_tokens_and_labels(documents[index])[0]) for index in range(len(documents))]
         elif len(lengths) != len(documents):
-            raise ParameterError(f"lengths has {len(lengths)} entries for {len(documents)} documents; expected one for each.")
+            raise ParameterError(
+                f"lengths has {len(lengths)} entries for {len(documents)} documents; expected one for each."
+            )
         self.rows: list[list[Piece]] = []
         for first in range(0, len(lengths), buffer):
             pieces = cut_pieces(lengths[first : first + buffer], max_length)
@@ -298,7 +308,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration start at a saved place."""
         if set(state) != {"documents", "rows", "source"}:
-            raise StateError(f"packed stream: the state has {sorted(map(str, state))}, expected documents, rows and source.")
+            raise StateError(
+                f"packed stream: the state has {sorted(map(str, state))}, expected documents, rows and source."
+            )
         self._place, self._restored = dict(state), True
 
 

@@ -59,7 +59,11 @@ class _SideStream:
 
     def send(self, batch: Any) -> tuple[Any, list[Tensor] | None, Any]:
         if tensors_of(batch) is None:
-            return batch, None, None  # an object that moves itself: its memory cannot be recorded, so it moves when it is used
+            return (
+                batch,
+                None,
+                None,
+            )  # an object that moves itself: its memory cannot be recorded, so it moves when it is used
         pinned = pin(batch)
         with self.module.stream(self.stream):
             moved = move_to_device(self.device, pinned, non_blocking=True)

@@ -21,12 +21,25 @@ def with_bar(batches: Iterator[Any], start: int, total: int | None, text: str) -
     if _shown or not bar_is_wanted():
         yield from batches
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     _shown = True
     try:
-        with Progress(*columns, auto_refresh=False, transient=True) as bar:
+        with Progress(*columns, auto_refresh=False) as bar:
             task = bar.add_task(text, total=total, completed=start)
             done, shown_at = start, 0.0
             for batch in batches:

@@ -21,7 +21,9 @@ AUTO_BYTES = 2**30
 AUTO_FRACTION = 0.1
 
 
-def resident_columns(columns: Columns | None, device: torch.device, mode: Residence, max_fraction: float | None = None) -> Columns | None:
+def resident_columns(
+    columns: Columns | None, device: torch.device, mode: Residence, max_fraction: float | None = None
+) -> Columns | None:
     """Return the data on `device`, or None if it stays where it is; `mode` True makes a refusal an error."""
     if mode is False or (mode == "auto" and device.type == "cpu"):
         return None
@@ -45,11 +47,17 @@ def resident_columns(columns: Columns | None, device: torch.device, mode: Reside
             )
         return None
     placed = columns.to(device)
-    logger.info("%s of tensor data now live on %s and are gathered there (resident=False keeps them on the host)", _readable(size), device)
+    logger.info(
+        "%s of tensor data now live on %s and are gathered there (resident=False keeps them on the host)",
+        _readable(size),
+        device,
+    )
     return placed
 
 
-def make_resident(loader: Any, device: torch.device | str, *, max_fraction: float = 0.5, dtype: torch.dtype | None = None) -> None:
+def make_resident(
+    loader: Any, device: torch.device | str, *, max_fraction: float = 0.5, dtype: torch.dtype | None = None
+) -> None:
     """Keep a loader's tensor data on `device` from its next iteration on; order, position and seed stay as they are.
 
     Floating-point tensors are stored as `dtype` if one is given. Data that does not fit in `max_fraction` of the free memory, or

@@ -50,7 +50,9 @@ def check_state(state: Any, length: int | None, last: int | None, strict: bool) 
     if missing or (unknown and strict):
         wrong = [f"missing: {', '.join(missing)}"] if missing else []
         wrong += [f"unknown: {', '.join(map(str, unknown))}"] if unknown else []
-        raise StateError(f"loader state: {'; '.join(wrong)}. Expected {', '.join(REQUIRED)} as state_dict() returns them.")
+        raise StateError(
+            f"loader state: {'; '.join(wrong)}. Expected {', '.join(REQUIRED)} as state_dict() returns them."
+        )
     for name in ("seed", "epoch", "position", "version"):
         if not isinstance(state[name], int) or isinstance(state[name], bool) or (name != "seed" and state[name] < 0):
             raise StateError(f"loader state: {name} is {state[name]!r}, expected a whole number of at least 0.")
@@ -69,5 +71,7 @@ def check_state(state: Any, length: int | None, last: int | None, strict: bool) 
         warnings.warn(f"{message} Epoch {state['epoch']} starts from its beginning.", stacklevel=3)
         checked["position"] = 0
     elif last is not None and checked["position"] > last:
-        raise StateError(f"loader state: position {checked['position']} lies behind the end of the epoch ({last} samples).")
+        raise StateError(
+            f"loader state: position {checked['position']} lies behind the end of the epoch ({last} samples)."
+        )
     return checked

@@ -10,6 +10,7 @@ CUDA graphs, flattened recurrent weights and sharded parameters rely on. It cost
 buffer of bounded size.
 """
 
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from drivetrain.core.errors import StateError, nearest_name
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
 from drivetrain.module.wrappers import clean_key, is_fully_sharded, unwrap
 
-_SWAP_BYTES = 64 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
+_SWAP_BYTES = 8 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -44,7 +45,7 @@ class AveragedWeights:
         self._kept: dict[str, Tensor] = {}  # half-precision training weights while the model holds the average
         self._view: _View | None = None
         self._plan: _Plan | None = None
-        live = self._live(model)
+        live = self._view_of(model).named()
         self._known = frozenset(live)  # also what is frozen now and may be trained later
         self._shadow = {name: _new_shadow(tensor) for name, tensor in live.items() if _is_averaged(tensor)}
 
@@ -73,7 +74,7 @@ class AveragedWeights:
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
         """Exchange the model's weights and the average in place; a second call exchanges them back."""
-        live = self._live(model)
+        live = self._view_of(model).named()
         self._fit_to(live)
         alike: list[tuple[Tensor, Tensor]] = []
         for name, shadow in self._shadow.items():
@@ -97,7 +98,7 @@ class AveragedWeights:
         """Write the averaged weights into a model, this one or another of the same structure."""
         if self.is_swapped:
             raise StateError("the averaged weights are in the model they were swapped into; call swap(model) first.")
-        live = _View(model).tensors()
+        live = _View(model).named()
         for name, shadow in self._shadow.items():
             local_part(live[name]).copy_(local_part(fit_tensor(shadow, live[name])))
 
@@ -143,10 +144,10 @@ class AveragedWeights:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_view": None, "_plan": None}  # a copy does not copy the model
 
-    def _live(self, model: nn.Module) -> dict[str, Tensor]:
+    def _view_of(self, model: nn.Module) -> "_View":
         if self._view is None or self._view.model() is not unwrap(model):
             self._view = _View(model)
-        return self._view.tensors()
+        return self._view
 
     def _fit_to(self, live: Mapping[str, Tensor]) -> None:
         """Adopt what is trained since the last time, and shard the shadow if the model has been sharded since."""
@@ -160,8 +161,9 @@ class AveragedWeights:
 
     def _plan_for(self, model: nn.Module) -> "_Plan":
         """Return how to update from the model, made anew when its tensors are not the ones seen last."""
-        live = self._live(model)
-        if self._plan is None or not self._plan.still_holds(live):
+        view = self._view_of(model)
+        if self._plan is None or not self._plan.still_holds(view.tensors()):
+            live = view.named()
             self._fit_to(live)
             self._plan = _Plan.make(live, self._shadow)
         return self._plan
@@ -174,7 +176,8 @@ class _View:
         root = unwrap(model)
         self.model = weakref.ref(root)
         self.sharded = [module for module in root.modules() if is_fully_sharded(module)]
-        self.places: dict[str, tuple[dict[str, Any], str]] = {}
+        self.names: list[str] = []
+        self.places: list[tuple[dict[str, Any], str]] = []
         seen: set[int] = set()
         for path, module in root.named_modules():
             prefix = clean_key(root, path)
@@ -183,22 +186,26 @@ class _View:
                 for key, tensor in entries.items():
                     if tensor is not None and id(tensor) not in seen:  # tied tensors are averaged once
                         seen.add(id(tensor))
-                        self.places[f"{prefix}.{key}" if prefix else key] = (home, key)
+                        self.names.append(f"{prefix}.{key}" if prefix else key)
+                        self.places.append((home, key))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Return the tensors that are in place now."""
         for module in self.sharded:
             # After a forward pass without backward some parameters are still gathered; writing to those would be lost.
             module.reshard()  # type: ignore[operator]
-        return {name: home[key] for name, (home, key) in self.places.items()}
+        return [home[key] for home, key in self.places]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the same by name."""
+        return dict(zip(self.names, self.tensors()))
 
 
 @dataclass
 class _Plan:
     """The tensors of an update, sorted by how they are treated."""
 
-    live: dict[str, Tensor]
-    devices: list[torch.device]
+    live: list[Tensor]
     frozen: list[Tensor] = field(default_factory=list)
     groups: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)  # one device and type each
     singles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of another type or device than their average
@@ -207,7 +214,7 @@ class _Plan:
 
     @classmethod
     def make(cls, live: dict[str, Tensor], shadow: Mapping[str, Tensor]) -> Self:
-        plan = cls(live=live, devices=[tensor.device for tensor in live.values()])
+        plan = cls(live=list(live.values()))
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for name, tensor in live.items():
             if name not in shadow:
@@ -226,11 +233,11 @@ class _Plan:
         plan.groups = list(groups.values())
         return plan
 
-    def still_holds(self, live: Mapping[str, Tensor]) -> bool:
-        """Say whether these are the same tensors on the same devices, and nothing has been unfrozen."""
+    def still_holds(self, live: list[Tensor]) -> bool:
+        """Say whether these are the same tensors where they were, and nothing has been unfrozen."""
         return (
-            all(map(lambda new, old: new is old, live.values(), self.live.values()))
-            and self.devices == [tensor.device for tensor in live.values()]
+            all(map(operator.is_, live, self.live))
+            and all(values[0].device == averages[0].device for averages, values in self.groups)
             and not any(tensor.requires_grad for tensor in self.frozen)
         )
 

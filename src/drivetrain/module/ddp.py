@@ -58,7 +58,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: A
     if any(is_fully_sharded(module) for module in model.modules()):
         raise TypeError(
             f"{type(model).__name__} is sharded by fully_shard, which already averages gradients: do not wrap it in "
-            f"DDP as well."
+            "DDP as well."
         )
     if device is not None:
         model.to(device)
@@ -67,8 +67,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: A
     if not is_distributed():
         raise DistributedError(
             "DDP needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=N "
-            "program.py` and call "
-            "drivetrain.runtime.group.init_distributed() first."
+            "program.py` and call drivetrain.runtime.group.init_distributed() first."
         )
     settings = {"gradient_as_bucket_view": True, **kw}
     if "process_group" not in settings and "device_mesh" not in settings:

@@ -19,7 +19,7 @@ from drivetrain.module.blocks import select_modules
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
 from drivetrain.module.families import is_plain_container
 from drivetrain.module.wrappers import is_fully_sharded, named_clean_parameters, unwrap
-from drivetrain.runtime.ranks import is_distributed
+from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 
 
 def shard_fully(
@@ -39,9 +39,8 @@ def shard_fully(
         return model
     if not is_distributed():
         raise DistributedError(
-            "fully_shard needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=N "
-            "program.py` "
-            "and call drivetrain.runtime.group.init_distributed() first."
+            "fully_shard needs a process group, and there is none. Start the program with `torchrun "
+            "--nproc-per-node=N program.py` and call drivetrain.runtime.group.init_distributed() first."
         )
     mesh = _default_mesh(model) if mesh is None else mesh
     units = _without_shared(model, _units(model, wrap))
@@ -50,8 +49,8 @@ def shard_fully(
     if any(scalar.is_meta and scalar not in ignored for scalar in scalars):
         names = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
         raise ConfigError(
-            f"{', '.join(names)}: a parameter without dimensions cannot be sharded, and on the meta device its gradient "
-            "cannot be averaged either. Give it the shape (1,), or materialise the model before sharding."
+            f"{', '.join(names)}: a parameter without dimensions cannot be sharded, and on the meta device its "
+            "gradient cannot be averaged either. Give it the shape (1,), or materialise the model before sharding."
         )
     settings = {"mesh": mesh, "ignored_params": {*ignored, *scalars}, **fully_shard_kwargs}
     inner, outer = _policies(mixed_precision)
@@ -83,8 +82,7 @@ def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], mode
             if name is None:
                 raise StateError(
                     f"the optimizer holds a parameter of shape {tuple(old.shape)} that is not among the {len(names)} "
-                    f"names given. "
-                    "Pass dict(model.named_parameters()) taken before the model was sharded."
+                    "names given. Pass dict(model.named_parameters()) taken before the model was sharded."
                 )
             if name not in new:
                 raise StateError("rebind_optimizer: " + unknown_name("parameter of the sharded model", name, new))
@@ -112,9 +110,8 @@ def _sharded_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[s
             if value.shape != old.shape:
                 raise StateError(
                     f"optimizer state {key!r} has shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(old.shape)}, so it "
-                    "cannot be sharded with it. Shard the model before the first step, or make a new optimizer "
-                    "afterwards."
+                    f"{tuple(old.shape)}, so it cannot be sharded with it. Shard the model before the first step, or "
+                    "make a new optimizer afterwards."
                 )
             value = like_sharded(value, new)
         result[key] = value
@@ -125,8 +122,12 @@ def _default_mesh(model: nn.Module) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    kind = device.type
+    if num_data_ranks() != dist.get_world_size():
+        raise ConfigError(
+            f"the data is split over {num_data_ranks()} of {dist.get_world_size()} ranks, so the mesh has other axes. "
+            "Pass the part of it to shard over, such as mesh['data']."
+        )
+    kind = next((p.device.type for p in model.parameters()), "cpu")
     if kind == "cpu" and dist.get_backend() == "nccl":
         kind = "cuda"  # not moved yet; fully_shard moves each shard
     elif kind == "meta":

@@ -81,8 +81,7 @@ def _check_not_wrapped(module: nn.Module) -> None:
             where = f"its submodule {name!r}" if name else "the module"
             raise TypeError(
                 f"cannot replace layers of {type(module).__name__}: {where} is already wrapped ({kind}), and the "
-                f"wrapper would "
-                "go on using the old layers. Replace layers first, then wrap, shard or compile."
+                "wrapper would go on using the old layers. Replace layers first, then wrap, shard or compile."
             )
 
 
@@ -129,8 +128,7 @@ class _Walk:
         if depth >= _MAX_DEPTH_OF_REPLACEMENTS:
             raise RuntimeError(
                 f"recurse_on_replacements does not end: {type(replacement).__name__} was replaced inside its own "
-                f"replacement "
-                f"{depth} times. Return None from the policy for modules it has made itself."
+                f"replacement {depth} times. Return None from the policy for modules it has made itself."
             )
         return self._decide(replacement, depth + 1)
 
@@ -227,8 +225,8 @@ def _plan_exchange(
         if home is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} is to be removed, but none of the {len(optimizers)} "
-                f"optimizers "
-                "given holds it. Pass the optimizer that trains it, or make the optimizer after the surgery."
+                "optimizers given holds it. Pass the optimizer that trains it, or make the optimizer after the "
+                "surgery."
             )
         removed.append((*home, parameter))
     if not added:
@@ -243,8 +241,7 @@ def _plan_exchange(
     if not homes:
         raise RuntimeError(
             f"{len(added)} new parameters are to be added, but no old parameter is in an optimizer, so their group is "
-            f"unknown. "
-            "Make the optimizer after the surgery, or add them with add_param_group."
+            "unknown. Make the optimizer after the surgery, or add them with add_param_group."
         )
     if len(homes) > 1:
         raise RuntimeError(

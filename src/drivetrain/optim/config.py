@@ -24,7 +24,7 @@ from drivetrain.optim.optim_set import OptimSet
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 
 SCHEDULES: dict[str, tuple[str, ...]] = {
-    "noam": ("NoamLr", "Noamlr"),
+    "noam": ("NoamLr",),
     "exp": ("ExponentDecayLr",),
     "constant": ("ConstantLr",),
     "linear": ("LinearLr",),
@@ -39,6 +39,8 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 """The files of this folder that hold schedules, and the classes in each."""
 
+_SECOND_NAMES = {"Noamlr": "NoamLr"}
+
 _KEY = "optim_sches"
 
 
@@ -51,6 +53,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
     if not isinstance(query, str):
         raise ConfigError(f"type={query!r}: expected a name such as 'noam.NoamLr'.")
     file, _, name = query.rpartition(".")
+    name = _SECOND_NAMES.get(name, name)
     for known, names in SCHEDULES.items():
         if name in names and file in (known, "", f"drivetrain.optim.{known}"):
             found: type[OptimScheduler] = getattr(importlib.import_module(f"drivetrain.optim.{known}"), name)
@@ -152,7 +155,7 @@ class _Reader:
             raise ConfigError(f"expected a mapping with {_KEY!r}, got a {type(cfg).__name__}.")
         if _KEY in cfg:
             cfg = cfg[_KEY]
-        elif not cfg or not (_is_single(cfg) or all(isinstance(v, Mapping) and "type" in v for v in cfg.values())):
+        elif self.file is not None or not _holds_units(cfg):
             near = nearest_name(_KEY, cfg)
             hint = f" Did you mean it by {near!r}?" if near else ""
             raise ConfigError(f"{self.where()}: there is no {_KEY!r}.{hint}".removeprefix(": "))
@@ -204,6 +207,11 @@ class _Reader:
         near = nearest_name(key, valid)
         hint = f"; did you mean {near!r}?" if near else "."
         return f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}."
+
+
+def _holds_units(cfg: Mapping[str, Any]) -> bool:
+    """Say whether a mapping is what stands under `optim_sches`."""
+    return _is_single(cfg) or (bool(cfg) and all(isinstance(unit, Mapping) and "type" in unit for unit in cfg.values()))
 
 
 def _is_single(cfg: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.core.event import Event
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import get_rank, is_distributed
@@ -104,9 +104,22 @@ def _load(trainer: Any, source: Any) -> None:
         restored = restore_from(trainer, source)
     trainer._restored_rng = getattr(restored, "rng", None)
     clock = trainer.state.clock
+    if clock.batch_in_epoch:
+        _refuse_unknown_place(trainer.state.train_dataloader, clock.batch_in_epoch)
     trainer.last_checkpoint = getattr(restored, "path", source)
     trainer.print(
         f"Resumed {trainer.last_checkpoint}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
+    )
+
+
+def _refuse_unknown_place(loader: Any, batches: int) -> None:
+    """Refuse to guess where inside an epoch a loader stands."""
+    if callable(getattr(type(loader), "load_state_dict", None)):
+        return
+    raise ResumeError(
+        f"the checkpoint was taken {batches} batches into an epoch, and the training loader ({type(loader).__name__}) cannot return to its "
+        "place: it has no load_state_dict. Give train() the dataset instead of the loader, use drivetrain.SmartDataLoader, or resume from "
+        "a checkpoint taken at an epoch's end."
     )
 
 

@@ -127,8 +127,7 @@ def test_a_resumed_run_remembers_its_best_model(tmp_path):
 
 
 def saved_weights(folder):
-    context = Context()
-    context.model = make_model()
+    context = Context(model=make_model())
     context.load_state_dict(load_checkpoint(folder), strict=False)
     return weights(context.model)
 

@@ -100,8 +100,8 @@ class TrainerCallback(Callback):
         """`predict()` is over."""
 
     @placeholder
-    def on_exception(self, trainer: Any, exception: BaseException | None = None, **kwargs: Any) -> None:
-        """An exception is about to leave the trainer."""
+    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+        """An exception is about to leave the trainer; also carries `exception`."""
 
 
 class CallbackHandler:

@@ -117,6 +117,7 @@ class ProgressBarCallback(TrainerCallback):
         if not self._phases:
             self._close()
         else:
+            self._phases[-1].started += phase.seconds()  # an epoch's speed is that of its own batches
             self._wait()
 
     def _close(self) -> None:

@@ -17,7 +17,7 @@ class SaveBestModelCallback(TrainerCallback):
     The value is stored in the file under the metric's name. A file that this callback has not written is never loaded.
     """
 
-    writes = ("model", "optimizers", "schedulers")
+    writes: tuple[str, ...] = ("model", "optimizers", "schedulers")
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class SaveTrainingStateCallback(TrainerCallback):
         if self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
             self._remove_old(trainer)
 
-    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         """Ask for a state after this step's update, where one is due."""
         update = update_in_progress(trainer)
         if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
@@ -208,7 +208,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.checkpoint_steps = set(scheduler.get_checkpoint_steps())
         self.pre_decay_steps = {info["pre_decay_step"] for info in scheduler.get_decay_info() if info["decay_steps"]}
 
-    def on_train_step_end(self, trainer: Any, step: int, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         """Ask for what is due after this step's update."""
         update = update_in_progress(trainer)
         if update in self.pre_decay_steps:
@@ -246,8 +246,7 @@ def _load_weights(state: Any, folder: Path) -> None:
     from drivetrain.checkpoint.store import load_checkpoint
     from drivetrain.context.context import Context
 
-    part = Context()
-    part.model, part.optimizers, part.schedulers = state.model, state.optimizers, state.schedulers
+    part = Context(model=state.model, optimizers=state.optimizers, schedulers=state.schedulers)
     part.load_state_dict(load_checkpoint(folder, map_location=state.device), strict=False)
 
 

@@ -108,7 +108,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         """Test the loss that is trained on."""
         self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
 
-    def on_eval_step_end(self, trainer: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """Test the loss of an evaluation batch."""
         self._trainer = trainer
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
@@ -125,9 +125,10 @@ class TerminateOnNaNCallback(TrainerCallback):
         """Send the loss to be tested, and test those that have arrived."""
         loss = batch_output["loss"]
         if isinstance(loss, Tensor):
-            loss = loss.detach()
             if loss.ndim:
-                loss = loss.sum()  # not a number if any entry is none
+                loss = loss.detach().sum()  # not a number if any entry is none
+            if loss.is_cpu and math.isfinite(loss.item()):
+                return
         self._readback.push(loss, self._place(step))
         self._inspect(self._readback.poll())
 

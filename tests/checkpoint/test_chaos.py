@@ -1,0 +1,189 @@
+"""Runs that are killed at random moments and in the middle of saves end bit-identical to an undisturbed one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import chaos
+from drivetrain.checkpoint.chaos import Attempt, damage, torment
+from drivetrain.checkpoint.reader import problem_with
+from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from tests.checkpoint import victim
+
+
+class Forked:
+    """A child of this process: a real process that needs no new interpreter."""
+
+    def __init__(self, action):
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                action()
+                status = 0
+            except SystemExit as stop:
+                status = stop.code
+            finally:
+                os._exit(status)
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.001)
+        return self._status
+
+
+@pytest.fixture(scope="module", autouse=True)
+def everything_imported(tmp_path_factory):
+    """Run the program once here, so that its forks need not import again what torch loads at the first step."""
+    before = capture_rng()
+    victim.run(str(tmp_path_factory.mktemp("first")), 4, 0)
+    restore_rng(before)
+
+
+def undisturbed(folder: Path, *arguments: int) -> str:
+    """The result of the same program when nobody touches it, in a process of its own."""
+    assert Forked(lambda: victim.main(str(folder), *arguments)).wait() == 0
+    return (folder / "result").read_text()
+
+
+@pytest.mark.parametrize("num_steps", [45, 46])  # written in the foreground, and in the background
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path, num_steps):
+    expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
+    folder = tmp_path / "killed"
+    attempts = torment(
+        lambda: Forked(lambda: victim.main(str(folder), num_steps, 0, 1)), folder, kills=5, longest=0.1, seed=num_steps
+    )
+    assert attempts[-1].ended == "finished" and sum(attempt.ended == "killed" for attempt in attempts) >= 2
+    assert (folder / "result").read_text() == expected
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(5))
+def test_fifty_kills_change_nothing(tmp_path, seed):
+    num_steps = 400 + seed
+    expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
+    folder = tmp_path / "killed"
+    attempts = torment(
+        lambda: Forked(lambda: victim.main(str(folder), num_steps, 0, 1)),
+        folder,
+        kills=10,
+        longest=0.3,
+        seed=seed,
+        pauses=0.3,
+    )
+    assert attempts[-1].ended == "finished" and len(attempts) == 11
+    assert sum(attempt.during_save for attempt in attempts) >= 3
+    assert (folder / "result").read_text() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("workers", "processes"), [(2, 1), (0, 2), (2, 2)])
+def test_kills_with_workers_and_several_processes_change_nothing(tmp_path, workers, processes):
+    arguments = ["60", str(workers), str(processes)]
+    command = [sys.executable, "-m", "tests.checkpoint.victim"]
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*command, str(whole), *arguments], check=True)
+    attempts = torment(
+        lambda: subprocess.Popen([*command, str(folder), *arguments], start_new_session=True),
+        folder,
+        kills=6,
+        longest=8.0,
+        seed=workers + processes,
+        in_saves=0.7,
+    )
+    assert attempts[-1].ended == "finished" and len(attempts) == 7
+    assert (folder / "result").read_text() == (whole / "result").read_text()
+
+
+def test_sigterm_ends_a_real_process_with_143_and_it_continues(tmp_path):
+    expected = undisturbed(tmp_path / "whole", 45, 0, 1)
+    folder = tmp_path / "stopped"
+    stopped = Forked(lambda: victim.main(str(folder), 45, 0, 1))
+    while not (folder / "last").exists():
+        time.sleep(0.001)
+    os.kill(stopped.pid, signal.SIGTERM)
+    assert stopped.wait() == 143
+    assert not (folder / "result").exists()
+    assert Forked(lambda: victim.main(str(folder), 45, 0, 1)).wait() == 0
+    assert (folder / "result").read_text() == expected
+
+
+def test_every_kind_of_damage_is_found_and_told(tmp_path):
+    for kind in chaos.DAMAGES:
+        path = save_checkpoint({"x": torch.ones(10)}, kind, path=tmp_path)
+        told = damage(path, kind, seed=1)
+        assert any(word in told for word in ("cut", "flipped", "removed")) and problem_with(path)
+    with pytest.raises(ConfigError, match="'flip'"):
+        damage(path, "flipp")
+
+
+def test_a_paused_process_goes_on_and_one_that_ends_is_not_started_again(tmp_path):
+    started = []
+
+    def start():
+        started.append(Forked(lambda: time.sleep(0.3)))
+        return started[-1]
+
+    assert torment(start, tmp_path, kills=3, longest=0.05, in_saves=1.0, pauses=1.0) == [
+        Attempt(pytest.approx(0.3, abs=0.3), "finished", False, 0)
+    ]
+    assert len(started) == 1
+
+
+def test_the_command_line_damages_fills_and_kills(tmp_path, capfd):
+    path = save_checkpoint({"x": torch.ones(10)}, 1, path=tmp_path)
+    assert chaos.main(["damage", str(path), "--kind", "truncate"]) == 0
+    assert problem_with(path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom drivetrain.checkpoint.store import save_checkpoint\n"
+        "try:\n    save_checkpoint({'x': 1}, 2, path=sys.argv[1])\nexcept Exception as error:\n    print(error)\n"
+    )
+    before = sys.argv
+    try:
+        assert chaos.main(["full", "10", str(script), str(tmp_path)]) == 0
+    finally:
+        sys.argv = before
+    assert "No space left" in capfd.readouterr().out
+    save_checkpoint({"x": 1}, 2, path=tmp_path)
+    assert load_checkpoint(tmp_path) == {"x": 1}
+    assert (
+        chaos.main(
+            [
+                "run",
+                "--folder",
+                str(tmp_path),
+                "--kills",
+                "2",
+                "--longest",
+                "0.05",
+                "--in-saves",
+                "0",
+                "--",
+                "sleep",
+                "0.3",
+            ]
+        )
+        == 0
+    )
+    told = capfd.readouterr().out
+    assert told.count("killed") == 2 and "start 3: finished" in told
+    assert chaos.main(["run", "--folder", str(tmp_path), "--", "no-such-program"]) == 2

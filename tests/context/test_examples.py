@@ -1,0 +1,39 @@
+"""The examples and the snippets of the guide run."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import examples.context_loop as context_loop
+
+ROOT = Path(__file__).parents[2]
+MODULES = ["batch", "codec", "context", "moving", "state"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module):
+    results = doctest.testmod(importlib.import_module(f"drivetrain.context.{module}"))
+    assert results.attempted and not results.failed
+
+
+def test_the_loop_by_hand_continues_bit_for_bit_after_a_stop(tmp_path):
+    whole = context_loop.main(epochs=3, file=tmp_path / "whole.pt")
+    context_loop.main(epochs=3, file=tmp_path / "part.pt", stop_after=6)  # four batches make an epoch
+    rest = context_loop.main(epochs=3, file=tmp_path / "part.pt", resume=True)
+    assert rest.losses == whole.losses and len(whole.losses) == 12
+    assert all(map(torch.equal, whole.model.parameters(), rest.model.parameters()))
+    assert sum(whole.losses[-4:]) < 0.9 * sum(whole.losses[:4])
+
+
+def test_the_snippets_of_the_guide_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "context.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(snippets) >= 4
+    names: dict = {}
+    for number, snippet in enumerate(snippets):
+        exec(compile(snippet, f"docs/context.md snippet {number + 1}", "exec"), names)

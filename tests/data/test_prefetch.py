@@ -1,0 +1,108 @@
+"""Batches on their way: what travels, and on an accelerator that nobody waits and nothing is overwritten."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.prefetch import tensors_of, to_device
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    more: dict
+
+
+class MovesItself:
+    def __init__(self):
+        self.device = "cpu"
+
+    def to(self, device):
+        self.device = str(device)
+        return self
+
+
+def test_all_tensors_of_a_batch_are_found():
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    found = tensors_of([Pair(a, "text"), {"b": Record(b, {"c": (c, 1)})}])
+    assert [tensor is other for tensor, other in zip(found, (a, b, c))] == [True] * 3
+    assert tensors_of([a, MovesItself()]) is None
+    assert tensors_of("text") == []
+
+
+def test_batches_for_the_cpu_move_and_keep_their_types():
+    pairs = iter([("info", Pair(torch.zeros(1), MovesItself()))])
+    ((info, batch),) = to_device(pairs, torch.device("cpu"), 1)
+    assert info == "info" and type(batch) is Pair and batch.y.device == "cpu"
+
+
+class Numbers(Dataset):
+    def __init__(self, length=64):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return Pair(torch.full((64, 64), float(index)), index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetched_batches_arrive_whole_while_the_device_is_busy(prefetch, workers):
+    loader = SmartDataLoader(Numbers(), True, 3, batch_size=4, prefetch=prefetch, num_workers=workers).to("cuda")
+    work = torch.randn(2048, 2048, device="cuda")
+    sums, expected = [], []
+    for batch in loader:
+        assert type(batch) is Pair and batch.x.device.type == batch.y.device.type == "cuda"
+        for _ in range(20):
+            work = torch.tanh(work @ work)  # keeps the consumer's stream behind the copies
+        sums.append((batch.x[:, 0, 0] + work[0, 0] * 0).clone())
+        expected.append(loader.sample_index)
+        assert loader.position == 4 * len(sums)
+        del batch
+    assert torch.equal(torch.cat(sums).cpu(), torch.cat(expected).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", ["auto", False])
+def test_no_batch_makes_the_host_wait(resident):
+    data = TensorDataset(torch.randn(512, 32), torch.arange(512))
+    loader = SmartDataLoader(data, True, 1, batch_size=32, resident=resident).to("cuda")
+    seen = []
+    for x, y in loader:
+        if not seen:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        seen.append((x * 2, y, loader.sample_index))
+    torch.cuda.set_sync_debug_mode("default")
+    assert (seen[0][2].device.type == "cuda") == (resident == "auto")
+    rows = torch.cat([index.cpu() for _, _, index in seen])
+    assert torch.equal(torch.cat([y for _, y, _ in seen]).cpu(), rows)
+    assert torch.equal(torch.cat([x for x, _, _ in seen]).cpu(), data.tensors[0][rows] * 2)
+
+
+@pytest.mark.gpu
+def test_data_that_lives_on_the_device_already_is_gathered_there():
+    data = TensorDataset(torch.arange(20, device="cuda"))
+    loader = SmartDataLoader(data, True, 1, batch_size=8)
+    host = SmartDataLoader(TensorDataset(torch.arange(20)), True, 1, batch_size=8)
+    for (on_device,), (on_host,) in zip(loader, host):
+        assert on_device.device.type == "cuda" and torch.equal(on_device.cpu(), on_host)
+    batches = SmartDataLoader(data, batch_sampler=[[1, 2], [3]])
+    assert [batch[0].tolist() for batch in batches] == [[1, 2], [3]]
+    assert next(iter(SmartDataLoader(data, batch_size=4).to("cpu")))[0].device.type == "cpu"
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_used_when_asked_for():
+    for workers in (0, 2):
+        loader = SmartDataLoader(Numbers(8), batch_size=4, pin_memory=True, num_workers=workers)
+        assert all(batch.x.is_pinned() for batch in loader)
