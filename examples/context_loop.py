@@ -1,8 +1,8 @@
 """A training loop written by hand around a Context: stop it anywhere, start it again, and it goes on bit for bit.
 
-    python examples/context_loop.py                      # trains, and keeps its session in session.pt
-    python examples/context_loop.py --stop-after 7       # stops in the middle of an epoch
-    python examples/context_loop.py --resume             # continues there
+python examples/context_loop.py                      # trains, and keeps its session in session.pt
+python examples/context_loop.py --stop-after 7       # stops in the middle of an epoch
+python examples/context_loop.py --resume             # continues there
 """
 
 import argparse
@@ -19,15 +19,17 @@ import drivetrain as dt
 def make_data(size: int = 256) -> TensorDataset:
     """Points in the plane, labelled by the ring they are in."""
     points = torch.randn(size, 2, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(points, (points.norm(dim=1) > 1.2).long())
+    return TensorDataset(points, (points.norm(dim=1) > 1.0).long())
 
 
-def main(epochs: int = 5, file: str | Path = "session.pt", resume: bool = False, stop_after: int | None = None) -> dt.Context:
+def main(
+    epochs: int = 5, file: str | Path = "session.pt", resume: bool = False, stop_after: int | None = None
+) -> dt.Context:
     """Train a small classifier; the whole session is one object."""
     torch.manual_seed(1)
     ctx = dt.Context(epoch=0, step=0, losses=[])
     ctx.model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 2))
-    ctx.optimizer = torch.optim.AdamW(ctx.model.parameters(), lr=0.01)
+    ctx.optimizer = torch.optim.AdamW(ctx.model.parameters(), lr=0.05)
     ctx.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(ctx.optimizer, T_max=epochs)
     ctx.loader = dt.SmartDataLoader(make_data(), batch_size=64, shuffle=True, random_seed=3, loading_bar=False)
     ctx.autotransform()  # the best device at hand; under torchrun also DDP

@@ -17,34 +17,7 @@ from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from tests.checkpoint import victim
-
-
-class Forked:
-    """A child of this process: a real process that needs no new interpreter."""
-
-    def __init__(self, action):
-        self.pid = os.fork()
-        if self.pid == 0:
-            status = 1
-            try:
-                action()
-                status = 0
-            except SystemExit as stop:
-                status = stop.code
-            finally:
-                os._exit(status)
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.001)
-        return self._status
+from tests.checkpoint.victim import Forked
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,3 +1,4 @@
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,8 +49,20 @@ def meet_without_rank_1() -> str:
 
 def test_ranks_that_do_not_come_are_named(world4):
     texts = world4(meet_without_rank_1)
-    assert "saving checkpoint-1" in texts[0] and "rank 1 " in texts[0].replace("Ranks 1", "rank 1 ") + " "
+    assert re.match(r"saving checkpoint-1: not every rank came within 0 s \(.*[Rr]anks? 1 ", texts[0])
     assert "All ranks must call it" in texts[0]
+
+
+def unexpected_error() -> str:
+    exchange = control_exchange()
+    with pytest.raises((TypeError, CheckpointError)) as error:
+        exchange.attempt(lambda: 1 + "1" if get_rank() == 1 else 2)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_unexpected_error_of_one_rank_is_raised_on_all(world2):
+    texts = world2(unexpected_error)
+    assert texts[1].startswith("TypeError") and texts[0].startswith("CheckpointError: rank 1 failed: TypeError")
 
 
 def full_on_rank(folder: str, rank: int) -> tuple[str, list[str], int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import examples.context_loop as context_loop
+from tests.test_examples import load
 
 ROOT = Path(__file__).parents[2]
 MODULES = ["batch", "codec", "context", "moving", "state"]
@@ -21,6 +21,7 @@ def test_docstring_examples_run(module):
 
 
 def test_the_loop_by_hand_continues_bit_for_bit_after_a_stop(tmp_path):
+    context_loop = load("context_loop")
     whole = context_loop.main(epochs=3, file=tmp_path / "whole.pt")
     context_loop.main(epochs=3, file=tmp_path / "part.pt", stop_after=6)  # four batches make an epoch
     rest = context_loop.main(epochs=3, file=tmp_path / "part.pt", resume=True)
@@ -37,3 +38,11 @@ def test_the_snippets_of_the_guide_run(tmp_path, monkeypatch):
     names: dict = {}
     for number, snippet in enumerate(snippets):
         exec(compile(snippet, f"docs/context.md snippet {number + 1}", "exec"), names)
+
+
+def test_the_table_in_the_guide_is_what_explain_prints():
+    text = (ROOT / "docs" / "context.md").read_text()
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], names)
+    for line in names["ctx"].explain().splitlines():
+        assert f"    {line}\n" in text, line

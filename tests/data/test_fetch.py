@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.data.fetch import GatherFetch, find_columns
+from drivetrain.data.columns import find_columns
+from drivetrain.data.fetch import GatherFetch
 from drivetrain.data.loader import SmartDataLoader
 
 Pair = namedtuple("Pair", "x y")

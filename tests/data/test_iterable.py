@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from drivetrain.core.errors import ParameterError, ResumeError, StateError
-from drivetrain.data.iterable import FilterReader, StreamStart
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import Share
+from drivetrain.data.stream import FilterReader, StreamStart
 from tests.data.test_loader import plain
 
 

@@ -127,6 +127,14 @@ def test_an_iterator_draws_nothing_from_the_global_generators():
         assert torch.equal(torch.rand(3), expected)
 
 
+def test_a_dataset_that_grows_is_read_whole_in_the_next_epoch():
+    data = [1, 2, 3]
+    loader = make(data, batch_size=2)
+    assert len(loader) == 2 and len(list(loader)) == 2
+    data += [4, 5]
+    assert len(loader) == 3 and sorted(torch.cat(list(loader)).tolist()) == [1, 2, 3, 4, 5]
+
+
 def test_an_empty_dataset_yields_nothing():
     loader = make(TensorDataset(torch.zeros(0, 2)))
     assert len(loader) == 0 and list(loader) == []

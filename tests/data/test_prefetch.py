@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.prefetch import tensors_of, to_device
@@ -32,8 +32,7 @@ def test_all_tensors_of_a_batch_are_found():
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
     found = tensors_of([Pair(a, "text"), {"b": Record(b, {"c": (c, 1)})}])
     assert [tensor is other for tensor, other in zip(found, (a, b, c))] == [True] * 3
-    assert tensors_of([a, MovesItself()]) is None
-    assert tensors_of("text") == []
+    assert tensors_of(["text", MovesItself()]) == []
 
 
 def test_batches_for_the_cpu_move_and_keep_their_types():
@@ -72,6 +71,7 @@ def test_prefetched_batches_arrive_whole_while_the_device_is_busy(prefetch, work
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("resident", ["auto", False])
 def test_no_batch_makes_the_host_wait(resident):
     data = TensorDataset(torch.randn(512, 32), torch.arange(512))
@@ -106,3 +106,18 @@ def test_pinned_memory_is_used_when_asked_for():
     for workers in (0, 2):
         loader = SmartDataLoader(Numbers(8), batch_size=4, pin_memory=True, num_workers=workers)
         assert all(batch.x.is_pinned() for batch in loader)
+    data = TensorDataset(torch.randn(10, 3), torch.arange(10))
+    for part in (data, Subset(data, [5, 1, 2, 7])):
+        for shuffle in (True, False):
+            loader = SmartDataLoader(part, shuffle, 1, batch_size=3, pin_memory=True)
+            plain = SmartDataLoader(part, shuffle, 1, batch_size=3)
+            for batch, other in zip(loader, plain):
+                assert all(mine.is_pinned() and torch.equal(mine, theirs) for mine, theirs in zip(batch, other))
+
+
+@pytest.mark.gpu
+def test_objects_that_move_themselves_arrive_whole():
+    collate = lambda samples: MovesItself()
+    for prefetch in (0, 2):
+        loader = SmartDataLoader(Numbers(8), batch_size=4, collate_fn=collate, prefetch=prefetch).to("cuda")
+        assert [batch.device for batch in loader] == ["cuda:0", "cuda:0"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.data.fetch import find_columns
+from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.resident import make_resident, resident_columns
 

@@ -131,8 +131,9 @@ def test_an_error_in_a_worker_comes_back_with_its_cause():
 
 
 def test_breaking_off_leaves_no_process_behind():
+    before = set(multiprocessing.active_children())
     next(iter(make(Augmented(60))))
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def average_over_shards():
                 reference.add_(0.1 * (step + 1))
         with torch.no_grad():
             model(images)  # leaves the root's parameters gathered
-        for average, network in ((sharded, model), (early, model), (shadow, plain)):
+        for average, network in ((early, model), (sharded, model), (shadow, plain)):
             average.update_lerp(network, 0.3)
     expected = dict(shadow.named_tensors())
     for average in (sharded, early):

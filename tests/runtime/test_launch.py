@@ -173,6 +173,24 @@ def test_worker_that_ignores_the_request_to_stop_is_killed(monkeypatch):
     assert time.monotonic() - start < 15
 
 
+@forks
+@pytest.mark.slow
+def test_worker_that_fails_with_an_answer_outstanding_still_ends(monkeypatch):
+    monkeypatch.setattr("drivetrain.runtime.workers.KILL_GRACE", 2.0)
+
+    def work():
+        init_distributed(backend="gloo")
+        if get_rank() == 1:
+            torch.distributed.all_reduce(torch.ones(1), async_op=True)  # nobody answers
+            raise ValueError("the cause")
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed, match="the cause"):
+        launch(work, 2)
+    assert time.monotonic() - start < 20
+
+
 NODE = """
 import json, sys
 from drivetrain.runtime import all_gather_values, get_local_rank, get_rank, init_distributed

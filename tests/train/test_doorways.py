@@ -53,12 +53,15 @@ def test_a_patch_through_the_public_name_reaches_the_code_that_runs():
         InMemoryRunHistory().get_latest_metric("x")
 
 
-def test_a_misspelt_functional_is_answered_with_the_nearest():
-    from drivetrain import functional
+def test_a_patched_loader_is_the_one_the_trainer_uses():
+    from tests.train.tasks import make_data, make_trainer, train
 
-    with pytest.raises(AttributeError, match="Did you mean 'mixup_batch'"):
-        functional.mixup_bacth
-    assert {"apply_blurpool", "cutmix_batch", "smooth_labels", "colout"} <= set(dir(functional))
+    loader = [(*make_data(8).tensors,)]
+    with mock.patch("drivetrain.trainer.DataLoader", return_value=loader) as patched:
+        trainer = make_trainer()
+        train(trainer)
+    assert patched.call_count == 1
+    assert trainer.state.clock.batch == 1
 
 
 def test_the_public_callbacks_are_all_there():

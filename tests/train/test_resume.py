@@ -103,6 +103,18 @@ def test_resume_after_epoch_two_of_three_trains_one_more_epoch(unbroken, tmp_pat
     assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
 
 
+def test_a_training_state_loaded_by_hand_is_where_the_next_run_goes_on(unbroken, tmp_path):
+    first = build()
+    run(first, None, num_epochs=2)
+    first.save_training_state(tmp_path / "state", {"note": "two"})
+    trainer = build()
+    loaded = trainer.load_training_state(tmp_path / "state")
+    assert loaded == {"current_epoch": 3, "note": "two"}
+    assert all(map(torch.equal, weights(trainer.model), weights(first.model)))
+    run(trainer, None)
+    assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
+
+
 def test_the_files_of_save_checkpoint_round_trip(tmp_path):
     trainer = build()
     run(trainer, None, num_epochs=1)

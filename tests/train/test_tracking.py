@@ -209,11 +209,11 @@ def test_a_tracker_restored_in_the_middle_of_an_epoch_has_the_mean_of_all_of_it(
 def test_an_update_costs_a_few_microseconds():
     tracker, loss = LossTracker(), torch.tensor(1.0)
     best = math.inf
-    for _ in range(5):
+    for _ in range(30):
         start = time.perf_counter()
-        for _ in range(2000):
+        for _ in range(200):
             tracker.update(loss, 32)
-        best = min(best, (time.perf_counter() - start) / 2000)
+        best = min(best, (time.perf_counter() - start) / 200)
     assert best < 10e-6  # about 1 µs on a quiet machine
 
 

@@ -98,7 +98,8 @@ class Checkpointer:
         self.progress = Progress(ctx)
         self.keep_every = self._time(keep_every, "keep_every")
         self._schedule = Schedule(self._time(every, "every"), self.progress)
-        self._wants_signals, self._signals = signals, None
+        self._wants_signals = signals
+        self._signals: StopSignals | None = None
         self._job, self._buffers = BackgroundJob(), HostBuffers()
         self._background: Exchange | None = None
         self.failures_in_a_row = 0
@@ -143,9 +144,7 @@ class Checkpointer:
         if self._in_background(snapshot) and not final:
             self._begin(id, snapshot)
             self.last_stall = time.perf_counter() - begun
-            logger.info(
-                "%s: training was held for %.3f s, writing goes on in the background", path.name, self.last_stall
-            )
+            logger.info("%s: training was held for %.3f s; the file is written meanwhile", path.name, self.last_stall)
             return path
         try:
             self._write(id, snapshot, control_exchange())
@@ -196,6 +195,9 @@ class Checkpointer:
             self._schedule.finish()
             if self._signals is not None:
                 self._signals.finish()
+            if self._background is not None:
+                self._background.close()
+                self._background = None
         finally:
             if self._signals is not None:
                 self._signals.release()

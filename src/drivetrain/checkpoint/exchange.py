@@ -55,17 +55,34 @@ class Exchange:
         return said
 
     def attempt(self, action: Callable[[], Any]) -> "Outcome":
-        """Run `action` on every rank and tell all of them how it went, a disk error or CheckpointError too."""
+        """Run `action` on every rank and tell all of them how it went.
+
+        A disk error or a CheckpointError is an outcome, to be judged by the caller. Any other error of one rank is
+        raised on all of them, so that none is left waiting.
+        """
         result, own = None, None
         try:
             result = action()
         except ResumeError:
-            raise  # not a fault of this rank's disk: all ranks find it in the same files, and all stop
-        except (OSError, CheckpointError) as error:
+            raise  # all ranks find it in the same files, and all stop
+        except Exception as error:
             own = error
-        said = self.gather((result, None if own is None else _describe(own)))
-        problems = {rank: problem for rank, (_, problem) in enumerate(said) if problem is not None}
-        return Outcome([result for result, _ in said], problems, own)
+        expected = own is None or isinstance(own, OSError | CheckpointError)
+        said = self.gather((result, None if own is None else _describe(own), expected))
+        if own is not None and not expected:
+            raise own
+        for rank, (_, problem, is_expected) in enumerate(said):
+            if not is_expected:
+                raise CheckpointError(f"rank {rank} failed: {problem}")
+        problems = {rank: problem for rank, (_, problem, _) in enumerate(said) if problem is not None}
+        return Outcome([result for result, _, _ in said], problems, own)
+
+    def close(self) -> None:
+        """Give up a group that was made for this exchange alone."""
+        if self.group is not None and self.group is not control_group():
+            import torch.distributed as dist
+
+            dist.destroy_process_group(self.group)
 
 
 class Outcome(NamedTuple):

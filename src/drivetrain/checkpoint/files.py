@@ -67,7 +67,7 @@ def tensor_pieces(tensor: Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+    data = whole.reshape(-1).view(torch.uint8).numpy().data
     for begin in range(0, len(data), PIECE):
         yield data[begin : begin + PIECE]
 

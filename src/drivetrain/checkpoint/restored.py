@@ -46,6 +46,11 @@ class Restored:
         return 0 if self.manifest is None else self.manifest.samples
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics at the time of the save."""
+        return {} if self.manifest is None else dict(self.manifest.metrics)
+
+    @property
     def elapsed(self) -> float:
         """Seconds the run had taken."""
         return 0.0 if self.manifest is None else float(self.manifest.progress.get("sec", 0.0))

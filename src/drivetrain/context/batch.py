@@ -6,7 +6,7 @@ of functions `(getter, setter)`. The second half of the file is about targets: c
 """
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def _as_pair(key: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return key[0], key[1]
 
 
-def _is_many(key: Any) -> bool:
+def _is_many(key: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(key, Sequence) and not isinstance(key, str)
 
 

@@ -103,9 +103,11 @@ class Packer:
         for kind, pack_container in self._CONTAINERS.items():
             if isinstance(value, kind):
                 return pack_container(self, value, path)
-        for kind in (int, float, complex, str):
-            if isinstance(value, kind):  # a subclass of a plain type is saved as that type
-                return str.__str__(value) if kind is str else kind(value)
+        if isinstance(value, str):  # a subclass of a plain type is saved as that type
+            return str.__str__(value)
+        for number in (int, float, complex):
+            if isinstance(value, number):
+                return number(value)  # type: ignore[arg-type]
         raise StateError(
             f"{path or 'the value'}: a {type(value).__name__} cannot be saved as plain data. Use numbers, strings, tensors, arrays "
             "and containers of them, or an object with state_dict() and load_state_dict()."
@@ -235,7 +237,7 @@ class Unpacker:
             raise StateError(
                 f"a saved {class_name(cls)} has the fields {sorted(content['fields'])}, the class has {sorted(names)}."
             )
-        value = object.__new__(cls)
+        value: Any = object.__new__(cls)
         for name, item in content["fields"].items():
             object.__setattr__(value, name, self.unpack(item))
         return value

@@ -7,7 +7,7 @@ handlers.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
     from drivetrain.context.saving import Saving
     from drivetrain.context.transforms import DataParallel, Move, Shard
+
+FaultKind = Literal["missing", "unexpected", "unfitting"]
+"""What can be wrong with a saved state: not there, not known here, or of another form."""
 
 Restore = Callable[[], Any]
 """Puts a saved state in place and returns the item; called only when everything fits."""

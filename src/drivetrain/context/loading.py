@@ -10,21 +10,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from drivetrain.context.codec import NOT_STATE, Unpacker, classes_in, needs_class, pack, unpack
 from drivetrain.context.coders import tag_of, tagged
-from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.context.kinds import FaultKind, Kind, Restore, keep
 from drivetrain.context.optimizers import Names, parameter_names
 from drivetrain.context.table import MODULE_KIND, OTHER_KIND, PLAIN_KIND, everything, holds_state, kind_of
 from drivetrain.core.errors import DrivetrainError, StateError, nearest_name
 
 if TYPE_CHECKING:
     from drivetrain.context.context import Context
-
-FaultKind = Literal["missing", "unexpected", "unfitting"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +248,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leave_out(item: Any, path: str) -> Any:
-    return tagged(NOT_STATE, None) if kind_of(item) is OTHER_KIND else NotImplemented
+    return tagged(NOT_STATE, None) if kind_of(item).saves_itself else NotImplemented
 
 
 def _put_back(trials: list[_Trial]) -> None:

@@ -31,9 +31,9 @@ def move_to_device(device: Device, *args: Any, non_blocking: bool = False) -> An
 
 
 def _move(value: Any, device: Device, non_blocking: bool) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=non_blocking)
     kind = type(value)
+    if kind is Tensor:
+        return value.to(device, non_blocking=non_blocking)
     if kind is tuple or kind is list:
         return kind([_move(item, device, non_blocking) for item in value])
     if kind is dict:
@@ -44,7 +44,7 @@ def _move(value: Any, device: Device, non_blocking: bool) -> Any:
 
 
 def _move_other(value: Any, device: Device, non_blocking: bool) -> Any:
-    if isinstance(value, nn.Module):
+    if isinstance(value, Tensor | nn.Module):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         moved = value.to(device)

@@ -6,7 +6,7 @@ every value's type: torch would round a float32 momentum to a bfloat16 parameter
 differ.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def _nothing() -> None:
     raise AssertionError("a state with problems is not loaded")
 
 
-def _saved_names(groups: list[Mapping[str, Any]]) -> list[str] | None:
+def _saved_names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     """Return the names in a saved state, in its order, or None when it only has numbers."""
     names: list[str] = []
     for group in groups:

@@ -6,6 +6,7 @@ required.
 """
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.context.codec import join_path
@@ -40,9 +41,7 @@ class PluginsKind(Kind):
             where = join_path(path, name)
             if name in entries:
                 if hasattr(plugin, "load_state_dict"):
-                    loading.try_to_load(
-                        where, plugin, loading.unpack(entries[name]["state"], lambda p=plugin: _state(p))
-                    )
+                    loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
             elif _state(plugin):
                 _warn(f"{where} is new: there is no saved state for it, and it starts afresh.")
         for name, entry in entries.items():

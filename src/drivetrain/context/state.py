@@ -74,15 +74,31 @@ class State(Context):
     _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
 
+    model: Any
+    loss_fn: Any
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any
+    train_dataloader: Any
+    evaluators: list[Any]
+    dataset_state: Any
+    precision: Any
+    precision_config: Any
+    device_train_microbatch_size: Any
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None
+    """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
+
     batch: Any
     outputs: Any
     loss: Any
     losses: Any
     batch_output: Any
-    optimizers: tuple[Any, ...]
-    schedulers: tuple[Any, ...]
-    make_optimizer: Callable[..., torch.optim.Optimizer] | None
-    """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
+    metric_outputs: Any
+    sample_index: Any
+    timings: Any
+    profiler: Any
+    dataloader: Any
+    dataloader_label: str | None
 
     def __init__(
         self,
@@ -218,7 +234,9 @@ class State(Context):
 
     def rng(self, name: str, device: torch.device | str = "cpu") -> torch.Generator:
         """Return the generator of that name on a device: made on first use, different on each rank, saved and restored."""
-        kind = device if device == "cpu" else torch.device(device).type
+        if device == "cpu" and name in self.generators:
+            return self.generators[name]
+        kind = torch.device(device).type
         key = name if kind == "cpu" else f"{name}@{kind}"
         generator = self.generators.get(key)
         if generator is None or generator.device.type != kind:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.context.codec import NOT_STATE, join_path, with_metadata
 from drivetrain.context.coders import tag_of
-from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.context.kinds import FaultKind, Kind, Restore, keep
 from drivetrain.context.optimizers import fit_optimizer, save_optimizer
 from drivetrain.context.values import ask
 from drivetrain.core.errors import DeviceError, DistributedError
@@ -82,8 +82,13 @@ class ModuleKind(Kind):
             return item
         shell = _ddp_shell(item)
         bare = unwrap(item, keep_compile=True).to(job.device) if shell is not None else item.to(job.device)
-        # The buckets of DDP belong to the old device, so it is built anew.
-        return bare if shell is None else wrap_ddp(bare, **vars(shell).get("_wrap_settings", {}))
+        if shell is None:
+            return bare
+        # The buckets of DDP belong to the old device, so it is built anew, with all settings but that device.
+        settings = vars(shell).get("_wrap_settings", {})
+        return wrap_ddp(
+            bare, **{name: settings[name] for name in settings if name not in ("device_ids", "output_device")}
+        )
 
     def ddp(self, item: nn.Module, job: "DataParallel") -> nn.Module:
         if any(map(is_fully_sharded, item.modules())):
@@ -118,7 +123,7 @@ def _device_types(group: Any) -> set[str]:
     return {device.type for device in group._device_types}
 
 
-def module_faults(module: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def module_faults(module: nn.Module, state: Mapping[str, Any]) -> list[tuple[FaultKind, str, str]]:
     """Return what does not fit as (list, name, reason), by the rules of `load_clean_state_dict`, loading nothing."""
     from drivetrain.module.clean_state import _fits, _loaded_in_own_way, _unfitting, _without_prefixes
 
@@ -126,7 +131,9 @@ def module_faults(module: nn.Module, state: Mapping[str, Any]) -> list[tuple[str
     live = clean_state_dict(bare)
     given = _without_prefixes(state, dict.fromkeys(live, ""))
     is_own_business, may_reshape = _loaded_in_own_way(bare)
-    faults = [("missing", name, "") for name in live if name not in given and not is_own_business(name)]
+    faults: list[tuple[FaultKind, str, str]] = [
+        ("missing", name, "") for name in live if name not in given and not is_own_business(name)
+    ]
     faults += [("unexpected", name, "") for name in given if name not in live and not is_own_business(name)]
     for name in given:
         if name in live and not _fits(given[name], live[name]) and not may_reshape(name):

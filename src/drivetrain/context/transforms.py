@@ -31,6 +31,10 @@ class Transform:
         """Change one item that is no container."""
         raise NotImplementedError
 
+    def apply(self, context: "Context") -> None:
+        """Change a whole Context."""
+        self.visit(context)
+
     def visit(self, item: Any) -> Any:
         """Change an item and everything in it."""
         if type(item) in PLAIN:
@@ -70,10 +74,6 @@ class DataParallel(Transform):
     def __init__(self, settings: dict[str, Any]):
         super().__init__()
         self.settings = settings
-
-    def apply(self, context: "Context") -> None:
-        """Wrap the modules of a Context."""
-        self.visit(context)
 
     def act(self, kind: Kind, item: Any) -> Any:
         return kind.ddp(item, self)

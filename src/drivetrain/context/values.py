@@ -8,7 +8,6 @@ import functools
 import random
 import types
 import warnings
-import weakref
 from enum import Enum
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,7 @@ class PlainKind(Kind):
         if not _same_family(item, saved):
             return loading.unfit(path, item, saved)
         if isinstance(item, np.generic) and isinstance(saved, NUMBERS):
-            return lambda: type(item)(saved)  # type: ignore[call-arg]
+            return lambda: type(item)(saved)
         return lambda: saved
 
 
@@ -164,13 +163,12 @@ class GeneratorKind(Kind):
     def move(self, item: Any, job: "Move") -> Any:
         if not isinstance(item, torch.Generator) or item.device == job.device:
             return item
-        if item.device.type == "cpu" and item not in _SENT_TO_CPU:
+        if item.device.type == "cpu" and not isinstance(item, _SentToCpu):
             return item  # it serves draws on the CPU, wherever the model is
-        moved = torch.Generator(device=job.device).manual_seed(item.initial_seed())
+        make = _SentToCpu if job.device.type == "cpu" else torch.Generator
+        moved = make(device=job.device).manual_seed(item.initial_seed())
         if item.device.type == job.device.type:
             moved.set_state(item.get_state())
-        if job.device.type == "cpu":
-            _SENT_TO_CPU.add(moved)
         return moved
 
     def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
@@ -193,8 +191,8 @@ class GeneratorKind(Kind):
         return restore
 
 
-_SENT_TO_CPU: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
-"""Generators of an accelerator that a move made anew on the CPU; the move back makes them anew there."""
+class _SentToCpu(torch.Generator):
+    """A generator of an accelerator that a move made anew on the CPU; the move back makes it anew there."""
 
 
 def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:

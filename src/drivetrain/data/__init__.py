@@ -8,13 +8,7 @@ __getattr__, __dir__ = lazy_exports(
         ".loader": ["SmartDataLoader"],
         ".order": ["BatchInfo", "epoch_permutation"],
         ".resident": ["make_resident"],
-        ".packing": [
-            "PackedDataset",
-            "PackedStream",
-            "document_mask",
-            "document_mask_mod",
-            "pack_documents",
-            "pack_lengths",
-        ],
+        ".packing": ["document_mask", "document_mask_mod", "num_targets", "pack_documents", "pack_lengths"],
+        ".packed": ["PackedDataset", "PackedStream"],
     },
 )

@@ -18,18 +18,10 @@ from drivetrain.core.errors import ParameterError, unknown_name
 from drivetrain.data.iterable import IterableMode
 from drivetrain.data.randomness import RngMode
 
-OWN_NAMES = (
-    "shuffle",
-    "random_seed",
-    "sampler",
-    "batch_sampler",
-    "move_output",
-    "loading_bar",
-    "global_batch_size",
-    "rng",
-    "prefetch",
+OWN_NAMES: tuple[str, ...] = (
+    *("shuffle", "random_seed", "sampler", "batch_sampler", "move_output", "loading_bar"),
+    *("global_batch_size", "rng", "prefetch", "resident", "iterable", "name"),
 )
-OWN_NAMES += ("resident", "iterable", "name")
 TORCH_NAMES = tuple(
     name
     for name in inspect.signature(DataLoader.__init__).parameters

@@ -15,27 +15,14 @@ from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DistributedError, ParameterError, ResumeError
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
-from drivetrain.data.fetch import (
-    Columns,
-    ColumnSamples,
-    GatherFetch,
-    UserFetch,
-    dataset_length,
-    find_columns,
-    keys_of,
-    sized_length,
-)
+from drivetrain.data.columns import Columns
+from drivetrain.data.fetch import GatherFetch, keys_of
 from drivetrain.data.iterable import (
-    FilterReader,
-    HiddenWorker,
     IterableMode,
-    ShardedReader,
-    StreamAnswer,
-    StreamStart,
     filtered_batches,
     gathered_stream_state,
     own_stream_state,
@@ -45,9 +32,6 @@ from drivetrain.data.order import (
     BatchInfo,
     BatchOrder,
     IndexOrder,
-    Order,
-    ReplicaOrder,
-    SamplerOrder,
     Share,
     load_sampler_state,
     num_sliced_batches,
@@ -57,7 +41,9 @@ from drivetrain.data.prefetch import Pairs, pin, to_device
 from drivetrain.data.progress import bar_is_wanted, with_bar
 from drivetrain.data.randomness import RngMode
 from drivetrain.data.resident import resident_columns
+from drivetrain.data.source import indexed_source, stream_source
 from drivetrain.data.state import VERSION, Cursor, check_state
+from drivetrain.data.stream import FilterReader, HiddenWorker, StreamAnswer, StreamStart
 from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
@@ -119,22 +105,17 @@ class SmartDataLoader(DataLoader[T_co]):
 
         collate = dataloader_kwargs.get("collate_fn")
         batched = batch_sampler is not None or dataloader_kwargs.get("batch_size", 1) is not None
-        self._reader: FilterReader | ShardedReader | None = None
-        self._columns: Columns | None = None
-        self._fetch: GatherFetch | UserFetch | None = None
-        self._order: Order | None = None
-        self._length: int | None = None
         if isinstance(dataset, IterableDataset):
-            kind = FilterReader if iterable == "filter" else ShardedReader
-            used = collate or (default_collate if batched else default_convert)
-            self._reader = kind(dataset, used, batched=batched, rng=rng, own_collate=collate is not None)
+            source = stream_source(dataset, collate, batched, rng, iterable)
         else:
-            self._prepare_order(dataset, bool(shuffle), sampler, batch_sampler, collate, batched)
+            source = indexed_source(dataset, bool(shuffle), sampler, batch_sampler, collate, batched, rng)
+        self._order, self._fetch, self._reader = source.order, source.fetch, source.reader
+        self._columns, self._length = source.columns, source.length
+        self._draws_random = source.fetch is None or source.fetch.draws_random
         if resident is True and self._columns is None:
             resident_columns(None, torch.device("cpu"), True)  # says what is missing
-
-        if self._order is not None and batch_sampler is None:
-            sampler = self._order if isinstance(self._order, IndexOrder) else sampler
+        if isinstance(self._order, IndexOrder):
+            sampler = self._order
         super().__init__(dataset, sampler=sampler, batch_sampler=batch_sampler, **dataloader_kwargs)
 
         self._seed, self._seed_agrees = self._first_seed(random_seed, name, dataloader_kwargs.get("generator"))
@@ -163,7 +144,7 @@ class SmartDataLoader(DataLoader[T_co]):
     # ------------------------------------------------------------------ what a loop reads
 
     @property
-    def batch_size(self) -> int | None:  # type: ignore[override]
+    def batch_size(self) -> int | None:
         """Samples of a full batch on this process; None where a batch sampler decides or nothing is batched."""
         return (
             self._batch_size
@@ -261,6 +242,8 @@ class SmartDataLoader(DataLoader[T_co]):
             if self.num_workers == 0 or on_accelerator:
                 if device is None and not self._pins(device):
                     return self._gathered(cursor, infos, fetch)
+                if isinstance(fetch, GatherFetch) and fetch.can_pin and self._pins(device):
+                    fetch = GatherFetch(fetch.columns, pinned=True)
                 seed = self._seed
                 pairs = ((info, fetch(info, seed)) for info in infos)
             else:
@@ -397,11 +380,15 @@ class SmartDataLoader(DataLoader[T_co]):
         self._cursor = Cursor(checked["epoch"], checked["position"], stream=checked.get("stream"))
 
     def _check_continuable(self, position: int, strict: bool) -> None:
-        draws_random = self._fetch is None or self._fetch.draws_random
-        if not position or not draws_random or self.rng != "off" or (self.num_workers == 0 and self.prefetch == 0):
+        if (
+            not position
+            or not self._draws_random
+            or self.rng != "off"
+            or (self.num_workers == 0 and self.prefetch == 0)
+        ):
             return
         message = (
-            f"the loader {self.name or ''} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its "
+            f"the loader{f' {self.name!r}' if self.name else ''} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its "
             f"dataset draws depends on what was read ahead, so it cannot continue exactly at position {position}. Use rng='batch' "
             "(the default), or num_workers=0 and prefetch=0."
         )
@@ -439,35 +426,6 @@ class SmartDataLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ building
 
-    def _prepare_order(
-        self,
-        dataset: Any,
-        shuffle: bool,
-        sampler: Iterable[Any] | None,
-        batch_sampler: Iterable[Any] | None,
-        collate: Callable[[Any], Any] | None,
-        batched: bool,
-    ) -> None:
-        columns = find_columns(dataset)
-        has_keys = sampler is not None or batch_sampler is not None
-        self._length = sized_length(dataset, columns) if has_keys else dataset_length(dataset, columns)
-        gathers = columns is not None and collate is None and batched
-        rows = self._length if gathers else None  # a dataset's own methods may understand other indices
-        if batch_sampler is not None:
-            self._order = BatchOrder(batch_sampler)
-        elif isinstance(sampler, DistributedSampler):
-            self._order = ReplicaOrder(sampler)
-        elif sampler is not None:
-            self._order = SamplerOrder(sampler, rows)
-        else:
-            assert self._length is not None
-            self._order = IndexOrder(self._length, shuffle)
-        if columns is not None and gathers:
-            self._columns, self._fetch = columns, GatherFetch(columns)
-        else:
-            samples = ColumnSamples(columns) if columns is not None and isinstance(dataset, dict | tuple) else dataset
-            self._fetch = UserFetch(samples, collate, batched=batched, rng=self.rng)
-
     def _first_seed(self, random_seed: int | None, name: str | None, generator: Any) -> tuple[int, bool]:
         """Return the seed, and whether all ranks have the same."""
         if random_seed is not None:
@@ -483,7 +441,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _agree_on_seed(self) -> None:
         """Take rank 0's seed where something is drawn from it and ranks may differ; a collective, once."""
-        draws = self._fetch is None or self._fetch.draws_random or getattr(self._order, "shuffle", True)
+        draws = self._draws_random or getattr(self._order, "shuffle", True)
         if draws and not self._seed_agrees and get_num_processes() > 1:
             self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
 

@@ -123,8 +123,9 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
 class Order(Protocol):
     """One epoch's order of samples."""
 
-    samples: int | None
-    """Samples in an epoch; None when only the stream itself can tell."""
+    @property
+    def samples(self) -> int | None:
+        """Samples in an epoch; None when only the batches themselves can tell."""
 
     def num_batches(self, share: Share) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
@@ -136,16 +137,18 @@ class Order(Protocol):
 class IndexOrder(Sampler[int]):
     """The default order: shuffled by seed and epoch, or 0..N-1. Iterating it gives the order of `epoch`."""
 
-    def __init__(self, length: int, shuffle: bool):
-        self.samples: int | None = length
-        self.shuffle = shuffle
+    def __init__(self, data: Sized, shuffle: bool):
+        self.data, self.shuffle = data, shuffle
         self.seed, self.epoch = 0, 0
         self.device: torch.device | None = None
         """Where the permutation lives; set when the data is gathered on an accelerator."""
 
     def __len__(self) -> int:
-        assert self.samples is not None
-        return self.samples
+        return len(self.data)  # asked each time: a dataset may have grown since the last epoch
+
+    @property
+    def samples(self) -> int | None:
+        return len(self)
 
     def __iter__(self) -> Iterator[int]:
         return iter(epoch_permutation(len(self), self.seed, self.epoch).tolist() if self.shuffle else range(len(self)))
@@ -169,8 +172,12 @@ class SamplerOrder:
         self.sampler = sampler
         self.rows = rows
         """Rows of the tensors that are gathered; None where a dataset's own methods get the keys as they are."""
-        self.samples: int | None = _sized_length(sampler, "sampler")
         self.device: torch.device | None = None
+        _sized_length(sampler, "sampler")
+
+    @property
+    def samples(self) -> int | None:
+        return _sized_length(self.sampler, "sampler")
 
     def num_batches(self, share: Share) -> int:
         return num_sliced_batches(_sized_length(self.sampler, "sampler"), share)
@@ -189,8 +196,11 @@ class ReplicaOrder:
 
     def __init__(self, sampler: DistributedSampler):
         self.sampler = sampler
-        self.samples: int | None = len(sampler) * sampler.num_replicas
         self.device: torch.device | None = None
+
+    @property
+    def samples(self) -> int | None:
+        return len(self.sampler) * self.sampler.num_replicas
 
     def num_batches(self, share: Share) -> int:
         return num_sliced_batches(len(self.sampler), Share(0, 1, share.batch_size, share.drop_last))
@@ -221,10 +231,13 @@ class BatchOrder:
 
     def __init__(self, batch_sampler: Iterable[Any]):
         self.batch_sampler = batch_sampler
-        self.samples: int | None = None
         _sized_length(batch_sampler, "batch_sampler")
         inner = getattr(batch_sampler, "sampler", None)
         self.replicas = inner if isinstance(inner, DistributedSampler) else None
+
+    @property
+    def samples(self) -> int | None:
+        return None
 
     def num_batches(self, share: Share) -> int:
         world = 1 if self.replicas is not None else share.world
@@ -277,9 +290,11 @@ def draw_stream(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are put back: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
-    for part in (sampler, getattr(sampler, "sampler", None)):
-        if part is not None and callable(getattr(part, "set_epoch", None)):
+    part: Any = sampler
+    while part is not None:
+        if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
+        part = getattr(part, "sampler", None)
     with SeededGenerators(derive_seed(seed, "sampler", epoch)):
         return list(sampler)
 

@@ -5,21 +5,17 @@ Documents are put into bins of `max_length` by best fit (each into the fullest b
 as in Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). In a packed row position ids restart with each
 document, document ids tell them apart (-1 is padding), and the first label of each document is ignored, because it would be
 predicted from the end of another one. Attention is allowed between two places only if they are real and of one document.
-
-Two datasets pack for a loader: `PackedDataset` over data with an index, whose rows are shuffled and split like any samples, and
-`PackedStream` over an iterable, which keeps a buffer and can be saved in the middle.
 """
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
 
-from drivetrain.core.errors import ParameterError, StateError, unknown_name
+from drivetrain.core.errors import ParameterError, unknown_name
 
 PackingStrategy = Literal["best_fit", "first_fit"]
 STRATEGIES = ("best_fit", "first_fit")
@@ -42,7 +38,7 @@ def pack_lengths(lengths: Sequence[int], max_length: int, strategy: PackingStrat
     >>> pack_lengths([5, 3, 2, 6, 4], max_length=8)
     [[2, 3], [0, 1], [4]]
     """
-    _check(max_length, strategy)
+    check_packing(max_length, strategy)
     too_long = next((length for length in lengths if length > max_length), None)
     if too_long is not None:
         raise ParameterError(f"a document of length {too_long} does not fit into bins of {max_length}; cut it first.")
@@ -115,13 +111,13 @@ def pack_documents(
     >>> pack_documents([[1, 2, 3], [4, 5]], max_length=6)["position_ids"]
     tensor([[0, 1, 2, 0, 1, 0]])
     """
-    _check(max_length, strategy)
-    read = [_tokens_and_labels(document) for document in documents]
+    check_packing(max_length, strategy)
+    read = [read_document(document) for document in documents]
     pieces = cut_pieces([len(tokens) for tokens, _ in read], max_length)
     bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
     rows = [
         fill_row(
-            [_part(read[piece.document], piece) for piece in map(pieces.__getitem__, members)],
+            [part_of(read[piece.document], piece) for piece in map(pieces.__getitem__, members)],
             max_length,
             pad_token,
             ignore_index,
@@ -154,7 +150,8 @@ def fill_row(
     return row
 
 
-def _tokens_and_labels(document: Any) -> tuple[Tensor, Tensor]:
+def read_document(document: Any) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels of a document in any of the forms it may have."""
     if isinstance(document, Mapping):
         if "input_ids" not in document:
             raise ParameterError(
@@ -172,7 +169,8 @@ def _tokens_and_labels(document: Any) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _part(document: tuple[Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tensor]:
+def part_of(document: tuple[Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tensor]:
+    """Return one piece of a document that was read."""
     tokens, labels = document
     end = piece.start + piece.length
     return tokens[piece.start : end], labels[piece.start : end]
@@ -209,112 +207,8 @@ def num_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
     return (labels[..., 1:] != ignore_index).sum()
 
 
-class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Rows of packed documents of a dataset with an index; the bins are fixed when it is built.
-
-    `buffer` documents are packed together, in the order of the dataset. `lengths` saves reading every document once.
-    """
-
-    def __init__(
-        self,
-        documents: Any,
-        max_length: int,
-        strategy: PackingStrategy = "best_fit",
-        buffer: int = 1000,
-        *,
-        lengths: Sequence[int] | None = None,
-        pad_token: int = 0,
-        ignore_index: int = -100,
-    ):
-        _check(max_length, strategy, buffer)
-        self.documents, self.max_length = documents, max_length
-        self.pad_token, self.ignore_index = pad_token, ignore_index
-        if lengths is None:
-            lengths = [len(_tokens_and_labels(documents[index])[0]) for index in range(len(documents))]
-        elif len(lengths) != len(documents):
-            raise ParameterError(
-                f"lengths has {len(lengths)} entries for {len(documents)} documents; expected one for each."
-            )
-        self.rows: list[list[Piece]] = []
-        for first in range(0, len(lengths), buffer):
-            pieces = cut_pieces(lengths[first : first + buffer], max_length)
-            pieces = [piece._replace(document=piece.document + first) for piece in pieces]
-            bins = pack_lengths([piece.length for piece in pieces], max_length, strategy)
-            self.rows += [[pieces[member] for member in members] for members in bins]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        parts = [_part(_tokens_and_labels(self.documents[piece.document]), piece) for piece in self.rows[index]]
-        return fill_row(parts, self.max_length, self.pad_token, self.ignore_index)
-
-
-class PackedStream(IterableDataset[dict[str, Tensor]]):
-    """Rows of packed documents of an iterable: `buffer` documents are read, packed, and given out row by row.
-
-    The place is the number of documents before the buffer and of rows given out of it. If the source itself has `state_dict`, its
-    place at the start of the buffer is kept too; if not, documents are read again up to the place.
-    """
-
-    def __init__(
-        self,
-        documents: Iterable[Any],
-        max_length: int,
-        strategy: PackingStrategy = "best_fit",
-        buffer: int = 1000,
-        *,
-        pad_token: int = 0,
-        ignore_index: int = -100,
-    ):
-        _check(max_length, strategy, buffer)
-        self.documents, self.max_length, self.strategy, self.buffer = documents, max_length, strategy, buffer
-        self.pad_token, self.ignore_index = pad_token, ignore_index
-        self._place: dict[str, Any] = {"documents": 0, "rows": 0, "source": None}
-        self._restored = False
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        place = self._place if self._restored else {"documents": 0, "rows": 0, "source": None}
-        self._restored = False
-        with_state = callable(getattr(self.documents, "state_dict", None))
-        if place["source"] is not None:
-            self.documents.load_state_dict(place["source"])  # type: ignore[attr-defined]
-        documents = iter(self.documents)
-        if place["source"] is None:
-            next(itertools.islice(documents, place["documents"], place["documents"]), None)
-        read, given = place["documents"], place["rows"]
-        while True:
-            source = self.documents.state_dict() if with_state and read else None  # type: ignore[attr-defined]
-            held = list(itertools.islice(documents, self.buffer))
-            if not held:
-                return
-            rows = pack_documents(
-                held, self.max_length, self.strategy, pad_token=self.pad_token, ignore_index=self.ignore_index
-            )
-            for number in range(given, len(rows["input_ids"])):
-                self._place = {"documents": read, "rows": number + 1, "source": source}
-                yield {name: values[number] for name, values in rows.items()}
-            read, given = read + len(held), 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a source that shuffles by it."""
-        if callable(getattr(self.documents, "set_epoch", None)):
-            self.documents.set_epoch(epoch)  # type: ignore[attr-defined]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last row given out."""
-        return dict(self._place)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration start at a saved place."""
-        if set(state) != {"documents", "rows", "source"}:
-            raise StateError(
-                f"packed stream: the state has {sorted(map(str, state))}, expected documents, rows and source."
-            )
-        self._place, self._restored = dict(state), True
-
-
-def _check(max_length: int, strategy: str, buffer: int = 1) -> None:
+def check_packing(max_length: int, strategy: str, buffer: int = 1) -> None:
+    """Refuse sizes and names that cannot work."""
     for name, value in (("max_length", max_length), ("buffer", buffer)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ParameterError(f"packing: {name}={value!r}, expected a whole number of at least 1.")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.data.fetch import Columns
+from drivetrain.data.columns import Columns
 from drivetrain.runtime.device import device_memory
 
 logger = logging.getLogger(__name__)

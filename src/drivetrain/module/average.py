@@ -145,7 +145,7 @@ class AveragedWeights:
         return {**self.__dict__, "_view": None, "_plan": None}  # a copy does not copy the model
 
     def _view_of(self, model: nn.Module) -> "_View":
-        if self._view is None or self._view.model() is not unwrap(model):
+        if self._view is None or not self._view.shows(unwrap(model)):
             self._view = _View(model)
         return self._view
 
@@ -188,6 +188,10 @@ class _View:
                         seen.add(id(tensor))
                         self.names.append(f"{prefix}.{key}" if prefix else key)
                         self.places.append((home, key))
+
+    def shows(self, root: nn.Module) -> bool:
+        """Say whether this is a view of that model, and of the model as it is: sharding may have come since."""
+        return self.model() is root and bool(self.sharded) == is_fully_sharded(root)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are in place now."""

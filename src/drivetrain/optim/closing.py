@@ -26,34 +26,39 @@ LOG_EVERY = 100  # real steps between two lines about skipped updates of one uni
 
 def finish_gradients(units: Sequence["OptimScheduler"]) -> None:
     """Make the gradients of these units the mean over their windows and over all ranks."""
-    for terrain in {id(unit.terrain): unit.terrain for unit in units}.values():
-        waiting = [unit for unit in units if unit.terrain is terrain and unit.window.world > 1 and not unit.is_reduced]
-        if waiting and not terrain.is_sharded:
-            average_gradients([p for unit in waiting for p in unit.params], terrain.group())
-            if terrain.ddp is not None:
-                copy_buffers_from_first_rank(terrain.ddp)
+    waiting = [unit for unit in units if unit.window.world > 1 and not unit.is_reduced and not unit.terrain.is_sharded]
+    if waiting:
+        _average(waiting)
     for unit in units:
-        window = unit.window
-        if unit.scaler is not None:
-            unit.scaler.unscale_(unit.optimizer)
+        window, scaler = unit.window, unit.scaler
+        if scaler is not None:
+            scaler.unscale_(unit.optimizer)
             if unit.terrain.is_sharded:
                 _agree_on_overflow(unit)
-        total = (
-            sum_over_ranks(window.items, unit.params[0].device, unit.terrain.group()) if window.needs_total else None
-        )
+        total = None
+        if window.needs_total:
+            total = sum_over_ranks(window.items, unit.params[0].device, unit.terrain.group())
         factor = window.correction(total)
         if factor is not None:
             scale_gradients(unit.params, factor)
 
 
-def apply_updates(units: Sequence["OptimScheduler"], logger: logging.Logger | None = None) -> list[bool]:
+def apply_updates(units: Sequence["OptimScheduler"], logger: logging.Logger = _log) -> list[bool]:
     """Clip, judge and step these units; return which of them changed their parameters, as far as the host knows."""
     finite = _verdicts(units, [_measure_and_clip(unit) for unit in units])
-    stepped = [_step(unit, verdict, logger or _log) for unit, verdict in zip(units, finite)]
-    for scaler in {id(unit.scaler): unit.scaler for unit in units}.values():
-        if scaler is not None:
-            scaler.update()
+    stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
+    scalers = {unit.scaling: unit.scaler for unit in units if unit.scaler is not None}
+    for scaler in scalers.values():
+        scaler.update()
     return stepped
+
+
+def _average(units: Sequence["OptimScheduler"]) -> None:
+    """Average over ranks what no reducer has averaged, all units of a model together."""
+    for terrain in {unit.terrain: None for unit in units}:
+        average_gradients([p for unit in units if unit.terrain is terrain for p in unit.params], terrain.group())
+        if terrain.ddp is not None:
+            copy_buffers_from_first_rank(terrain.ddp)
 
 
 def _measure_and_clip(unit: "OptimScheduler") -> Tensor | None:

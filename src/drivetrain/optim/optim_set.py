@@ -119,10 +119,10 @@ class OptimSet(Mapping[str, OptimScheduler]):
         active, closes = [], False
         for unit in self._units.values():
             unit.begin(step_num, epoch_num, last)
-        for unit in self._driven:
-            closes = closes or unit.closes
-            if unit.is_active:
-                active.append(unit.name)
+            if not unit.manual:
+                closes = closes or unit.closes
+                if unit.is_active:
+                    active.append(unit.name)
         names = tuple(active)
         passes = self._passes.get(names)
         if passes is None:
@@ -146,8 +146,11 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def finish_gradients(self) -> None:
         """Average over ranks, unscale and rescale the gradients of the units whose windows close; once per batch."""
         if not self._is_finished:
-            self._is_finished = True
-            finish_gradients(self.due)
+            self._finish(self.due)
+
+    def _finish(self, due: list[OptimScheduler]) -> None:
+        self._is_finished = True
+        finish_gradients(due)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Clip, check and step every unit whose window closed; True if any changed its parameters."""
@@ -159,7 +162,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         due = self.due
         if not due:
             return False
-        self.finish_gradients()
+        if not self._is_finished:
+            self._finish(due)
         changed = apply_updates(due)
         for unit in due:
             unit.window.reset()

@@ -22,9 +22,9 @@ def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = 
     values = list(rates) if isinstance(rates, Sequence) else rates_of(rates, steps)
     if not values:
         raise ConfigError("sparkline: there are no values to show.")
+    low, high = min(values), max(values)
     if len(values) > width:
         values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
-    low, high = min(values), max(values)
     span = (high - low) or 1.0
     bars = "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
     return f"{bars} {low:.4g} to {high:.4g}"

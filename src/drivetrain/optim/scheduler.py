@@ -242,7 +242,7 @@ class OptimScheduler(ABC):
             return False
         with nullcontext() if time_func is None else time_func(["optim_time", optim_name]):
             finish_gradients([self])
-            changed = apply_updates([self], logger)[0]
+            changed = apply_updates([self], logger or _log)[0]
             self.clear_gradients()
         self.window.reset()
         return changed

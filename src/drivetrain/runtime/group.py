@@ -5,8 +5,10 @@ starts torch's process group once. Everything is checked before the first connec
 its environment would otherwise only wait.
 """
 
+import atexit
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +59,8 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
         device_id=device if device.type == "cuda" and "nccl" in chosen else None,
     )
     control_group()
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
 
 
 def destroy_group() -> None:
@@ -65,6 +69,15 @@ def destroy_group() -> None:
         dist.destroy_process_group()
     forget_control_group()
     clear_data_ranks()
+
+
+def _leave_at_exit() -> None:
+    """Leave the group at a normal end: its threads may abort the process if they outlive the interpreter.
+
+    After an unhandled exception peers may never answer, and leaving could wait for them; then the process just ends.
+    """
+    if not hasattr(sys, "last_value"):
+        destroy_group()
 
 
 def _meeting_place(world: LaunchedWorld) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Around one worker of a launch, and beside all of them.
 
 torch's elastic agent starts the workers, waits for them and ends the others when one fails. Three things are added. A
-worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers of a
-failed group that cannot be asked to stop, because they hang in a collective, are killed after a short grace. SIGUSR1
-sent to the agent reaches the workers.
+worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that
+cannot end, or cannot be asked to, because they hang in a collective, are killed after a short grace. SIGUSR1 sent to
+the agent reaches the workers.
 """
 
+import faulthandler
 import os
 import signal
 import threading
@@ -26,7 +27,7 @@ LOST_PEER_DELAY = 1.5
 """Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""
 
 KILL_GRACE = 10.0
-"""Seconds the other workers of a failed group have to end by themselves."""
+"""Seconds a failing worker, and after it the others of its group, have to end by themselves."""
 
 
 def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, num_workers: int) -> Any:
@@ -39,17 +40,28 @@ def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, 
         result = function(*args)
     except SystemExit as stop:
         if stop.code not in (None, 0):
+            _end_soon()
             raise
         result = None  # a clean exit is success; without a value the agent would wait for ever
     except KeyboardInterrupt:
+        _end_soon()
         raise SystemExit(128 + signal.SIGINT) from None  # torch would let it pass as a clean exit without a value
     except Exception as error:
+        _end_soon()
         if _lost_a_peer(error):
             time.sleep(LOST_PEER_DELAY)
         raise
     destroy_group()
     announced.unlink(missing_ok=True)  # what still stands here and no longer runs has failed
     return result
+
+
+def _end_soon() -> None:
+    """See to it that a failing process ends: at exit gloo would still wait for answers of ranks that wait for us.
+
+    The timer of faulthandler runs without the interpreter, so it also works while that is shutting down.
+    """
+    faulthandler.dump_traceback_later(KILL_GRACE, exit=True)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

@@ -72,7 +72,7 @@ def restore(trainer: Any) -> None:
 def _fill_state(trainer: Any) -> None:
     """Put everything that makes the next step what it would have been onto the state."""
     state = trainer.state
-    if trainer.settings.resume_from is None and not trainer._continues:
+    if trainer.settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)
     state.scaler = getattr(trainer._accelerator, "scaler", None)
@@ -104,6 +104,7 @@ def _load(trainer: Any, source: Any) -> None:
         restored = restore_from(trainer, source)
     trainer._restored_rng = getattr(restored, "rng", None)
     clock = trainer.state.clock
+    trainer.run_history._set_epoch(clock.epoch + 1)
     if clock.batch_in_epoch:
         _refuse_unknown_place(trainer.state.train_dataloader, clock.batch_in_epoch)
     trainer.last_checkpoint = getattr(restored, "path", source)

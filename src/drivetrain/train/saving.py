@@ -79,16 +79,26 @@ def _save_state_now(trainer: Any, folder: Any, custom: dict[str, Any]) -> None:
     from drivetrain.checkpoint.checkpointer import Checkpointer
 
     state = trainer.state
-    state.custom_entries = {"current_epoch": trainer.run_history.current_epoch, **custom}
+    state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
     Checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state")
 
 
 def load_training_state(trainer: Any, folder: Any) -> dict[str, Any]:
-    """Restore the whole state from a folder and return its entries."""
-    restored = restore_from(trainer, folder)
-    trainer._restored_rng = getattr(restored, "rng", None)
-    trainer._continues = True
-    return dict(trainer.state.custom_entries or {})
+    """Restore from a folder and return its entries; the next `train()` goes on from there.
+
+    What is there already is restored now: model, optimizer, counters. Loader and scheduler are made by `train()`, which restores them
+    then, from the same folder.
+    """
+    from drivetrain.checkpoint.store import load_checkpoint as read
+
+    path = Path(folder)
+    if not path.exists():
+        raise FileNotFoundError(f"no training state at {folder}: the path does not exist.")
+    state = read(path)
+    trainer.state.load_state_dict(state, strict=False)
+    trainer._resume_next = path
+    trainer.run_history._set_epoch(trainer.state.clock.epoch + 1)
+    return dict(state.get("custom_entries") or {})
 
 
 def restore_from(trainer: Any, folder: Any) -> Any:

@@ -76,6 +76,8 @@ def prepare_loop(trainer: Any) -> None:
     trainer._batches_per_epoch = loaders.length(trainer._train_dataloader)
     trainer._gradients.use_loader(trainer._train_dataloader)
     trainer._sample_source = loaders.smart_loader(trainer._train_dataloader)
+    reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
+    trainer._wants_index = reads_index and trainer._sample_source is not None
     trainer._ddp = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
     trainer._microbatch_size = choose_microbatch_size(trainer)
     trainer._gradients.window.is_plain &= trainer._microbatch_size is None

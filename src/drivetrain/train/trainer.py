@@ -256,7 +256,7 @@ class Trainer:
             eval_interval="1ep" if interval is None else interval,
             scheduler_interval=scheduler_interval,
             scheduler_metric=scheduler_metric,
-            resume_from=resume_from,
+            resume_from=resume_from if resume_from is not None else self._resume_next,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
@@ -268,6 +268,7 @@ class Trainer:
             fast_dev_run=fast_dev_run,
         )
         self.settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
+        self._resume_next = None
         self.train_dataset = defaults["train_dataset"] if train_dataset is None else train_dataset
         self.eval_dataset = defaults["eval_dataset"] if eval_dataset is None else eval_dataset
         if self.settings.overfit_batches:
@@ -535,10 +536,11 @@ class Trainer:
         if self._before_loss:
             self._saw_loss = True
             if self._listens_before_loss:
-                form = self._form_of(state.batch)
+                form, before = self._form_of(state.batch), state.outputs
                 is_ours = form.targets(state.batch) is targets
                 self._fire(Event.BEFORE_LOSS)
                 targets = form.targets(state.batch) if is_ours else targets
+                outputs = outputs if state.outputs is before else form.predictions(state.outputs)
         loss_func = state.loss_fn
         if loss_func is not None:
             loss = loss_func(outputs, targets)
@@ -634,8 +636,8 @@ class Trainer:
         if self.settings and self.settings.scheduler_interval == "epoch":
             self._step_epoch_scheduler()
         self.training_run_epoch_end()
-        self.run_history._increment_epoch()
         fire(Event.EPOCH_CHECKPOINT)
+        self.run_history._increment_epoch()
         if self._keeper is not None:
             self._keeper.at_epoch_end(ended or self._limits.reached(clock))
         return self._agree_to_stop() or ended
@@ -680,6 +682,7 @@ class Trainer:
         output = self.calculate_train_batch_loss(state.batch)
         if self._first_batch:
             check_batch_output(output, self)
+            self._count_tokens = loaders.token_counter(state.batch)
         state.batch_output, state.loss = output, output["loss"]
         fire(Event.AFTER_LOSS)
         if state.loss is not output["loss"]:
@@ -730,6 +733,8 @@ class Trainer:
             return
         for batch in loader:
             state.step = step = clock.batch_in_epoch
+            if self._wants_index:
+                state.sample_index = self._sample_source.sample_index
             yield move(batch), step + 1 >= limit
             if step + 1 >= limit:
                 return
@@ -757,7 +762,7 @@ class Trainer:
 
     _first_batch = False
     _inside_step = False
-    _continues = False  # the next train() goes on from a state that was loaded by hand
+    _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
     _restored_rng: Any = None
     _ddp = False
     _microbatch_size: int | None = None
@@ -899,7 +904,8 @@ class Trainer:
 
     def _is_padding(self) -> bool:
         """Whether the batch in hand only keeps this rank in step with others that still have samples."""
-        return self._ddp and self._sample_source is not None and self._sample_source.batch_info.size == 0
+        source = self._sample_source
+        return self._gradients.window.world > 1 and source is not None and source.batch_info.size == 0
 
     def _tokens(self, batch: Any) -> int:
         """Return how many tokens of all processes the batch holds; 0 for data that is not text."""
@@ -907,6 +913,7 @@ class Trainer:
 
     _count_tokens: Callable[[Any], int] | None = None
     _sample_source: Any = None
+    _wants_index = False
 
     def _step_epoch_scheduler(self) -> None:
         """Step a scheduler that counts epochs; one that watches a metric gets it."""

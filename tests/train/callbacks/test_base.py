@@ -134,3 +134,10 @@ def test_callbacks_can_be_added_and_removed_between_runs():
     trainer.callback_handler.clear_callbacks()
     train(trainer)
     assert [name for name, _ in recorder.log] == ["epoch"]
+
+
+def test_the_default_callbacks_only_do_what_they_declare():
+    from drivetrain.train.callbacks import DEFAULT_CALLBACKS
+    from tests.train.tasks import make_data
+
+    train(make_trainer(callbacks=DEFAULT_CALLBACKS, strict=True), eval_dataset=make_data(8))

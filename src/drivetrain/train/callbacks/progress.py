@@ -32,6 +32,7 @@ class ProgressBarCallback(TrainerCallback):
         self._trainer: Any = None
         self._display: _Display | None = None
         self._phases: list[_Phase] = []  # an evaluation inside an epoch stands on top of the epoch
+        self._epoch_began = 0  # the number of the epoch's first batch in the run
         self._next = float("inf")
 
     def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
@@ -39,6 +40,7 @@ class ProgressBarCallback(TrainerCallback):
         epochs = trainer.run_config.num_epochs
         name = f"epoch {trainer.run_history.current_epoch}" + (f"/{epochs}" if epochs is not None else "")
         clock = trainer.state.clock
+        self._epoch_began = clock.batch - clock.batch_in_epoch
         self._begin(trainer, _Phase(name, _length(trainer._train_dataloader), clock.batch_in_epoch, clock.sample))
 
     def batch_end(self, state: Any, logger: Any) -> None:
@@ -46,17 +48,14 @@ class ProgressBarCallback(TrainerCallback):
         if time.perf_counter() < self._next:
             return
         phase = self._phases[-1]
-        phase.done, phase.samples = state.clock.batch_in_epoch, state.clock.sample
+        phase.done, phase.samples = state.clock.batch - self._epoch_began, state.clock.sample
         self._show(phase)
 
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """End a training epoch."""
         if self._phases:
             phase, clock = self._phases[-1], trainer.state.clock
-            phase.samples = clock.sample
-            phase.done = (
-                clock.batch_in_epoch or phase.total or phase.done
-            )  # the clock may stand in the next epoch already
+            phase.done, phase.samples = clock.batch - self._epoch_began, clock.sample
             self._end(phase)
 
     def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:

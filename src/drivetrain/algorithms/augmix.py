@@ -1,0 +1,113 @@
+"""AugMix (Hendrycks et al., 2020, arXiv 1912.02781): mix several chains of random augmentations with the image itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.algorithms.randaugment import check_severity
+from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
+from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
+from drivetrain.algorithms.utils.primitives import check_range, each_image, find_set
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+def augmix_image(
+    img: Any,
+    severity: int = 3,
+    depth: int = -1,
+    width: int = 3,
+    alpha: float = 1.0,
+    augmentation_set: str = "all",
+    *,
+    generator: Generator = None,
+) -> Any:
+    """Return `(1 - m) img + m sum(w_i chain_i)` over `width` chains of augmentations.
+
+    The weights w are a Dirichlet sample, m a sample of Beta(alpha, alpha). Each chain has `depth` augmentations, or one to three
+    where `depth` is not positive. A PIL image stays one; tensors are uint8 or float from 0 to 1.
+    """
+    _check(severity, depth, width, alpha, augmentation_set, "augmix_image")
+    check_range(img, "augmix_image")
+    augmentations = find_set(augmentation_set, "augmix_image")
+
+    def augment(image: Any) -> Any:
+        weights = draw_weights(width, alpha, generator)
+        mixing = draw_beta(alpha, generator)
+        total = (1 - mixing) * _values(image)
+        for weight in weights:
+            chain = image
+            for _ in range(depth if depth > 0 else draw_integer(1, 4, generator)):
+                chain = augmentations[draw_integer(0, len(augmentations), generator)](chain, severity, generator)
+            total += mixing * weight * _values(chain)
+        return _like(image, total)
+
+    return each_image(augment, img)
+
+
+def _values(image: Any) -> Tensor:
+    return as_tensor(image).float() if is_pil(image) else image.float()
+
+
+def _like(image: Any, values: Tensor) -> Any:
+    """Return values as an image of the same kind; whole numbers are cut, not rounded."""
+    if is_pil(image):
+        return as_pil(values.clamp(0, 255).to(torch.uint8), image.mode)
+    return values.clamp(0, 255).to(image.dtype) if image.dtype is torch.uint8 else values.to(image.dtype)
+
+
+def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set: str, who: str) -> None:
+    check_severity(severity, who)
+    check_whole(who, 1, width=width)
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise ConfigError(f"{who}(depth={depth!r}): expected a whole number; 0 or less draws one to three for each chain.")
+    if not alpha > 0:
+        raise ConfigError(f"{who}(alpha={alpha!r}): expected a number above 0.")
+    find_set(augmentation_set, who)
+
+
+class AugmentAndMixTransform(nn.Module):
+    """AugMix as a step of a dataset's transforms; it draws from torch's global generator, which loaders seed per batch."""
+
+    def __init__(
+        self, severity: int = 3, depth: int = -1, width: int = 3, alpha: float = 1.0, augmentation_set: str = "all"
+    ):
+        super().__init__()
+        _check(severity, depth, width, alpha, augmentation_set, type(self).__name__)
+        self.severity, self.depth, self.width = severity, depth, width
+        self.alpha, self.augmentation_set = alpha, augmentation_set
+
+    def forward(self, img: Any) -> Any:
+        """Return the mixed image."""
+        return augmix_image(img, self.severity, self.depth, self.width, self.alpha, self.augmentation_set)
+
+    def extra_repr(self) -> str:
+        """Show the settings."""
+        return (
+            f"severity={self.severity}, depth={self.depth}, width={self.width}, alpha={self.alpha}, "
+            f"augmentation_set={self.augmentation_set!r}"
+        )
+
+
+class AugMix(Algorithm):
+    """Adds AugMix to the training data; the dataset itself, which evaluation may share, is left alone."""
+
+    events = frozenset({Event.FIT_START})
+    reads, writes = ("dataloader",), ("dataloader",)
+    tags = frozenset({"augment"})
+
+    def __init__(
+        self, severity: int = 3, depth: int = -1, width: int = 3, alpha: float = 1.0, augmentation_set: str = "all"
+    ):
+        _check(severity, depth, width, alpha, augmentation_set, "AugMix")
+        self.severity, self.depth, self.width = severity, depth, width
+        self.alpha, self.augmentation_set = alpha, augmentation_set
+        self._transform = AugmentAndMixTransform(severity, depth, width, alpha, augmentation_set)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        join_dataset(state, self._transform, str(self))

@@ -1,0 +1,123 @@
+"""ColOut (MosaicML, 2021): drop random rows and columns of the images; they get smaller and training faster."""
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from drivetrain.algorithms.utils.checks import check_fraction
+from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.draws import Generator, draw_subset
+from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
+from drivetrain.algorithms.utils.parts import check_images, is_image_like, map_tensors
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+ResizeTarget = bool | Literal["auto"]
+
+
+def colout_batch(
+    sample: Any,
+    p_row: float = 0.15,
+    p_col: float = 0.15,
+    resize_target: ResizeTarget = "auto",
+    *,
+    generator: Generator = None,
+) -> Any:
+    """Return images without random rows and columns, the same ones for the whole batch.
+
+    `sample` is images, or a pair `(images, targets)`, and so is the result. Targets lose the same rows and columns if
+    `resize_target` is True, or "auto" and they have the images' height and width.
+    """
+    _check(p_row, p_col, resize_target, "colout_batch")
+    is_pair = isinstance(sample, tuple)
+    images, target = sample if is_pair else (sample, None)
+    first = images[0] if isinstance(images, list) else images
+    if is_pil(first):
+        width, height = first.size
+        device = "cpu"
+    else:
+        check_images(first, "ColOut")
+        height, width, device = *first.shape[-2:], first.device
+    rows = draw_subset(height, max(1, int((1 - p_row) * height)), device, generator)
+    columns = draw_subset(width, max(1, int((1 - p_col) * width)), device, generator)
+    images = _narrowed(images, rows, columns)
+    if not is_pair:
+        return images
+    if resize_target is True or (resize_target == "auto" and _has_size(target, first)):
+        target = _narrowed(target, rows, columns)
+    return images, target
+
+
+def _check(p_row: float, p_col: float, resize_target: Any, who: str) -> None:
+    check_fraction(who, p_row=p_row, p_col=p_col)
+    if not isinstance(resize_target, bool) and resize_target != "auto":
+        raise ConfigError(f"{who}(resize_target={resize_target!r}): expected True, False or 'auto'.")
+
+
+def _has_size(target: Any, image: Any) -> bool:
+    if is_pil(target):
+        return is_pil(image) and target.size == image.size
+    return isinstance(image, Tensor) and is_image_like(target, image)
+
+
+def _narrowed(image: Any, rows: Tensor, columns: Tensor) -> Any:
+    if is_pil(image):
+        return as_pil(_narrowed(as_tensor(image), rows, columns), image.mode)
+    return map_tensors(lambda x: x.index_select(-2, rows).index_select(-1, columns), image)
+
+
+class ColOutTransform(nn.Module):
+    """Drops rows and columns of single images, for the transforms of a dataset."""
+
+    def __init__(self, p_row: float = 0.15, p_col: float = 0.15, resize_target: ResizeTarget = "auto"):
+        super().__init__()
+        _check(p_row, p_col, resize_target, type(self).__name__)
+        self.p_row, self.p_col, self.resize_target = p_row, p_col, resize_target
+
+    def forward(self, sample: Any) -> Any:
+        """Return the image, or the pair of image and target, without some rows and columns."""
+        return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
+
+
+class ColOut(Algorithm):
+    """Drops rows and columns of every batch, or, with `batch=False`, of every image on its own."""
+
+    tags = frozenset({"augment"})
+
+    def __init__(
+        self,
+        p_row: float = 0.15,
+        p_col: float = 0.15,
+        batch: bool = True,
+        resize_target: ResizeTarget = "auto",
+        input_key: BatchKey = 0,
+        target_key: BatchKey = 1,
+    ):
+        _check(p_row, p_col, resize_target, "ColOut")
+        if resize_target is True and not batch:
+            raise NotImplementedError(
+                "ColOut(resize_target=True, batch=False): single images are changed inside the dataset, where their targets are not at "
+                "hand. Use batch=True."
+            )
+        self.p_row, self.p_col, self.batch, self.resize_target = p_row, p_col, batch, resize_target
+        self.input_key, self.target_key = input_key, target_key
+        self.events = frozenset({Event.AFTER_DATALOADER if batch else Event.FIT_START})
+        self.reads = self.writes = ("batch",) if batch else ("dataloader",)
+        self._transform = ColOutTransform(p_row, p_col, resize_target)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.FIT_START:
+            join_dataset(state, self._transform, str(self))
+            return
+        images = state.batch_get_item(self.input_key)
+        target = state.batch_get_item(self.target_key) if self.resize_target is not False else None
+        generator = state.rng(type(self).__name__)
+        images, resized = colout_batch(
+            (images, target), self.p_row, self.p_col, self.resize_target, generator=generator
+        )
+        state.batch_set_item(self.input_key, images)
+        if resized is not target:
+            state.batch_set_item(self.target_key, resized)

@@ -1,0 +1,132 @@
+"""CutMix (Yun et al., 2019, arXiv 1905.04899): paste a box of another image, and weigh the targets by area."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.algorithms.mixup import dense_targets
+from drivetrain.algorithms.utils.boxes import Box, draw_box
+from drivetrain.algorithms.utils.checks import check_at_least, check_fraction
+from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_permutation
+from drivetrain.algorithms.utils.mixing import PairMixing
+from drivetrain.algorithms.utils.parts import check_images, first_tensor, is_image_like, map_tensors, take_rows
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+
+
+def cutmix_batch(
+    input: Any,
+    target: Any,
+    length: float | None = None,
+    alpha: float = 1.0,
+    bbox: Box | None = None,
+    indices: Tensor | None = None,
+    uniform_sampling: bool = False,
+    *,
+    generator: Generator = None,
+) -> tuple[Any, Any, float, Box]:
+    """Return images with a box of another one pasted in, the targets `y[indices]`, the own share of the area, and the box.
+
+    The loss is `area L(y) + (1 - area) L(y[indices])`. The box is `(row1, col1, row2, col2)`; its sides are a fraction `length`
+    of the image's where that is given, else drawn so that its area is 1 - Beta(alpha, alpha). Without mixing (`alpha` 0) it is empty.
+
+    >>> x, y = torch.arange(2.0).view(2, 1, 1, 1).expand(2, 1, 2, 2), torch.tensor([0, 1])
+    >>> mixed, other, area, _ = cutmix_batch(x, y, bbox=(0, 0, 1, 2), indices=torch.tensor([1, 0]))
+    >>> mixed[0, 0].tolist(), other.tolist(), area
+    ([[1.0, 1.0], [0.0, 0.0]], [1, 0], 0.5)
+    """
+    check_at_least("cutmix_batch", 0, alpha=alpha)
+    first = first_tensor(input, "cutmix_batch")
+    check_images(first, "CutMix")
+    if indices is None:
+        indices = draw_permutation(first.shape[0], first.device, generator)
+    if bbox is None:
+        bbox = _draw_cut(first, length, alpha, uniform_sampling, generator)
+    elif length is not None:
+        raise ConfigError(f"cutmix_batch: bbox={bbox} and length={length} were both given. Give one of them.")
+    mixed = map_tensors(lambda x: paste(x, take_rows(x, indices), bbox), input)
+    return mixed, take_rows(target, indices), own_area(first, bbox), bbox
+
+
+def _draw_cut(image: Tensor, length: float | None, alpha: float, uniform: bool, generator: Generator) -> Box:
+    height, width = image.shape[-2:]
+    if length is not None:
+        check_fraction("cutmix_batch", length=length)
+        side = length
+    else:
+        side = math.sqrt(1 - draw_beta(alpha, generator)) if alpha > 0 else 0.0
+    if side == 0:
+        return (0, 0, 0, 0)
+    return draw_box((height, width), (int(height * side), int(width * side)), uniform, generator)
+
+
+def own_area(image: Tensor, bbox: Box) -> float:
+    """Return the part of the image that is not in the box."""
+    top, left, bottom, right = bbox
+    return 1 - (bottom - top) * (right - left) / (image.shape[-2] * image.shape[-1])
+
+
+def paste(x: Tensor, other: Tensor, bbox: Box) -> Tensor:
+    """Return a copy of `x` with a box of `other` in it."""
+    top, left, bottom, right = bbox
+    mixed = x.clone()
+    mixed[..., top:bottom, left:right] = other[..., top:bottom, left:right]
+    return mixed
+
+
+def cutmix(
+    input: Tensor, target: Tensor, alpha: float = 1.0, num_classes: int | None = None, *, generator: Generator = None
+) -> tuple[Tensor, Tensor]:
+    """Return cut and pasted images and the soft targets that belong to them; class indices need `num_classes`."""
+    dense = dense_targets(target, num_classes, "cutmix")
+    x, other, area, _ = cutmix_batch(input, dense, alpha=alpha, generator=generator)
+    return x, torch.lerp(other, dense, area)
+
+
+class CutMix(PairMixing):
+    """Pastes a box of another image into each image of a batch, and mixes targets or losses by area.
+
+    Targets with the height and width of the images, as for segmentation, are cut and pasted too.
+    """
+
+    conflicts = {"MixUp": "both mix the samples of a batch. Let one act per batch: OneOf(MixUp(...), CutMix(...))"}
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        interpolate_loss: bool = False,
+        uniform_sampling: bool = False,
+        input_key: BatchKey = 0,
+        target_key: BatchKey = 1,
+    ):
+        check_at_least("CutMix", 0, alpha=alpha)
+        super().__init__(interpolate_loss, input_key, target_key)
+        self.alpha, self.uniform_sampling = alpha, uniform_sampling
+        self._bbox: Box = (0, 0, 0, 0)
+        self._image_size: torch.Size | None = None
+
+    def mix_inputs(self, state: State) -> tuple[float, Tensor]:
+        """Paste boxes of other images."""
+        inputs = state.batch_get_item(self.input_key)
+        first = first_tensor(inputs, str(self))
+        if self.interpolate_loss and is_image_like(state.batch_get_item(self.target_key), first):
+            raise ConfigError(
+                "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is one loss, "
+                "nothing to interpolate. Use interpolate_loss=False."
+            )
+        check_images(first, str(self))
+        generator = state.rng(type(self).__name__)
+        index = draw_permutation(first.shape[0], first.device, generator)
+        self._bbox = bbox = _draw_cut(first, None, self.alpha, self.uniform_sampling, generator)
+        self._image_size = first.shape[-2:]
+        state.batch_set_item(self.input_key, map_tensors(lambda x: paste(x, take_rows(x, index), bbox), inputs))
+        return own_area(first, bbox), index
+
+    def mix_targets(self, logits: Any, targets: Any) -> Any:
+        """Cut and paste targets that are images; mix others by area."""
+        if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
+            return paste(targets, take_rows(targets, self._rows), self._bbox)
+        return super().mix_targets(logits, targets)

@@ -1,0 +1,68 @@
+"""CutOut (DeVries & Taylor, 2017, arXiv 1708.04552): blank a random square of the images."""
+
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.algorithms.utils.boxes import draw_box
+from drivetrain.algorithms.utils.checks import check_fraction, check_whole
+from drivetrain.algorithms.utils.draws import Generator
+from drivetrain.algorithms.utils.images import is_pil, on_tensor
+from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+def cutout_batch(
+    input: Any,
+    num_holes: int = 1,
+    length: float = 0.5,
+    uniform_sampling: bool = False,
+    *,
+    generator: Generator = None,
+) -> Any:
+    """Return images with `num_holes` squares set to zero, the same ones for the whole batch.
+
+    A square's side is `length` times the shorter side of the images. A PIL image comes back as one.
+    """
+    check_whole("cutout_batch", 0, num_holes=num_holes)
+    check_fraction("cutout_batch", length=length)
+    if is_pil(input):
+        return on_tensor(lambda x: cutout_batch(x, num_holes, length, uniform_sampling, generator=generator), input)
+    first = first_tensor(input, "cutout_batch")
+    check_images(first, "CutOut")
+    height, width = first.shape[-2:]
+    side = int(min(height, width) * length)
+    boxes = [draw_box((height, width), (side, side), uniform_sampling, generator) for _ in range(num_holes)]
+
+    def cut(x: Tensor) -> Tensor:
+        holed = x.clone()
+        for top, left, bottom, right in boxes:
+            holed[..., top:bottom, left:right] = 0
+        return holed
+
+    return map_tensors(cut, input)
+
+
+class CutOut(Algorithm):
+    """Blanks random squares in every batch of images."""
+
+    events = frozenset({Event.AFTER_DATALOADER})
+    reads, writes = ("batch",), ("batch",)
+    tags = frozenset({"augment"})
+
+    def __init__(
+        self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False, input_key: BatchKey = 0
+    ):
+        check_whole("CutOut", 0, num_holes=num_holes)
+        check_fraction("CutOut", length=length)
+        self.num_holes, self.length, self.uniform_sampling = num_holes, length, uniform_sampling
+        self.input_key = input_key
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        images = state.batch_get_item(self.input_key)
+        generator = state.rng(type(self).__name__)
+        holed = cutout_batch(images, self.num_holes, self.length, self.uniform_sampling, generator=generator)
+        state.batch_set_item(self.input_key, holed)

@@ -1,0 +1,42 @@
+"""Device-resident data (as in Jordan's airbench, arXiv 2404.00498): small data moves to the device once, batches are gathered there."""
+
+import torch
+
+from drivetrain.algorithms.utils.checks import check_fraction
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.resident import make_resident
+
+_DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DeviceResidentData(Algorithm):
+    """Keeps the training data on the device, in the same order as before; data that does not fit is refused.
+
+    `dtype` stores floating-point tensors in another type.
+    """
+
+    events = frozenset({Event.FIT_START})
+    reads, writes = ("dataloader",), ("dataloader",)
+    conflicts = {
+        name: "its transform works on single samples, which cannot stay on the device. Remove one of them"
+        for name in ("RandAugment", "AugMix")
+    }
+
+    def __init__(self, max_fraction: float = 0.5, dtype: str = "keep"):
+        check_fraction("DeviceResidentData", max_fraction=max_fraction)
+        if dtype not in _DTYPES:
+            raise ConfigError(unknown_name("dtype", dtype, _DTYPES, where="DeviceResidentData"))
+        self.max_fraction, self.dtype = max_fraction, dtype
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        loader = state.train_dataloader
+        if not isinstance(loader, SmartDataLoader):
+            raise ConfigError(
+                f"DeviceResidentData takes over a SmartDataLoader; this run reads a {type(loader).__name__}. Give train() a TensorDataset, or "
+                "SmartDataLoader.from_loader(loader)."
+            )
+        make_resident(loader, state.device, max_fraction=self.max_fraction, dtype=_DTYPES[self.dtype])

@@ -1,0 +1,175 @@
+"""Progressive resizing (fast.ai DAWNBench, 2018; Touvron et al., 2019, arXiv 1906.06423): small images first, full size at the end."""
+
+import math
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from drivetrain.algorithms.utils.checks import check_choice, check_fraction, check_whole, elapsed_fraction
+from drivetrain.algorithms.utils.draws import Generator, draw_integer
+from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+Mode = Literal["resize", "crop"]
+MODES = ("resize", "crop")
+
+
+def resize_batch(
+    input: Any,
+    target: Any,
+    scale_factor: float,
+    mode: Mode = "resize",
+    resize_targets: bool = False,
+    *,
+    generator: Generator = None,
+) -> tuple[Any, Any]:
+    """Return a batch of smaller images, and targets that are resized with them if `resize_targets` says so.
+
+    "resize" takes the nearest pixels, "crop" one random window for the whole batch. A factor of 1 or more changes nothing.
+    """
+    check_choice("resize_batch", "mode", mode, MODES)
+    if not scale_factor > 0:
+        raise ConfigError(f"resize_batch(scale_factor={scale_factor!r}): expected a number above 0.")
+    if scale_factor >= 1:
+        return input, target
+    first = first_tensor(input, "resize_batch")
+    check_images(first, "ProgressiveResizing")
+    if resize_targets:
+        map_tensors(_check_target, target)
+    if mode == "resize":
+        small = map_tensors(lambda x: _resized(x, scale_factor), input)
+        return small, map_tensors(lambda y: _resized(y, scale_factor), target) if resize_targets else target
+    height, width = first.shape[-2:]
+    place = tuple(draw_integer(0, side - _smaller(side, scale_factor) + 1, generator) for side in (height, width))
+    window = map_tensors(lambda x: _cropped(x, scale_factor, place, (height, width)), input)
+    if resize_targets:
+        target = map_tensors(lambda y: _cropped(y, scale_factor, place, (height, width)), target)
+    return window, target
+
+
+def _smaller(side: int, scale: float) -> int:
+    return max(1, int(side * scale))
+
+
+def _check_target(target: Tensor) -> None:
+    if target.ndim < 3:
+        raise ConfigTypeError(
+            f"resize_targets=True: a target of shape {tuple(target.shape)} has no height and width. Use resize_targets=False."
+        )
+
+
+def _resized(x: Tensor, scale: float) -> Tensor:
+    """Return the nearest pixels; whole numbers take the way over floats, which torch can interpolate."""
+    planes = x.unsqueeze(1) if x.ndim == 3 else x
+    values = planes if planes.is_floating_point() else planes.float()
+    if min(int(side * scale) for side in values.shape[-2:]) < 1:
+        size = [_smaller(side, scale) for side in values.shape[-2:]]
+        small = F.interpolate(values, size=size, mode="nearest")
+    else:
+        small = F.interpolate(values, scale_factor=scale, mode="nearest", recompute_scale_factor=False)
+    return small.to(x.dtype).squeeze(1) if x.ndim == 3 else small.to(x.dtype)
+
+
+def _cropped(x: Tensor, scale: float, place: tuple[int, ...], image: tuple[int, int]) -> Tensor:
+    """Return the window at `place`, which is given in pixels of the images."""
+    height, width = x.shape[-2:]
+    top, left = int(height / image[0] * place[0]), int(width / image[1] * place[1])
+    return x[..., top : top + _smaller(height, scale), left : left + _smaller(width, scale)]
+
+
+class ProgressiveResizing(Algorithm):
+    """Trains on small images first and lets them grow to full size before the end.
+
+    Until `delay_fraction` of the run they have `initial_scale` of their size, in the last `finetune_fraction` all of it, and in
+    between they grow linearly. Widths are multiples of `size_increment`.
+    """
+
+    events = frozenset({Event.AFTER_DATALOADER})
+    reads, writes = ("batch",), ("batch",)
+    tags = frozenset({"augment"})
+
+    def __init__(
+        self,
+        mode: Mode = "resize",
+        initial_scale: float = 0.5,
+        finetune_fraction: float = 0.2,
+        delay_fraction: float = 0.5,
+        size_increment: int = 4,
+        resize_targets: bool = False,
+        input_key: BatchKey = 0,
+        target_key: BatchKey = 1,
+    ):
+        who = "ProgressiveResizing"
+        check_choice(who, "mode", mode, MODES)
+        check_fraction(
+            who, initial_scale=initial_scale, finetune_fraction=finetune_fraction, delay_fraction=delay_fraction
+        )
+        check_whole(who, 1, size_increment=size_increment)
+        if round(delay_fraction + finetune_fraction, 9) > 1:
+            raise ConfigError(
+                f"{who}(delay_fraction={delay_fraction}, finetune_fraction={finetune_fraction}): together they are more than the whole "
+                "run. Expected a sum of at most 1."
+            )
+        self.mode: Mode = mode
+        self.initial_scale, self.finetune_fraction, self.delay_fraction = (
+            initial_scale,
+            finetune_fraction,
+            delay_fraction,
+        )
+        self.size_increment, self.resize_targets = size_increment, resize_targets
+        self.input_key, self.target_key = input_key, target_key
+        self._logged: tuple[int, int] | None = None
+
+    def scale_at(self, elapsed: float) -> float:
+        """Return the scale at a fraction of the run, before it is pinned to whole increments."""
+        if elapsed < self.delay_fraction:
+            return self.initial_scale
+        growing = 1 - self.finetune_fraction - self.delay_fraction
+        grown = min(1.0, (elapsed - self.delay_fraction) / growing) if growing > 1e-9 else 1.0
+        return self.initial_scale + (1 - self.initial_scale) * grown
+
+    def pinned(self, scale: float, width: int) -> float:
+        """Return the scale that makes the width the nearest multiple of the increment."""
+        pixels = max(self.size_increment, round(width * scale / self.size_increment) * self.size_increment)
+        exact = pixels / width
+        # Rounded down by a hair, the factor would lose a pixel: 22 * (15 / 22) is less than 15.
+        return exact if int(width * exact) == pixels else math.nextafter(exact, math.inf)
+
+    def count_shapes(self, width: int = 224) -> int:
+        """Return how many sizes images of a width go through, which is how often a compiled model is compiled."""
+        return len({self.pinned(self.scale_at(step / 1000), width) for step in range(1001)})
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        images = state.batch_get_item(self.input_key)
+        first = first_tensor(images, str(self))
+        check_images(first, str(self))
+        scale = self.scale_at(elapsed_fraction(state, str(self)))
+        factor = self.pinned(scale, first.shape[-1])
+        if factor < 1:
+            target = state.batch_get_item(self.target_key) if self.resize_targets else None
+            generator = state.rng(type(self).__name__)
+            images, target = resize_batch(
+                images, target, factor, self.mode, self.resize_targets, generator=generator
+            )
+            state.batch_set_item(self.input_key, images)
+            if self.resize_targets:
+                state.batch_set_item(self.target_key, target)
+            first = first_tensor(images, str(self))
+        height, width = first.shape[-2:]
+        if (height, width) != self._logged:  # once per size: a history of every step would grow without end
+            self._logged = (height, width)
+            sizes = {"height": height, "width": width, "scale_factor": scale}
+            logger.log_metrics({f"progressive_resizing/{name}": value for name, value in sizes.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size that was logged last."""
+        return {"logged": self._logged}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take back the size that was logged last."""
+        self._logged = None if state["logged"] is None else tuple(state["logged"])

@@ -1,0 +1,92 @@
+"""RandAugment (Cubuk et al., 2020, arXiv 1909.13719): a few random augmentations for each image, all of one strength."""
+
+from typing import Any
+
+from torch import nn
+
+from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.algorithms.utils.datasets import join_dataset
+from drivetrain.algorithms.utils.draws import Generator, draw_integer
+from drivetrain.algorithms.utils.primitives import check_range, each_image, find_set
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+def randaugment_image(
+    img: Any, severity: int = 9, depth: int = 2, augmentation_set: str = "all", *, generator: Generator = None
+) -> Any:
+    """Return an image after `depth` augmentations drawn from a set, with replacement.
+
+    A PIL image stays one. A tensor (C, H, W), or each image of a batch (N, C, H, W) on its own, is uint8 or float from 0 to 1.
+    """
+    _check(severity, depth, augmentation_set, "randaugment_image")
+    check_range(img, "randaugment_image")
+    augmentations = find_set(augmentation_set, "randaugment_image")
+
+    def augment(image: Any) -> Any:
+        for _ in range(depth):
+            image = augmentations[draw_integer(0, len(augmentations), generator)](image, severity, generator)
+        return image
+
+    return each_image(augment, img)
+
+
+def randaugment(
+    img: Any = None,
+    severity: int = 9,
+    depth: int = 2,
+    augmentation_set: str = "all",
+    *,
+    generator: Generator = None,
+) -> Any:
+    """Return the augmented image, or, without an image, a transform for a dataset's pipeline."""
+    if img is None:
+        return RandAugmentTransform(severity, depth, augmentation_set)
+    return randaugment_image(img, severity, depth, augmentation_set, generator=generator)
+
+
+def _check(severity: int, depth: int, augmentation_set: str, who: str) -> None:
+    check_severity(severity, who)
+    check_whole(who, 0, depth=depth)
+    find_set(augmentation_set, who)
+
+
+def check_severity(severity: float, who: str) -> None:
+    """Refuse a strength outside of 0 to 10."""
+    if isinstance(severity, bool) or not isinstance(severity, int | float) or not 0 <= severity <= 10:
+        raise ConfigError(f"{who}(severity={severity!r}): expected a number from 0 to 10.")
+
+
+class RandAugmentTransform(nn.Module):
+    """RandAugment as a step of a dataset's transforms; it draws from torch's global generator, which loaders seed per batch."""
+
+    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: str = "all"):
+        super().__init__()
+        _check(severity, depth, augmentation_set, type(self).__name__)
+        self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
+
+    def forward(self, img: Any) -> Any:
+        """Return the augmented image."""
+        return randaugment_image(img, self.severity, self.depth, self.augmentation_set)
+
+    def extra_repr(self) -> str:
+        """Show the settings."""
+        return f"severity={self.severity}, depth={self.depth}, augmentation_set={self.augmentation_set!r}"
+
+
+class RandAugment(Algorithm):
+    """Adds RandAugment to the training data; the dataset itself, which evaluation may share, is left alone."""
+
+    events = frozenset({Event.FIT_START})
+    reads, writes = ("dataloader",), ("dataloader",)
+    tags = frozenset({"augment"})
+
+    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: str = "all"):
+        _check(severity, depth, augmentation_set, "RandAugment")
+        self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
+        self._transform = RandAugmentTransform(severity, depth, augmentation_set)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        join_dataset(state, self._transform, str(self))

@@ -1,0 +1,146 @@
+"""Selective backprop (Jiang et al., 2019, arXiv 1910.00762): score a batch without gradients, train on its hard part."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drivetrain.algorithms.utils.checks import check_fraction, check_whole, elapsed_fraction
+from drivetrain.algorithms.utils.draws import Generator
+from drivetrain.algorithms.utils.losses import logits_of, mean_per_sample, per_sample
+from drivetrain.algorithms.utils.parts import first_tensor, map_tensors, take_rows
+from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
+from drivetrain.context.batch import BatchKey, batch_set
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+_INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
+
+
+def should_selective_backprop(
+    current_duration: float, batch_idx: int, start: float = 0.5, end: float = 0.9, interrupt: int = 2
+) -> bool:
+    """Say whether to select at this moment: between `start` and `end`, but every `interrupt`-th batch is used whole.
+
+    >>> [should_selective_backprop(0.6, batch) for batch in range(4)]
+    [True, False, True, False]
+    """
+    return start <= current_duration < end and (interrupt == 0 or (batch_idx + 1) % interrupt != 0)
+
+
+def select_using_loss(
+    input: Any,
+    target: Any,
+    model: Callable[[Any], Any],
+    loss_fun: Any,
+    keep: float = 0.5,
+    scale_factor: float = 1,
+    *,
+    generator: Generator = None,
+) -> tuple[Any, Any]:
+    """Return the samples, and their targets, that a draw by loss selects: `max(1, int(keep N))` of N.
+
+    Samples are ranked by loss, and rank r of N is drawn with a weight of ((r + 0.5) / N) ** (1 / keep - 1). `loss_fun` takes
+    `reduction="none"`, or is a torch loss. `scale_factor` below 1 scores smaller images. The model runs as it is: use
+    the class, or restore buffers yourself, where batch norm must not see the batch twice.
+    """
+    _check(keep, scale_factor, "select_using_loss")
+    losses_of = per_sample(loss_fun, "select_using_loss")
+    count = first_tensor(input, "select_using_loss").shape[0]
+    with torch.no_grad():
+        scaled = map_tensors(lambda x: _downscaled(x, scale_factor), input)
+        losses = mean_per_sample(losses_of(model(scaled), target), count)
+        # Ranks are drawn on the host, the order is found on the device, and neither waits for the other.
+        chosen = losses.argsort()[draw_ranks(count, keep, generator).to(losses.device, non_blocking=True)]
+    return take_rows(input, chosen), take_rows(target, chosen)
+
+
+def draw_ranks(count: int, keep: float, generator: Generator = None) -> Tensor:
+    """Return ranks drawn without replacement, high ranks preferred."""
+    device = "cpu" if generator is None else generator.device
+    percentiles = (torch.arange(count, dtype=torch.float64, device=device) + 0.5) / count
+    weights = percentiles.pow(1 / keep - 1).clamp(min=torch.finfo(torch.float64).tiny)
+    return torch.multinomial(weights, max(1, int(keep * count)), replacement=False, generator=generator)
+
+
+def _check(keep: float, scale_factor: float, who: str) -> None:
+    check_fraction(who, keep=keep, scale_factor=scale_factor)
+    for name, value in (("keep", keep), ("scale_factor", scale_factor)):
+        if value == 0:
+            raise ConfigError(f"{who}({name}=0): nothing would be left. Expected a number above 0, at most 1.")
+
+
+def _downscaled(x: Tensor, scale: float) -> Tensor:
+    if scale == 1:
+        return x
+    if x.ndim not in _INTERPOLATION:
+        raise ConfigError(
+            f"scale_factor={scale}: an input of shape {tuple(x.shape)} has no size to scale; expected 3, 4 or 5 dimensions. Use 1."
+        )
+    return F.interpolate(x, scale_factor=scale, mode=_INTERPOLATION[x.ndim], align_corners=False)
+
+
+class SelectiveBackprop(Algorithm):
+    """Trains on the hard part of each batch between two moments of the run.
+
+    The scoring pass uses the model in its present mode and the run's precision; it leaves buffers and generators as they were.
+    """
+
+    events = frozenset({Event.INIT, Event.AFTER_DATALOADER})
+    reads, writes = ("model", "batch"), ("batch",)
+    before = ("#augment",)
+
+    def __init__(
+        self,
+        start: float = 0.5,
+        end: float = 0.9,
+        keep: float = 0.5,
+        scale_factor: float = 1.0,
+        interrupt: int = 2,
+        input_key: BatchKey = 0,
+        target_key: BatchKey = 1,
+    ):
+        check_fraction("SelectiveBackprop", start=start, end=end)
+        _check(keep, scale_factor, "SelectiveBackprop")
+        check_whole("SelectiveBackprop", 0, interrupt=interrupt)
+        if start > end:
+            raise ConfigError(f"SelectiveBackprop(start={start}, end={end}): it would end before it starts.")
+        self.start, self.end, self.keep = start, end, keep
+        self.scale_factor, self.interrupt = scale_factor, interrupt
+        self.input_key, self.target_key = input_key, target_key
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.INIT:
+            per_sample(state.loss_fn, str(self))  # a loss that cannot be asked per sample is refused before any work
+            return
+        elapsed = elapsed_fraction(state, str(self))
+        batch_index = state.clock.batch_in_epoch
+        if self.keep == 1 or not should_selective_backprop(
+            elapsed, batch_index, self.start, self.end, self.interrupt
+        ):
+            return
+        inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
+        with without_trace(state), autocast_of(state):
+            chosen = select_using_loss(
+                inputs,
+                targets,
+                lambda x: self._outputs(state, x),
+                state.loss_fn,
+                self.keep,
+                self.scale_factor,
+                generator=state.rng(type(self).__name__),
+            )
+        state.batch_set_item(self.input_key, chosen[0])
+        state.batch_set_item(self.target_key, chosen[1])
+
+    def _outputs(self, state: State, inputs: Any) -> Any:
+        """Return what the loss compares, for other inputs than the batch's."""
+        batch = state.batch
+        if self.scale_factor != 1:
+            batch = batch_set(dict(batch) if isinstance(batch, Mapping) else list(batch), self.input_key, inputs)
+        outputs = call_model(state, batch)
+        return logits_of(outputs, str(self)) if isinstance(state.batch, Mapping) else outputs

@@ -1,0 +1,129 @@
+"""What algorithms need of losses: logits, a second loss for other targets, losses per sample."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.algorithms.utils.passes import autocast_of, own_loss
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError, ConfigTypeError, PluginConflictError
+
+
+def logits_of(outputs: Any, who: str) -> Tensor:
+    """Return the model's logits: its outputs, or what they hold under that name."""
+    logits = outputs if isinstance(outputs, Tensor) else _named_logits(outputs)
+    if not isinstance(logits, Tensor):
+        raise ConfigTypeError(
+            f"{who} needs logits, one value per class in dimension 1; the model returned a {type(outputs).__name__} without them. "
+            "Return a tensor, or an output with `logits`."
+        )
+    return logits
+
+
+def logits_for(outputs: Any, targets: Any, who: str) -> Any:
+    """Return logits beside targets: one tensor, or one for each of several targets."""
+    if not isinstance(targets, list | tuple):
+        return logits_of(outputs, who)
+    if isinstance(outputs, list | tuple) and len(outputs) == len(targets):
+        return [logits_of(output, who) for output in outputs]
+    return [logits_of(outputs, who)] * len(targets)
+
+
+def _named_logits(outputs: Any) -> Any:
+    return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+
+
+def loss_with_targets(state: State, target_key: BatchKey, targets: Any) -> Tensor:
+    """Return the loss of the present outputs for other targets; the batch keeps its own."""
+    own = state.batch_get_item(target_key)
+    state.batch_set_item(target_key, targets)
+    try:
+        with autocast_of(state):
+            return _total(_loss(state, targets))
+    finally:
+        state.batch_set_item(target_key, own)
+
+
+def _loss(state: State, targets: Any) -> Any:
+    if state.loss_fn is not None:
+        return state.loss_fn(_predictions(state), targets)
+    loss = own_loss(state)
+    assert loss is not None  # asked for by check_loss_is_outside
+    return loss(state.outputs, state.batch)
+
+
+def _predictions(state: State) -> Any:
+    """Return what the loss function receives: of a mapping's batch the logits, where the outputs have some."""
+    logits = _named_logits(state.outputs) if isinstance(state.batch, Mapping) else None
+    return state.outputs if logits is None else logits
+
+
+def _total(loss: Any) -> Tensor:
+    if isinstance(loss, Mapping):
+        return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
+    return loss
+
+
+def check_loss_is_outside(state: State, who: str) -> None:
+    """Refuse a loss that the model computes in `forward`: changed targets would come too late for it."""
+    if state.loss_fn is None and own_loss(state) is None:
+        raise ConfigError(
+            f"{who} changes the targets between the model and its loss, but this model computes its loss itself. Give the Trainer a "
+            "loss_func, or the model a method loss(outputs, batch)."
+        )
+
+
+def check_soft_targets(state: State, logits: Any, targets: Any, who: str) -> None:
+    """Refuse a loss that only takes class indices, by a trial with two rows."""
+    check_loss_is_outside(state, who)
+    if state.loss_fn is None or not isinstance(logits, Tensor):
+        return
+    name = getattr(state.loss_fn, "__name__", type(state.loss_fn).__name__)
+    try:
+        with torch.no_grad(), autocast_of(state):
+            state.loss_fn(logits[:2].detach(), targets[:2])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise PluginConflictError(
+            f"{who} and the loss {name} cannot run together: {who} gives one weight per class, and this loss takes class indices only "
+            f"({str(error).splitlines()[0]}). Use a loss that takes probabilities, such as cross_entropy, or let MixUp and CutMix mix "
+            "losses with interpolate_loss=True."
+        ) from error
+
+
+def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[Any, Any], Tensor]:
+    """Return the loss function without its reduction: one loss, or several, for each sample."""
+    if isinstance(loss_function, nn.Module) and isinstance(getattr(loss_function, "reduction", None), str):
+        return partial(_unreduced, loss_function)
+    target = loss_function.forward if isinstance(loss_function, nn.Module) else loss_function
+    if not callable(target) or "reduction" not in inspect.signature(target).parameters:
+        name = getattr(loss_function, "__name__", type(loss_function).__name__)
+        raise ConfigTypeError(
+            f"{who} needs a loss for each sample, and the loss {name} has no `reduction`. Give one like torch.nn.CrossEntropyLoss() or "
+            "torch.nn.functional.cross_entropy, which can be asked for reduction='none'."
+        )
+    return partial(loss_function, reduction="none")
+
+
+def _unreduced(module: Any, outputs: Any, targets: Any) -> Tensor:
+    reduction = module.reduction
+    module.reduction = "none"
+    try:
+        return module(outputs, targets)
+    finally:
+        module.reduction = reduction
+
+
+def mean_per_sample(losses: Tensor, count: int) -> Tensor:
+    """Return one loss for each of `count` samples."""
+    if losses.ndim == 0 or losses.shape[0] != count:
+        raise ConfigError(
+            f"the unreduced loss has shape {tuple(losses.shape)}, expected one loss, or several, for each of {count} samples."
+        )
+    return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+
+

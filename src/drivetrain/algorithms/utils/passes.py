@@ -1,0 +1,99 @@
+"""Extra passes through the model: to score samples, or to reserve memory, and leave no trace.
+
+A pass outside the loop uses the run's precision and fires no events. It goes around the distributed shell, because nothing is to
+be synchronised.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.algorithms.utils.parts import tensors_of
+from drivetrain.context.state import State
+from drivetrain.module.precision import parse_precision
+from drivetrain.module.wrapping import unwrap
+
+
+def autocast_of(state: State) -> AbstractContextManager[object]:
+    """Return the context in which the run computes losses."""
+    if state.precision is None:
+        return nullcontext()
+    return parse_precision(state.precision).autocast(state.device.type)
+
+
+def bare_model(state: State) -> nn.Module:
+    """Return the user's model, compiled if it is, without what synchronises it."""
+    return unwrap(state.model, keep_compile=True)
+
+
+def call_model(state: State, batch: Any) -> Any:
+    """Return the model's outputs for a batch, which meets the model as it does in the loop.
+
+    A mapping is spread over those arguments that the model's `forward` has; of a tuple the first entry is the input, unless
+    the model computes its own loss.
+    """
+    model = bare_model(state)
+    has_loss = state.loss_fn is not None
+    if not has_loss and own_loss(state) is not None:
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**_taken(model, batch))
+    if isinstance(batch, list | tuple):
+        return model(batch[0]) if has_loss else model(*batch)
+    return model(batch)
+
+
+def own_loss(state: State) -> Any:
+    """Return the model's method `loss(outputs, batch)`, or None where it has none."""
+    loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
+    return loss if inspect.ismethod(loss) else None
+
+
+def accepted_names(model: nn.Module) -> frozenset[str] | None:
+    """Return the names of the model's inputs, or None where it takes any."""
+    parameters = inspect.signature(unwrap(model).forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def _taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    names = accepted_names(model)
+    return {name: value for name, value in batch.items() if names is None or name in names}
+
+
+@contextmanager
+def without_trace(state: State) -> Iterator[None]:
+    """Put the model's buffers and torch's generators back afterwards: running statistics and dropout go on as if nothing was."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in bare_model(state).modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    device = state.device
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, before in kept:
+                buffers[name] = buffer.copy_(before)
+
+
+def run_and_forget(state: State, batch: Any) -> None:
+    """Run a batch forward and backward once, so that its memory is reserved; parameters and gradients stay as they are."""
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    is_sharded = any(hasattr(p, "device_mesh") for p in parameters)
+    with without_trace(state), torch.set_grad_enabled(not is_sharded):
+        with autocast_of(state):
+            outputs = call_model(state, batch)
+        ends = [tensor.float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+        if ends:
+            # Gradients are returned, not accumulated: no hook of an optimizer or a distributed shell hears of them.
+            torch.autograd.grad(torch.stack(ends).sum(), parameters, allow_unused=True)

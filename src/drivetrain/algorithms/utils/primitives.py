@@ -1,0 +1,203 @@
+"""The thirteen augmentations of AugMix and RandAugment, and how strong each one is drawn.
+
+Every function takes an image, a level from 0 to 10 and a generator, draws its strength up to that level and returns an image of the
+same kind: PIL images through PIL, tensors (C, H, W; uint8, or floats from 0 to 1) through the same operations written in torch.
+Strengths follow Hendrycks et al., "AugMix" (arXiv 1912.02781); colour, contrast, brightness and sharpness are drawn symmetrically
+around 1, the `_original` variants as in the paper's code.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.algorithms.utils import pil_ops, tensor_ops
+from drivetrain.algorithms.utils.draws import Generator, draw_coin, draw_uniform
+from drivetrain.algorithms.utils.images import is_pil
+from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
+
+Augmentation = Callable[..., Any]
+"""`(image, level, generator=None) -> image`"""
+
+
+class UnknownSetError(ConfigError, KeyError):
+    """There is no augmentation set of this name."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return Exception.__str__(self)
+
+
+def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augmentation:
+    """Turn `(operations, image, level, generator)` into a function of an image of any kind."""
+
+    @wraps(operate)
+    def augment(image: Any, level: float, generator: Generator = None) -> Any:
+        if is_pil(image):
+            return operate(pil_ops, image, level, generator)
+        if not isinstance(image, Tensor) or image.ndim != 3:
+            shape = tuple(image.shape) if isinstance(image, Tensor) else type(image).__name__
+            raise ConfigTypeError(f"an image is a PIL image or a tensor (C, H, W); got {shape}.")
+        if image.dtype is torch.uint8:
+            return operate(tensor_ops, image, level, generator)
+        levels = (image.float() * 255).round().clamp(0, 255).to(torch.uint8)
+        return (operate(tensor_ops, levels, level, generator).float() / 255).to(image.dtype)
+
+    del augment.__wrapped__  # type: ignore[attr-defined]  # its signature is not the one to show
+    return augment
+
+
+@_augmentation
+def autocontrast(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Stretch each channel to the full range."""
+    return operations.autocontrast(image)
+
+
+@_augmentation
+def equalize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Make each channel's values equally frequent."""
+    return operations.equalize(image)
+
+
+@_augmentation
+def posterize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Keep one to four bits of each value."""
+    return operations.posterize(image, 4 - int(_strength(level, 4, generator)))
+
+
+@_augmentation
+def rotate(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Turn by up to 30 degrees to either side."""
+    return operations.rotate(image, _either_sign(int(_strength(level, 30, generator)), generator))
+
+
+@_augmentation
+def solarize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Invert the brightest values."""
+    return operations.solarize(image, 256 - int(_strength(level, 256, generator)))
+
+
+@_augmentation
+def shear_x(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Shear to either side."""
+    slope = _either_sign(_strength(level, 0.3, generator), generator)
+    return operations.affine(image, (1, slope, 0, 0, 1, 0))
+
+
+@_augmentation
+def shear_y(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Shear up or down."""
+    slope = _either_sign(_strength(level, 0.3, generator), generator)
+    return operations.affine(image, (1, 0, 0, slope, 1, 0))
+
+
+@_augmentation
+def translate_x(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Move by up to a third to either side."""
+    shift = _either_sign(int(_strength(level, operations.size(image)[0] / 3, generator)), generator)
+    return operations.affine(image, (1, 0, shift, 0, 1, 0))
+
+
+@_augmentation
+def translate_y(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Move by up to a third up or down."""
+    shift = _either_sign(int(_strength(level, operations.size(image)[1] / 3, generator)), generator)
+    return operations.affine(image, (1, 0, 0, 0, 1, shift))
+
+
+@_augmentation
+def color(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the saturation."""
+    return operations.color(image, _around_one(level, generator))
+
+
+@_augmentation
+def contrast(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the contrast."""
+    return operations.contrast(image, _around_one(level, generator))
+
+
+@_augmentation
+def brightness(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the brightness; brightening is drawn weaker, because it soon leaves nothing to see."""
+    factor = _around_one(level, generator)
+    return operations.brightness(image, factor * 0.75 if factor > 1 else factor)
+
+
+@_augmentation
+def sharpness(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the sharpness."""
+    return operations.sharpness(image, _around_one(level, generator))
+
+
+@_augmentation
+def color_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the saturation by the paper's factor."""
+    return operations.color(image, _strength(level, 1.8, generator) + 0.1)
+
+
+@_augmentation
+def contrast_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the contrast by the paper's factor."""
+    return operations.contrast(image, _strength(level, 1.8, generator) + 0.1)
+
+
+@_augmentation
+def brightness_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the brightness by the paper's factor."""
+    return operations.brightness(image, _strength(level, 1.8, generator) + 0.1)
+
+
+@_augmentation
+def sharpness_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+    """Change the sharpness by the paper's factor."""
+    return operations.sharpness(image, _strength(level, 1.8, generator) + 0.1)
+
+
+def _strength(level: float, maximum: float, generator: Generator) -> float:
+    """Return a strength drawn up to `level` tenths of the maximum."""
+    return draw_uniform(0.1, level, generator) * maximum / 10
+
+
+def _around_one(level: float, generator: Generator) -> float:
+    """Return a factor that is as often above as below 1, which changes nothing."""
+    return draw_uniform(1, level, generator) if draw_coin(generator) else draw_uniform(1 - 0.09 * level, 1, generator)
+
+
+def _either_sign(value: float, generator: Generator) -> float:
+    return -value if draw_coin(generator) else value
+
+
+_SAFE = (autocontrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x, translate_y)
+
+augmentation_sets: dict[str, tuple[Augmentation, ...]] = {
+    "all": (*_SAFE, color, contrast, brightness, sharpness),
+    "safe": _SAFE,
+    "original": (*_SAFE, color_original, contrast_original, brightness_original, sharpness_original),
+}
+"""`safe` leaves out what the corruptions of ImageNet-C and CIFAR-10-C resemble."""
+
+
+def find_set(name: str, who: str) -> tuple[Augmentation, ...]:
+    """Return the augmentations of a set."""
+    if name not in augmentation_sets:
+        raise UnknownSetError(unknown_name("augmentation set", name, augmentation_sets, where=who))
+    return augmentation_sets[name]
+
+
+def check_range(image: Any, who: str) -> None:
+    """Refuse a float image on the host whose values are not from 0 to 1: it has been normalised already."""
+    if isinstance(image, Tensor) and image.is_floating_point() and image.device.type == "cpu" and image.numel():
+        low, high = (float(edge) for edge in torch.aminmax(image.detach().float()))
+        if low < 0 or high > 1:
+            raise ConfigError(
+                f"{who} expects float images with values from 0 to 1; these go from {low:.4g} to {high:.4g}. Augment before normalising."
+            )
+
+
+def each_image(augment: Callable[[Any], Any], images: Any) -> Any:
+    """Apply a function to one image, or to each image of a batch on its own."""
+    if isinstance(images, Tensor) and images.ndim == 4:
+        return torch.stack([augment(image) for image in images]) if len(images) else images
+    return augment(images)

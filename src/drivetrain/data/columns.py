@@ -1,0 +1,225 @@
+"""Data that is tensors already: which datasets are, and how their rows become a batch.
+
+A `TensorDataset`, a tensor, an array, a dict or tuple of those, or a `Subset` of one of them needs no Python call per sample: its
+batch is one `index_select` per tensor, or one copy where the rows are neighbours. The container of a batch is looked at once, when
+the gather is compiled. A batch is always a copy: writing into it never changes the data.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from drivetrain.core.errors import ParameterError
+
+Gather = Callable[[Any], Any]
+"""Makes a batch from rows: a tensor of indices, or a range."""
+
+
+class Columns:
+    """Tensors whose first dimension is the sample, in the container a batch has."""
+
+    def __init__(self, tree: Any, length: int, subset: Tensor | None = None):
+        self.tree, self.length, self.subset = tree, length, subset
+        self.leaves = list(_leaves(tree))
+        self.device: torch.device = self.leaves[0].device
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the rows that are used."""
+        return sum(leaf[:1].numel() * leaf.element_size() * self.length for leaf in self.leaves)
+
+    def gather(self, pinned: bool = False) -> Gather:
+        """Return the function that makes a batch of the rows a tensor names; `pinned` puts it into page-locked memory."""
+        subset = self.subset
+        rows_of = _compile(self.tree, _select_pinned if pinned else _select)
+        if subset is None:
+            return rows_of
+        return lambda rows: rows_of(subset.index_select(0, rows))
+
+    def gather_range(self, pinned: bool = False) -> Gather:
+        """Return the function that makes a batch of neighbouring rows, given as a range."""
+        subset = self.subset
+        if subset is None:
+            return _compile(self.tree, _copy_range_pinned if pinned else _copy_range)
+        rows_of = _compile(self.tree, _select_pinned if pinned else _select)
+        return lambda rows: rows_of(subset[rows.start : rows.stop])
+
+    def cast(self, dtype: torch.dtype) -> "Columns":
+        """Return the data with floating-point tensors as `dtype`."""
+        tree = _map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.tree)
+        return Columns(tree, self.length, self.subset)
+
+    def to(self, device: torch.device) -> "Columns":
+        """Return the rows that are used as tensors on `device`."""
+        subset = self.subset
+
+        def place(leaf: Tensor) -> Tensor:
+            return (leaf if subset is None else leaf.index_select(0, subset)).to(device)
+
+        return Columns(_map_leaves(place, self.tree), self.length)
+
+
+def find_columns(dataset: Any) -> Columns | None:
+    """Return the tensors a dataset consists of, or None if it must be read through its own methods."""
+    if type(dataset) is Subset:
+        base = find_columns(dataset.dataset)
+        if base is None or base.device.type != "cpu" or len(dataset.indices) == 0:
+            return None
+        subset = torch.as_tensor(dataset.indices, dtype=torch.int64)
+        subset = torch.where(subset < 0, subset + base.length, subset)
+        if base.subset is not None:
+            subset = base.subset.index_select(0, subset)
+        return Columns(base.tree, len(subset), subset)
+    tree = _column_tree(dataset)
+    if tree is None:
+        return None
+    leaves = list(_leaves(tree))
+    lengths = {len(leaf) for leaf in leaves}
+    if len(lengths) != 1:
+        raise ParameterError(
+            f"dataset: the tensors of a {type(dataset).__name__} must have equally many rows, these have "
+            f"{', '.join(str(len(leaf)) for leaf in leaves)}. For a dataset of separate samples give a list."
+        )
+    if len({leaf.device for leaf in leaves}) != 1:
+        return None
+    return Columns(tree, lengths.pop())
+
+
+def _column_tree(dataset: Any) -> Any:
+    """Return tensors in the container of a batch, or None."""
+    if isinstance(dataset, TensorDataset):
+        methods = ("__getitem__", "__len__", "__getitems__", "get_batch")
+        if any(getattr(type(dataset), name, None) is not getattr(TensorDataset, name, None) for name in methods):
+            return None
+        tree = tuple(_as_column(tensor) for tensor in dataset.tensors)
+        return tree if tree and all(leaf is not None for leaf in tree) else None
+    if isinstance(dataset, Tensor | np.ndarray):
+        return _as_column(dataset)
+    if isinstance(dataset, dict | tuple) and dataset and all(_is_column(item) for item in _items(dataset)):
+        return _map_leaves(_as_column, dataset)
+    return None
+
+
+def _is_column(value: Any) -> bool:
+    if isinstance(value, dict | tuple):
+        return bool(value) and all(_is_column(item) for item in _items(value))
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _as_column(value) is not None
+
+
+def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
+    """Return a tensor whose gathered rows equal the collated samples, or None where that is not so."""
+    if isinstance(value, np.ndarray):
+        if (
+            value.ndim == 0
+            or value.dtype.hasobject
+            or not value.dtype.isnative
+            or any(step < 0 for step in value.strides)
+        ):
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # read-only arrays: batches are copies, nothing writes here
+                tensor = torch.from_numpy(value)
+        except TypeError:
+            return None
+        if value.ndim == 1 and len(value) and default_collate([value[0]]).dtype != tensor.dtype:
+            return None
+        return tensor
+    if type(value) is not Tensor or value.layout != torch.strided or value.is_nested or value.ndim == 0:
+        return None
+    return value
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
+
+
+def _leaves(tree: Any) -> "list[Tensor]":
+    return [tree] if isinstance(tree, Tensor) else [leaf for item in _items(tree) for leaf in _leaves(item)]
+
+
+def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return _like_mapping(tree, {name: _map_leaves(change, item) for name, item in tree.items()})
+    if isinstance(tree, tuple):
+        items = [_map_leaves(change, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return change(tree)
+
+
+def _like_mapping(example: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return the items in a mapping of the same type and with the same extra properties."""
+    if type(example) is dict:
+        return items
+    clone = copy.copy(example)
+    clone.update(items)
+    return clone
+
+
+def _compile(tree: Any, leaf: Callable[[Tensor], Gather]) -> Gather:
+    """Return one function that makes a batch: the container is looked at once, not for each batch."""
+    if isinstance(tree, Tensor):
+        return leaf(tree)
+    if isinstance(tree, dict):
+        named = {name: _compile(item, leaf) for name, item in tree.items()}
+        if type(tree) is dict:
+            return lambda rows: {name: part(rows) for name, part in named.items()}
+        return lambda rows: _like_mapping(tree, {name: part(rows) for name, part in named.items()})
+    parts = [_compile(item, leaf) for item in tree]
+    if hasattr(tree, "_fields"):
+        return lambda rows: type(tree)(*[part(rows) for part in parts])
+    return lambda rows: [part(rows) for part in parts]
+
+
+def _select(leaf: Tensor) -> Gather:
+    select = leaf.index_select
+    return lambda rows: select(0, rows)
+
+
+def _copy_range(leaf: Tensor) -> Gather:
+    narrow = leaf.narrow_copy
+    return lambda rows: narrow(0, rows.start, len(rows))
+
+
+def _select_pinned(leaf: Tensor) -> Gather:
+    leaf, shape, dtype = leaf.detach(), leaf.shape[1:], leaf.dtype
+
+    def gather(rows: Tensor) -> Tensor:
+        batch = torch.empty((len(rows), *shape), dtype=dtype, pin_memory=True)
+        return torch.index_select(leaf, 0, rows, out=batch)
+
+    return gather
+
+
+def _copy_range_pinned(leaf: Tensor) -> Gather:
+    leaf, shape, dtype = leaf.detach(), leaf.shape[1:], leaf.dtype
+
+    def gather(rows: range) -> Tensor:
+        batch = torch.empty((len(rows), *shape), dtype=dtype, pin_memory=True)
+        return batch.copy_(leaf.narrow(0, rows.start, len(rows)))
+
+    return gather
+
+
+class ColumnSamples:
+    """A dict or tuple of tensors read sample by sample, for a user's own collation."""
+
+    def __init__(self, columns: Columns):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return self.columns.length
+
+    def __getitem__(self, index: int) -> Any:
+        return _map_leaves(lambda leaf: leaf[index], self.columns.tree)

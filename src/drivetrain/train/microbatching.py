@@ -1,0 +1,55 @@
+"""Finding the largest micro-batch that fits, by dry steps before training.
+
+Starting from the whole batch, a step is tried; out of memory halves the size. All ranks use the smallest size any of them needs.
+Weights, buffers, gradients and random numbers are put back, so the run that follows is the one that would have been without.
+"""
+
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import DeviceError
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.ranks import is_distributed
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train import loaders
+from drivetrain.train.batches import batch_size_of, split_batch
+
+
+def find_microbatch_size(trainer: Any) -> int | None:
+    """Return the number of rows that fit beside model and optimizer, or None when the whole batch does."""
+    batch = loaders.mover(trainer, trainer._train_dataloader)(next(iter(trainer._train_dataloader)))
+    rows = size = batch_size_of(None, batch)
+    generators, buffers = capture_rng(), {name: b.clone() for name, b in trainer.model.named_buffers()}
+    try:
+        while not _fits_everywhere(trainer, batch, size):
+            if size == 1:
+                raise DeviceError("microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing.")
+            size = (size + 1) // 2
+    finally:
+        for name, buffer in trainer.model.named_buffers():
+            buffer.copy_(buffers[name])
+        trainer.optimizer_zero_grad()
+        restore_rng(generators)
+    return None if size == rows else size
+
+
+def _fits_everywhere(trainer: Any, batch: Any, size: int) -> bool:
+    fits = _fits(trainer, split_batch(batch, size)[0])
+    return all(all_gather_values(fits)) if is_distributed() else fits
+
+
+def _fits(trainer: Any, part: Any) -> bool:
+    state = trainer.state
+    try:
+        state.batch = part
+        with trainer._accelerator.no_sync(trainer.model):
+            output = trainer.calculate_train_batch_loss(part)
+            output["loss"].backward()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        state.batch = state.outputs = state.batch_output = None
+        trainer.model.zero_grad(set_to_none=True)
+        trainer._accelerator.free_memory()

@@ -1,0 +1,127 @@
+"""The loop on a CUDA device: no host waits, scaled float16, exact resume."""
+
+import pytest
+import torch
+from tests.train.tasks import make_data, make_model, make_trainer, train, weights
+from torch import nn
+
+from drivetrain.train.callbacks import DEFAULT_CALLBACKS, LRMonitor, ProgressBarCallback, TerminateOnNaNCallback, ThroughputMonitor, TrainerCallback
+from drivetrain.train.trainer import Trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+class NoWaiting(TrainerCallback):
+    """Makes every host-device synchronisation inside steps an error, from the third step on."""
+
+    def on_train_step_start(self, trainer, **kwargs):
+        if trainer.state.clock.batch_in_epoch == 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_epoch_end(self, trainer, **kwargs):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_clip_norm": 0.5},
+        {"microbatch_size": 3},
+        {"max_num_train_steps": 30},
+    ],
+)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_steps_do_not_wait_for_the_device(settings, precision):
+    class Watched(Trainer):
+        def _run_train_epoch(self, train_dl):
+            try:
+                return super()._run_train_epoch(train_dl)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    callbacks = [*DEFAULT_CALLBACKS, ThroughputMonitor(), LRMonitor(), NoWaiting()]
+    trainer = make_trainer(cls=Watched, callbacks=callbacks, precision=precision)
+    history = train(trainer, make_data(160), num_epochs=2, train_dataloader_kwargs={"shuffle": True}, **settings)
+    assert next(trainer.model.parameters()).is_cuda
+    assert history.get_latest_metric("train_loss_epoch") > 0
+
+
+def test_float16_scales_and_skips_overflowing_updates():
+    rates = []
+
+    class Overflow(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            factor = 1e30 if self.state.step == 1 else 1.0
+            return {**output, "loss": output["loss"].float() * factor}
+
+        def scheduler_step(self):
+            super().scheduler_step()
+            rates.append(self.optimizer.param_groups[0]["lr"])
+
+    trainer = make_trainer(cls=Overflow, precision="fp16")
+    train(trainer, make_data(40), create_scheduler_fn=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+    assert trainer._accelerator.scaler is not None
+    assert rates[1] == rates[0] and rates[2] < rates[1]
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+def test_a_nan_is_found_within_two_steps():
+    from drivetrain.core.errors import NonFiniteLossError
+
+    class Broken(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return {**output, "loss": output["loss"] * (float("nan") if self.state.step == 3 else 1.0)}
+
+    trainer = make_trainer(cls=Broken, callbacks=[TerminateOnNaNCallback()])
+    with pytest.raises(NonFiniteLossError):
+        train(trainer, make_data(160))
+    assert trainer.state.clock.batch <= 6
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    class Pull(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            if trainer.state.clock.batch == 7:
+                raise RuntimeError("plug")
+
+    def run(folder, callbacks=(), **kwargs):
+        model = make_model(dropout=0.3)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=callbacks, seed=1)
+        trainer.train(make_data(40), num_epochs=3, per_device_batch_size=8, checkpoint_dir=folder, checkpoint_every="1ba", **kwargs)
+        return weights(trainer.model)
+
+    expected = run(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="plug"):
+        run(tmp_path / "broken", [Pull()])
+    assert all(map(torch.equal, run(tmp_path / "broken", resume_from="auto"), expected))
+
+
+def test_the_bar_shows_values_without_waiting(capsys):
+    trainer = make_trainer(callbacks=[ProgressBarCallback(plain_interval=1e-6)])
+    train(trainer, make_data(64))
+    assert "loss" in capsys.readouterr().out
+
+
+def test_auto_microbatches_are_found_where_the_whole_batch_does_not_fit():
+    class Hungry(nn.Module):
+        """Needs a gigabyte for every row."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            big = self.scale * torch.ones(len(x), 2**28, device=x.device)
+            return x[:, :3] * big.exp().mean(1, keepdim=True)
+
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    rows = int(free / 2**30 / 2) * 2
+    model = Hungry()
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=())
+    trainer.train(make_data(rows), num_epochs=1, per_device_batch_size=rows, microbatch_size="auto")
+    assert trainer._microbatch_size is not None and 1 <= trainer._microbatch_size < rows
