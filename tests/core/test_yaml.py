@@ -222,15 +222,16 @@ BOMBS = {
     "digits": "a: " + "9" * 10_000,
     "overflow": "a: 1e999",
     "length": "a: " + "x" * MAX_BYTES,
+    "many values": "a: [" + "1," * 400_000 + "]",
 }
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_input_that_would_exhaust_the_reader_is_refused_quickly(kind):
-    start = time.perf_counter()
+    start = time.process_time()  # other programs must not make this test fail
     with pytest.raises(ConfigError):
         load(BOMBS[kind])
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_any_garbage_gives_a_mapping_or_a_config_error():

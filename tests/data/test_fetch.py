@@ -223,6 +223,20 @@ def test_what_is_no_dataset_is_named():
         SmartDataLoader(type("Endless", (), {"__getitem__": lambda self, index: index})())
 
 
+def test_a_dataset_of_whole_batches_needs_items_for_some_arguments():
+    class OnlyBatches:
+        def __len__(self):
+            return 4
+
+        def get_batch(self, indices):
+            return torch.tensor(indices)
+
+    assert [batch.tolist() for batch in SmartDataLoader(OnlyBatches(), batch_size=3)] == [[0, 1, 2], [3]]
+    for kwargs in ({"rng": "sample"}, {"batch_size": None}, {"collate_fn": list}):
+        with pytest.raises(ParameterError, match="Define __getitem__ too"):
+            SmartDataLoader(OnlyBatches(), **kwargs)
+
+
 def test_gradients_flow_through_gathered_tensors():
     x = torch.randn(6, 2, requires_grad=True)
     assert isinstance(SmartDataLoader(x)._fetch, GatherFetch)

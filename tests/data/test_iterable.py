@@ -139,6 +139,24 @@ def test_a_stream_may_have_a_length_or_none():
         len(make(Stream()))
     loader = make(Stream())
     assert [loader.batch_info.index for _ in loader] == [0, 1, 2, 3] and loader.sample_index is None
+    assert [loader.batch_info.last for _ in loader] == [False, False, False, True]
+
+
+def test_a_stream_is_read_one_batch_ahead_unless_prefetch_is_0():
+    made = []
+
+    class Live(IterableDataset):
+        def __iter__(self):
+            for number in range(5):
+                made.append(number)
+                yield number
+
+    for prefetch, expected in ((1, [0, 1, 2, 3]), (0, [0, 1])):
+        made.clear()
+        loader = make(Live(), batch_size=2, prefetch=prefetch)
+        next(iter(loader))
+        assert made == expected and loader.position == 2
+        assert loader.batch_info.last is (False if prefetch else None)
 
 
 @pytest.mark.parametrize("rng", ["batch", "sample"])

@@ -46,6 +46,7 @@ def global_sequence(order, world, batch_size, drop_last=False, epoch=0, position
         assert {info.global_size for info in infos} == {len(batch)}
         assert len({info.end for info in infos}) == len({info.index for info in infos}) == 1
         assert all(len(rows_of(info)) >= 1 and info.pad == (info.size == 0) for info in infos)
+        assert all(info.last is (len(sequence) == len(ranks[0]) - 1) for info in infos)
         sequence.append(batch)
     return sequence
 
@@ -115,10 +116,10 @@ def test_a_rank_without_samples_gets_one_marked_copy():
 
 def test_infos_tell_the_place():
     infos = list(sliced_batches(None, 11, 5, 0, Share(1, 2, 2, False)))
-    assert [(i.epoch, i.index, i.first, i.size, i.global_size, i.pad, i.end) for i in infos] == [
-        (5, 0, 2, 2, 4, 0, 4),
-        (5, 1, 6, 2, 4, 0, 8),
-        (5, 2, 10, 1, 3, 0, 11),
+    assert [(i.epoch, i.index, i.first, i.size, i.global_size, i.pad, i.end, i.last) for i in infos] == [
+        (5, 0, 2, 2, 4, 0, 4, False),
+        (5, 1, 6, 2, 4, 0, 8, False),
+        (5, 2, 10, 1, 3, 0, 11, True),
     ]
 
 

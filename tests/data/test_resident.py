@@ -52,7 +52,7 @@ def test_insisting_refuses_with_both_sizes(free):
     with pytest.raises(
         ParameterError, match=r"3.906 KiB, but 'meta' has 3.906 KiB free, of which 1.953 KiB may be used"
     ):
-        make_resident(loader, "meta", max_fraction=0.5)
+        make_resident(loader, META, max_fraction=0.5)
 
     class Items(Dataset):
         def __len__(self):
@@ -65,10 +65,9 @@ def test_insisting_refuses_with_both_sizes(free):
         make_resident(SmartDataLoader(Items()), "cpu")
 
 
-def test_a_resident_loader_gathers_on_the_device_in_the_same_order(free, monkeypatch):
+def test_a_resident_loader_gathers_on_the_device_in_the_same_order(free):
     free(10**6)
-    monkeypatch.setattr("drivetrain.data.loader.choose_device", torch.device)
-    loader = SmartDataLoader(TensorDataset(torch.zeros(7, 2), torch.zeros(7)), True, 1, batch_size=4).to("meta")
+    loader = SmartDataLoader(TensorDataset(torch.zeros(7, 2), torch.zeros(7)), True, 1, batch_size=4).to(META)
     batches = list(loader)
     assert [[(part.device, tuple(part.shape)) for part in batch] for batch in batches] == [
         [(META, (4, 2)), (META, (4,))],

@@ -157,10 +157,11 @@ def test_a_compiled_graph_serves_two_losses():
         model = torch.compile(inner) if compiles else inner
         conf = {"optim_type": "SGD", "optim_conf": {"lr": 0.1}, "model": model}
         optim = OptimSet(
-            encoder=ConstantLr(**conf, updated_modules="encoder", optim_loss="encoder_loss"),
+            encoder=ConstantLr(**conf, updated_modules="encoder", optim_loss="encoder_loss", step_per_update=2),
             decoder=ConstantLr(**conf, updated_modules="decoder", optim_loss="decoder_loss"),
         )
-        for x in batches(4, dtype=torch.float32):
+        for number, x in enumerate(batches(4, dtype=torch.float32), start=1):
+            optim.begin_batch(number, 1)  # the first batch needs one pass only, the second two
             optim.backward(losses_of(model, x.cuda()))
             optim.step()
             optim.zero_grad()

@@ -106,6 +106,19 @@ class TestPasses:
         for old, new, grad in zip(before, weights(model.decoder), expected):
             assert torch.allclose(old - new, grad, rtol=0, atol=1e-12)
 
+    def test_graphs_are_kept_whole_before_the_first_forward_compiles_them(self, monkeypatch):
+        from torch._functorch import config
+
+        monkeypatch.setattr(config, "donated_buffer", True)
+        pair(EncoderDecoder(), encoder={"step_per_update": 2}).begin_batch(1, 1)
+        assert config.donated_buffer is True  # nothing is compiled here
+        model = torch.compile(EncoderDecoder(), backend="eager")
+        pair(model, optim_loss="loss").begin_batch(1, 1)
+        assert config.donated_buffer is True  # one pass
+        pair(model, encoder={"step_per_update": 2}).begin_batch(1, 1)
+        assert config.donated_buffer is False
+
+    @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it is first compiled
     def test_a_compiled_model_with_two_losses(self):
         torch._dynamo.reset()
         plain, inner = EncoderDecoder(), EncoderDecoder()
@@ -345,6 +358,15 @@ class TestAsAnOptimizer:
         assert optim.get_lr() == {"encoder": 0.5, "decoder": 7.0}
         assert [type(o) for o in optim.optimizers] == [torch.optim.SGD] * 2
         assert list(optim) == ["encoder", "decoder"] and dict(optim.items())["encoder"] is optim["encoder"]
+
+    def test_metrics_are_named_by_unit(self):
+        model = EncoderDecoder()
+        optim = pair(model, encoder={"grad_clip": 1.0}, decoder={"nonfinite": "ignore"})
+        optim.backward(losses_of(model, batches(1)[0]))
+        optim.step()
+        metrics = optim.metrics()
+        assert metrics.pop("grad_norm/encoder") is optim["encoder"].last_grad_norm
+        assert metrics == {"lr/encoder": 0.1, "lr/decoder": 0.1, "skipped_steps/encoder": 0, "skipped_steps/decoder": 0}
 
     def test_state_is_merged_and_moves(self):
         model = EncoderDecoder()

@@ -526,6 +526,7 @@ def test_bfloat16_on_the_cpu_trains_without_a_scaler():
     assert unit.scaler is None and losses_of(model, x)["loss"].item() < first
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it is first compiled
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_gets_the_same_gradients(backend):
     torch._dynamo.reset()

@@ -200,3 +200,30 @@ def test_an_algorithm_that_needs_a_hidden_event_is_named():
 
     with pytest.raises(ConfigError, match="Smoother"):
         train(make_trainer(cls=hook_returning(direct), algorithms=[Smoother()]))
+
+
+def test_strict_names_parameters_that_no_loss_reaches():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = make_model(), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model = Idle()
+    with pytest.raises(ConfigError, match=r"unused\.weight"):
+        train(make_trainer(model, strict=True))
+    train(make_trainer(model))
+
+
+def test_strict_names_a_callback_that_changes_the_state():
+    from drivetrain.train.callbacks import TrainerCallback
+
+    class Meddler(TrainerCallback):
+        def after_loss(self, state, logger):
+            state.loss = state.loss * 2
+
+    with pytest.raises(RuntimeError, match=r"Meddler.*loss"):
+        train(make_trainer(callbacks=[Meddler()], strict=True))
+    train(make_trainer(callbacks=[Meddler()]))

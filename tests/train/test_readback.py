@@ -22,6 +22,7 @@ def test_a_value_with_a_graph_is_read_without_a_warning():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_values_arrive_in_order_at_most_two_pushes_late_and_nothing_synchronises():
     readback = AsyncReadback()
     values = [torch.full((), float(index), device="cuda") for index in range(50)]

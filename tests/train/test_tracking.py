@@ -218,6 +218,7 @@ def test_an_update_costs_a_few_microseconds():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_device_nothing_synchronises_until_the_mean_is_read():
     losses = [torch.full((), float(step), device="cuda") for step in range(200)]
     sizes = [8] * 100 + [1 + step % 3 for step in range(100)]

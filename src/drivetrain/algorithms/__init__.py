@@ -4,7 +4,9 @@ The functions are collected in `drivetrain.functional`; here are the classes for
 they put in place. Everything loads on first use.
 """
 
-from drivetrain.algorithms.catalogue import ALGORITHMS, PARTS, offered
+from drivetrain.algorithms import catalogue
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(__name__, {"drivetrain.core.one_of": ["OneOf"], **offered(ALGORITHMS, PARTS)})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"drivetrain.core.one_of": ["OneOf"], **catalogue.offered(catalogue.ALGORITHMS, catalogue.PARTS)}
+)

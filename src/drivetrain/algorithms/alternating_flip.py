@@ -71,8 +71,8 @@ class AlternatingFlip(Algorithm):
             index = getattr(state.train_dataloader, "sample_index", None)
         if index is None:
             raise ConfigError(
-                f"AlternatingFlip needs to know which samples a batch holds, and the loader ({type(state.train_dataloader).__name__}) does not "
-                "say. Give train() a dataset with an index, or a SmartDataLoader."
+                "AlternatingFlip needs to know which samples a batch holds, and the loader "
+                f"({type(state.train_dataloader).__name__}) does not say. Give train() a dataset with an index, or a SmartDataLoader."
             )
         images = state.batch_get_item(self.input_key)
         first_tensor(images, str(self))

@@ -65,7 +65,9 @@ def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set
     check_severity(severity, who)
     check_whole(who, 1, width=width)
     if isinstance(depth, bool) or not isinstance(depth, int):
-        raise ConfigError(f"{who}(depth={depth!r}): expected a whole number; 0 or less draws one to three for each chain.")
+        raise ConfigError(
+            f"{who}(depth={depth!r}): expected a whole number; 0 or less draws one to three for each chain."
+        )
     if not alpha > 0:
         raise ConfigError(f"{who}(alpha={alpha!r}): expected a number above 0.")
     find_set(augmentation_set, who)

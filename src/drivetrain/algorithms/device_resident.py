@@ -12,6 +12,8 @@ from drivetrain.data.resident import make_resident
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_PER_SAMPLE = "augmentation of single samples needs them on the host. Remove one of them"
+
 
 class DeviceResidentData(Algorithm):
     """Keeps the training data on the device, in the same order as before; data that does not fit is refused.
@@ -21,13 +23,14 @@ class DeviceResidentData(Algorithm):
 
     events = frozenset({Event.FIT_START})
     reads, writes = ("dataloader",), ("dataloader",)
-    conflicts = {
-        name: "its transform works on single samples, which cannot stay on the device. Remove one of them"
-        for name in ("RandAugment", "AugMix")
-    }
+    conflicts = dict.fromkeys(("RandAugment", "AugMix"), _PER_SAMPLE)
 
     def __init__(self, max_fraction: float = 0.5, dtype: str = "keep"):
         check_fraction("DeviceResidentData", max_fraction=max_fraction)
+        if max_fraction == 0:
+            raise ConfigError(
+                "DeviceResidentData(max_fraction=0): nothing would fit. Expected a number above 0, at most 1."
+            )
         if dtype not in _DTYPES:
             raise ConfigError(unknown_name("dtype", dtype, _DTYPES, where="DeviceResidentData"))
         self.max_fraction, self.dtype = max_fraction, dtype
@@ -36,7 +39,7 @@ class DeviceResidentData(Algorithm):
         loader = state.train_dataloader
         if not isinstance(loader, SmartDataLoader):
             raise ConfigError(
-                f"DeviceResidentData takes over a SmartDataLoader; this run reads a {type(loader).__name__}. Give train() a TensorDataset, or "
-                "SmartDataLoader.from_loader(loader)."
+                f"DeviceResidentData takes over a SmartDataLoader; this run reads a {type(loader).__name__}. "
+                "Give train() a TensorDataset, or SmartDataLoader.from_loader(loader)."
             )
         make_resident(loader, state.device, max_fraction=self.max_fraction, dtype=_DTYPES[self.dtype])

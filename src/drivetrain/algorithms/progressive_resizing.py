@@ -153,9 +153,7 @@ class ProgressiveResizing(Algorithm):
         if factor < 1:
             target = state.batch_get_item(self.target_key) if self.resize_targets else None
             generator = state.rng(type(self).__name__)
-            images, target = resize_batch(
-                images, target, factor, self.mode, self.resize_targets, generator=generator
-            )
+            images, target = resize_batch(images, target, factor, self.mode, self.resize_targets, generator=generator)
             state.batch_set_item(self.input_key, images)
             if self.resize_targets:
                 state.batch_set_item(self.target_key, target)

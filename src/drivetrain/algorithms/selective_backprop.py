@@ -119,9 +119,7 @@ class SelectiveBackprop(Algorithm):
             return
         elapsed = elapsed_fraction(state, str(self))
         batch_index = state.clock.batch_in_epoch
-        if self.keep == 1 or not should_selective_backprop(
-            elapsed, batch_index, self.start, self.end, self.interrupt
-        ):
+        if self.keep == 1 or not should_selective_backprop(elapsed, batch_index, self.start, self.end, self.interrupt):
             return
         inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
         with without_trace(state), autocast_of(state):

@@ -201,7 +201,8 @@ def _num_batches(state: State) -> int | None:
     if end.unit is TimeUnit.EPOCH:
         if per_epoch is None:
             raise ConfigError(
-                "SeqLengthWarmup: the run ends after epochs, and the loader does not know its length. Give max_duration in batches ('10000ba')."
+                "SeqLengthWarmup: the run ends after epochs, and the loader does not know its length. "
+                "Give max_duration in batches ('10000ba')."
             )
         return int(end.value) * int(per_epoch.value)
     return None

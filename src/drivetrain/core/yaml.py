@@ -25,9 +25,10 @@ from drivetrain.core.yaml_tags import BracketProblem, Reference, ReferenceProble
 KeyPath = tuple[str | int, ...]
 Source = str | os.PathLike[str] | IO[str] | IO[bytes]
 
-MAX_BYTES = 1_000_000  # about two seconds of reading; configuration files have a few thousand
+MAX_BYTES = 1_000_000
+MAX_VALUES = 100_000  # about a second of reading; configuration files have a few hundred
 MAX_DEPTH = 64
-MAX_EXPANDED = 2_000_000  # values plus characters of text, after aliases and references have been followed
+MAX_EXPANDED = 1_500_000  # values plus characters of text, after aliases and references have been followed
 
 _CORE = "tag:yaml.org,2002:"
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
@@ -165,6 +166,8 @@ class StrictLoader(yaml.SafeLoader):
             return node
         mark = self.peek_event().start_mark
         self._depth += 1
+        if len(self._sizes) > MAX_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"there are more than {MAX_VALUES:,} values", mark)
         if self._depth > MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, f"values are nested more than {MAX_DEPTH} deep", mark)
         before = self._expanded

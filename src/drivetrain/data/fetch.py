@@ -54,6 +54,11 @@ class UserFetch:
         self.dataset, self.rng, self.batched = dataset, rng, batched
         self.collate = collate or (default_collate if batched else default_convert)
         self.whole = batched and collate is None and rng != "sample" and has_get_batch(dataset)
+        if not self.whole and not any(hasattr(dataset, method) for method in ("__getitem__", "__getitems__")):
+            raise ParameterError(
+                f"dataset: {type(dataset).__name__} has get_batch but no __getitem__, which is needed for a collate_fn, "
+                "batch_size=None or rng='sample'. Define __getitem__ too."
+            )
         self.puts_back = True
         """Whether the caller's generators are put back; a worker process has no caller."""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from drivetrain.core.errors import DistributedError, ResumeError
-from drivetrain.data.order import BatchInfo
+from drivetrain.data.order import BatchInfo, Pairs
 from drivetrain.data.stream import IDLE, FilterReader, ShardedReader, StreamStart
 from drivetrain.data.workers import WorkerPool
 from drivetrain.runtime.collectives import all_gather_values
@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 IterableMode = Literal["filter", "sharded"]
 
 
-def filtered_batches(
-    reader: FilterReader, start: StreamStart, pool: WorkerPool | None
-) -> Iterator[tuple[BatchInfo, Any]]:
+def filtered_batches(reader: FilterReader, start: StreamStart, pool: WorkerPool | None) -> Pairs:
     """Yield this rank's batches of the stream, read here or by workers."""
     if start.position and start.stream is None:
         _say_skipped(start.position)
@@ -42,9 +40,7 @@ def filtered_batches(
         yield step
 
 
-def sharded_batches(
-    reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, num_workers: int
-) -> Iterator[tuple[BatchInfo, Any]]:
+def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, num_workers: int) -> Pairs:
     """Yield the batches of this rank's own stream; ranks that end early repeat their last batch as padding."""
     rank, world = start.share.rank, start.share.world
     lanes = max(1, num_workers)
@@ -75,7 +71,7 @@ def sharded_batches(
         first = position + sum(size for other, size in sizes.items() if other < rank)
         position += total
         assert last is not None
-        info = BatchInfo(start.epoch, index, first, size, total, 0 if size else last[0], position)
+        info = BatchInfo(start.epoch, index, first, size, total, 0 if size else last[0], position, None)
         info.stream = {"workers": dict(workers), "turn": turn, "batches": index + 1}
         yield info, last[1]
 
@@ -99,6 +95,16 @@ def _sharded_steps(
         elif step != IDLE:
             ended = 0
             yield (*step, (number + turn + 1) % lanes)
+
+
+def mark_last(pairs: Pairs) -> Pairs:
+    """Read one batch ahead, so that each batch can say whether it is the last."""
+    held = next(pairs, None)
+    while held is not None:
+        following = next(pairs, None)
+        held[0].last = following is None
+        yield held
+        held = following
 
 
 def gathered_stream_state(own: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.errors import DistributedError, ParameterError, ResumeError
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
 from drivetrain.data.columns import Columns
-from drivetrain.data.fetch import GatherFetch, keys_of
+from drivetrain.data.fetch import GatherFetch
 from drivetrain.data.iterable import (
     IterableMode,
     filtered_batches,
     gathered_stream_state,
+    mark_last,
     own_stream_state,
     sharded_batches,
 )
@@ -32,19 +33,20 @@ from drivetrain.data.order import (
     BatchInfo,
     BatchOrder,
     IndexOrder,
+    Pairs,
     Share,
     load_sampler_state,
     num_sliced_batches,
     sampler_state,
 )
-from drivetrain.data.prefetch import Pairs, pin, to_device
+from drivetrain.data.prefetch import pin, to_device
 from drivetrain.data.progress import bar_is_wanted, with_bar
 from drivetrain.data.randomness import RngMode
 from drivetrain.data.resident import resident_columns
 from drivetrain.data.source import indexed_source, stream_source
 from drivetrain.data.state import VERSION, Cursor, check_state
 from drivetrain.data.stream import FilterReader, HiddenWorker, StreamAnswer, StreamStart
-from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide
+from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide, fetch_jobs
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
@@ -230,33 +232,32 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def _open(self, cursor: Cursor, share: Share) -> Iterator[Any]:
         """Return the batches from a place on: read, brought to the device, and published one by one."""
-        device = self._device if self.move_output else None
+        device, seed = self._device if self.move_output else None, self._seed
         if self._reader is not None:
             pairs = self._stream(cursor, share)
+            pairs = mark_last(pairs) if self.prefetch else pairs
         else:
             fetch, arrived = self._choose_fetch(device)
             assert self._order is not None
-            infos = self._order.batches(self._seed, cursor.epoch, cursor.start, share)
+            infos = self._order.batches(seed, cursor.epoch, cursor.start, share)
             device = None if arrived else device
             on_accelerator = isinstance(fetch, GatherFetch) and fetch.columns.device.type != "cpu"
             if self.num_workers == 0 or on_accelerator:
                 if device is None and not self._pins(device):
-                    return self._gathered(cursor, infos, fetch)
+                    return self._at_once(cursor, infos, fetch, seed)
                 if isinstance(fetch, GatherFetch) and fetch.can_pin and self._pins(device):
                     fetch = GatherFetch(fetch.columns, pinned=True)
-                seed = self._seed
                 pairs = ((info, fetch(info, seed)) for info in infos)
             else:
-                pairs = self._fetched_by_workers(cursor, infos, share)
+                pairs = self._fetched_by_workers(infos, seed, derive_seed(seed, "workers", cursor.epoch, share.rank))
         if device is not None:
             pairs = to_device(pairs, device, self.prefetch)
         elif self._pins(device) and self.num_workers == 0:
             pairs = ((info, pin(batch)) for info, batch in pairs)
         return self._published(cursor, pairs)
 
-    def _gathered(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any) -> Iterator[Any]:
-        """The shortest way: read here, hand out at once."""
-        seed = self._seed
+    def _at_once(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any, seed: int) -> Iterator[Any]:
+        """The shortest way: read here and hand out."""
         for info in infos:
             batch = fetch(info, seed)
             cursor.info = info
@@ -284,17 +285,10 @@ class SmartDataLoader(DataLoader[T_co]):
             return filtered_batches(self._reader, start, pool)
         return sharded_batches(self._reader, start, pool, self.num_workers)
 
-    def _fetched_by_workers(self, cursor: Cursor, infos: Iterator[BatchInfo], share: Share) -> Pairs:
+    def _fetched_by_workers(self, infos: Iterator[BatchInfo], seed: int, base_seed: int) -> Pairs:
         pool = self._workers(FetchAnswer(self._fetch))
-        base_seed = derive_seed(self._seed, "workers", cursor.epoch, share.rank)
-        for (info, _), batch in pool.run(self._jobs(infos), base_seed):
+        for (info, _), batch in pool.run(fetch_jobs(infos, seed), base_seed):
             yield info, batch
-
-    def _jobs(self, infos: Iterator[BatchInfo]) -> Iterator[tuple[BatchInfo, int]]:
-        for info in infos:
-            if isinstance(info.rows, Tensor):
-                info.rows = keys_of(info.rows)  # a tensor would travel through shared memory, one file per batch
-            yield info, self._seed
 
     def _workers(self, answer: Callable[[Any], Any]) -> WorkerPool:
         if self._pool is None:
@@ -387,10 +381,11 @@ class SmartDataLoader(DataLoader[T_co]):
             or (self.num_workers == 0 and self.prefetch == 0)
         ):
             return
+        name = f" {self.name!r}" if self.name else ""
         message = (
-            f"the loader{f' {self.name!r}' if self.name else ''} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its "
-            f"dataset draws depends on what was read ahead, so it cannot continue exactly at position {position}. Use rng='batch' "
-            "(the default), or num_workers=0 and prefetch=0."
+            f"the loader{name} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its dataset "
+            f"draws depends on what was read ahead, so it cannot continue exactly at position {position}. Use rng='batch' (the "
+            "default), or num_workers=0 and prefetch=0."
         )
         if strict:
             raise ResumeError(message)
@@ -412,7 +407,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def place(self, columns: Columns, device: torch.device) -> None:
         """Gather from these tensors from the next iteration on."""
-        self.to(device)
+        self._device = device
         self._placed = (device, GatherFetch(columns))
 
     def ddp(self) -> Self:

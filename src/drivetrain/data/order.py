@@ -46,10 +46,16 @@ class BatchInfo:
     """Copies that stand in where this rank had nothing left; `size` is then 0."""
     end: int
     """Samples yielded on all ranks once this batch is out: the position a checkpoint stores."""
+    last: bool | None
+    """Whether no batch follows in this epoch; None for a stream that is not read ahead."""
     rows: Rows | None = None
     """The samples themselves, padding included; None where the order is a stream."""
     stream: Any = None
     """Where an iterable dataset stands after this batch, if it can tell."""
+
+
+Pairs = Iterator[tuple[BatchInfo, Any]]
+"""Batches, each with its place."""
 
 
 class Share(NamedTuple):
@@ -79,16 +85,17 @@ def sliced_batches(
     whole, offset = size * world, size * rank
     index = position // whole
     places: Any = range(length) if order is None else order
+    stop = length - whole + 1 if drop_last else length  # nothing follows a batch that ends here or later
     for rows in _full_rows(places, position, length, whole, offset, size):
         end = position + whole
-        yield BatchInfo(epoch, index, position + offset, size, whole, 0, end, rows)
+        yield BatchInfo(epoch, index, position + offset, size, whole, 0, end, end >= stop, rows)
         position, index = end, index + 1
     left = length - position
     if left > 0 and not drop_last:
         offset, size = share_of(left, rank, world)
         first = position + offset
         rows = places[first : first + size] if size else places[length - 1 : length]
-        yield BatchInfo(epoch, index, first, size, left, int(size == 0), length, rows)
+        yield BatchInfo(epoch, index, first, size, left, int(size == 0), length, True, rows)
 
 
 def _full_rows(places: Any, position: int, length: int, whole: int, offset: int, size: int) -> Iterator[Rows]:
@@ -280,7 +287,8 @@ def _deal(lists: list[list[Any]], epoch: int, start: int, place: int, rank: int,
             first, rows, pad = place + sum(sizes[:rank]), hands[rank], 0
         else:
             first, rows, pad = place + total, hands[-1][-1:], 1
-        yield BatchInfo(epoch, index, first, 0 if pad else len(rows), total, pad, place + total, rows)
+        last = start_of_round + world >= len(lists)
+        yield BatchInfo(epoch, index, first, 0 if pad else len(rows), total, pad, place + total, last, rows)
         place += total
 
 

@@ -8,7 +8,7 @@ here.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.data.order import BatchInfo
-
-Pairs = Iterator[tuple[BatchInfo, Any]]
+from drivetrain.data.order import BatchInfo, Pairs
 
 
 def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.data.columns import Columns
-from drivetrain.runtime.device import device_memory
+from drivetrain.runtime.device import choose_device, device_memory
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,13 @@ def make_resident(
     Floating-point tensors are stored as `dtype` if one is given. Data that does not fit in `max_fraction` of the free memory, or
     that is not made of tensors, is refused.
     """
-    target = torch.device(device)
+    target = choose_device(device)
     columns = loader.columns
     if columns is not None and dtype is not None:
         columns = columns.cast(dtype)
-    loader.place(resident_columns(columns, target, True, max_fraction), target)
+    placed = resident_columns(columns, target, True, max_fraction)
+    assert placed is not None
+    loader.place(placed, placed.device)
 
 
 def _readable(size: int) -> str:

@@ -160,7 +160,7 @@ class FilterReader(StreamReader):
         offset, size = share_of(len(samples), share.rank, share.world)
         own = samples[offset : offset + size] or samples[-1:]
         first, end = position + offset, position + len(samples)
-        info = BatchInfo(self.start.epoch, position // whole, first, size, len(samples), int(size == 0), end)
+        info = BatchInfo(self.start.epoch, position // whole, first, size, len(samples), int(size == 0), end, None)
         info.stream = self.place(ended=len(samples) < whole)
         return info, self.collated(own, first) if wanted else None
 

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from drivetrain.data.fetch import keys_of
+from drivetrain.data.order import BatchInfo
 
 
 class WorkerSide(Dataset[Any]):
@@ -52,6 +56,14 @@ class FetchAnswer:
     def __call__(self, job: Any) -> Any:
         info, seed = job
         return self.fetch(info, seed)
+
+
+def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInfo, int]]:
+    """Return the jobs of an epoch."""
+    for info in infos:
+        if isinstance(info.rows, Tensor):
+            info.rows = keys_of(info.rows)  # a tensor would travel through shared memory, one file per batch
+        yield info, seed
 
 
 class _Source:

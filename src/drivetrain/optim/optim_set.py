@@ -126,6 +126,10 @@ class OptimSet(Mapping[str, OptimScheduler]):
         names = tuple(active)
         passes = self._passes.get(names)
         if passes is None:
+            if not self._passes:
+                plan_passes(
+                    self._driven
+                )  # prepares wrappers for the most passes there can be, before the first forward
             passes = self._passes[names] = plan_passes([self._units[name] for name in names])
         self._now = passes
         self._plan = BatchPlan(names, closes, not self._wrapped or self._reducer_applies(passes))
@@ -235,6 +239,16 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def get_lr(self) -> dict[str, float]:
         """Return the learning rate of each unit."""
         return {name: unit.get_lr() for name, unit in self._units.items()}
+
+    def metrics(self) -> dict[str, float | torch.Tensor]:
+        """Return what is worth logging of each unit; counts of skipped updates may wait for the device."""
+        values: dict[str, float | torch.Tensor] = {}
+        for name, unit in self._units.items():
+            values[f"lr/{name}"] = unit.get_lr()
+            if unit.last_grad_norm is not None:
+                values[f"grad_norm/{name}"] = unit.last_grad_norm
+            values[f"skipped_steps/{name}"] = unit.skipped_steps
+        return values
 
     def train(self) -> None:
         """Put optimizers that have modes (schedule-free ones) into training mode."""

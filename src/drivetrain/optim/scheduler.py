@@ -70,7 +70,22 @@ class OptimScheduler(ABC):
     """One optimizer with its schedule; a subclass says how the learning rate follows the real step.
 
     A subclass defines `sche_init(**sche_conf)`, called last in the constructor, and `update_lr(real_step)` or
-    `update_lr(real_step, epoch_num)`.
+    `update_lr(real_step, epoch_num)`. Arguments that need a word:
+
+    - `optim_type`: a name in torch.optim, then in drivetrain.optim, then a dotted path; a class; or a function of the
+      parameters and `optim_conf`.
+    - `optim_loss`: the name of the loss to follow (None: "loss"), a list of names (their sum) or {name: weight}.
+    - `updated_modules`, `excluded_modules`: names, dotted names or patterns; None is the whole model, `_rest_` all that no
+      other unit of a set owns.
+    - `accum_grad`: batches per window; `step_per_update`: acts in every n-th window only; `accumulate_skipped`: collects
+      the windows between as well.
+    - `ft_factor` multiplies every rate, `grad_clip` is the largest norm over own parameters (None: no clipping).
+    - `param_groups`: [{"match": pattern, **options}], the first match wins; groups keep the ratio of their rates.
+    - `nonfinite`: "skip", "raise" or "ignore" an update whose gradients are not finite.
+    - `manual`: the user steps this unit of a set by `step_now`.
+
+    `distributed`, `use_amp`, `accum_grad`, `ft_factor`, `grad_clip` and `grad_norm_type` may also come from the set or the
+    Trainer; a value given here wins.
 
     >>> class HalvingLr(OptimScheduler):
     ...     def sche_init(self, every=10):

@@ -34,7 +34,6 @@ class Terrain:
         modules = list(model.modules())
         self.parameters = list(model.parameters())
         self.is_sharded = any(is_fully_sharded(m) for m in modules)
-        self.is_compiled = any(is_compiled_shell(m) or wrapping_of(m) == "module.compile()" for m in modules)
         self.stranger = next((type(m).__name__ for m in modules if inner_attribute(m) == "_fsdp_wrapped_module"), None)
 
     @property
@@ -69,7 +68,7 @@ class Terrain:
 
     def allow_repeated_backward(self) -> None:
         """Let compiled graphs be walked more than once: several losses may share one."""
-        if self.is_compiled:
+        if any(is_compiled_shell(m) or wrapping_of(m) == "module.compile()" for m in self.model.modules()):
             from torch._functorch import config
 
             config.donated_buffer = False

@@ -176,20 +176,21 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     rows = batch_size_of(None, batch)
     if rows <= size:
         return [batch]
-    return [_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
+    return [slice_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
 
 
-def _rows(value: Any, start: int, stop: int, rows: int) -> Any:
+def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
+    """Return some rows of every tensor in a nest that has that many."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
     if isinstance(value, Mapping):
-        return type(value)({k: _rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
+        return type(value)({k: slice_rows(v, start, stop, rows) for k, v in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_rows(v, start, stop, rows) for v in value))
+        return type(value)(*(slice_rows(v, start, stop, rows) for v in value))
     if isinstance(value, (list, tuple)):
         if len(value) == rows and not any(isinstance(v, Tensor) for v in value):
             return value[start:stop]
-        return type(value)(_rows(v, start, stop, rows) for v in value)
+        return type(value)(slice_rows(v, start, stop, rows) for v in value)
     return value
 
 

@@ -39,5 +39,5 @@ class Interval:
     def _multiples(self, clock: Clock) -> int:
         if self.every.value <= 0:
             return 0
-        now = clock.total_seconds() if self._counter is None else getattr(clock, self._counter)
+        now = clock.total_wct if self._counter is None else getattr(clock, self._counter)
         return int(now // self.every.value)

@@ -150,7 +150,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if isinstance(part, SmartDataLoader) or callable(getattr(type(part), "set_epoch", None)):
+        if part is not None and callable(getattr(type(part), "set_epoch", None)):
             part.set_epoch(epoch)
             return
 

@@ -40,11 +40,11 @@ class Logbook:
                     getattr(logger, method)(dict(hyperparameters))
                     break
 
-    def log_images(self, images: Any, name: str = "images", **kwargs: Any) -> None:
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
         """Send images to the loggers that take them."""
         for logger in self.loggers:
             if hasattr(logger, "log_images"):
-                logger.log_images(images, name=name, **kwargs)
+                logger.log_images(images, name=name, step=step)
             elif hasattr(logger, "image"):
                 logger.image(name, images)
 

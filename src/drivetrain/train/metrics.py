@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.train.batches import _rows as take_rows
+from drivetrain.train.batches import slice_rows
 from drivetrain.train.tracking import LossTracker, reduce_means
 
 PlainMetric = Callable[[Any, Any], Tensor | float]
@@ -78,7 +78,7 @@ class MetricSet:
         if num_real is not None and num_real < batch_size:
             if num_real == 0:
                 return
-            outputs, targets = (take_rows(value, 0, num_real, batch_size) for value in (outputs, targets))
+            outputs, targets = (slice_rows(value, 0, num_real, batch_size) for value in (outputs, targets))
             batch_size = num_real
         for metric in self._stateful.values():
             metric.update(outputs, targets)

@@ -33,7 +33,7 @@ def save_checkpoint(
     if save_scheduler and trainer.scheduler is not None:
         content["scheduler_state_dict"] = _plain_scheduler_state(trainer.scheduler)
     content.update(custom or {})
-    if writes_files(trainer):
+    if trainer.writes_files:
         trainer._accelerator.save(content, path, save_on_each_node=save_per_node)
     trainer._accelerator.wait_for_everyone()
 
@@ -74,7 +74,7 @@ def save_training_state(trainer: Any, folder: Any, custom: Mapping[str, Any] | N
 
 
 def _save_state_now(trainer: Any, folder: Any, custom: dict[str, Any]) -> None:
-    if not writes_files(trainer):
+    if not trainer.writes_files:
         return
     from drivetrain.checkpoint.checkpointer import Checkpointer
 
@@ -111,11 +111,6 @@ def restore_from(trainer: Any, folder: Any) -> Any:
     if (path / "manifest.json").exists():
         return Checkpointer(trainer.state, dir=path.parent, keep=None, async_save=False).restore(path)
     return Checkpointer(trainer.state, dir=path, keep=None, async_save=False).restore("last")
-
-
-def writes_files(trainer: Any) -> bool:
-    """Whether this run may write: a development run leaves nothing behind."""
-    return not (trainer.settings is not None and trainer.settings.fast_dev_run)
 
 
 def _article(name: str) -> str:

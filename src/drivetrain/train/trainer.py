@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from drivetrain.train import loaders, resuming, saving, setup
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import BatchForm, batch_size_of, carried_loss, find_form, join_outputs, split_batch
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
+from drivetrain.train.callbacks.strictness import StrictSteps
 from drivetrain.train.checks import check_batch_output, check_loss
 from drivetrain.train.evaluation import evaluation_mode, kept_history
 from drivetrain.train.finetuning import restore_frozen_modes
@@ -39,7 +40,7 @@ from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trai
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, RunLimits, TrainSettings, parse_time
 from drivetrain.train.stopping import STOP, StopVote
-from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
+from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory, reduce_means
 
 DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
 
@@ -83,7 +84,7 @@ class Trainer:
         count_items: Any = None,
         device: Any = None,
         seed: int | None = None,
-        deterministic: bool | str = False,
+        deterministic: bool | Literal["off", "warn", "strict"] = False,
         strict: bool = False,
         state: Context | None = None,
         scale_schedule_ratio: float = 1.0,
@@ -140,6 +141,7 @@ class Trainer:
         self._callbacks = tuple(callbacks)
         self._algorithms, loggers = tuple(algorithms), tuple(loggers)
         self.logbook = Logbook(self, list(loggers))
+        self._strict_steps = (StrictSteps(),) if strict else ()
         self.callback_handler = self._create_callback_handler(self._callbacks)
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
         self._fire = self.engine.fire
@@ -185,6 +187,21 @@ class Trainer:
     def scheduler(self, scheduler: Any) -> None:
         self.state.schedulers = () if scheduler is None else (scheduler,)
         self._scheduler_is_ours = False
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this run may write: a development run leaves nothing behind."""
+        return self.settings is None or not self.settings.fast_dev_run
+
+    @property
+    def callback_handler(self) -> Any:
+        """The callbacks; another handler may be put in its place."""
+        return self._callback_handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: Any) -> None:
+        self._callback_handler = handler
+        self._callbacks_changed(list(handler))
 
     @property
     def _window(self) -> AccumulationWindow:
@@ -745,7 +762,9 @@ class Trainer:
         clock = self.state.clock
         wish = self._signals.requested or (STOP if self._stop is not None else 0)
         if self._vote is not None:
-            wish, _ = self._vote.close(), self._vote.open(wish)  # what anyone wished at the start of this step
+            earlier = self._vote.close()  # what anyone wished at the start of this step
+            self._vote.open(wish)
+            wish = earlier
         ended = self._limits.reached_inside_epoch(clock, self.state.max_duration)
         if self._keeper is not None:
             self._keeper.at_batch_end(ended)
@@ -887,7 +906,7 @@ class Trainer:
         metrics = self._train_metrics if prefix == "train" else self._eval_metrics
         ending = "" if prefix == "evaluation" else "_epoch"
         values = dict(metrics.compute()) if metrics else {}
-        values.update((name, tracker.average_over_ranks()) for name, tracker in self._logged.items())
+        values.update(reduce_means(self._logged))
         self._logged.clear()
         stem = "intermediate_eval" if is_intermediate else prefix
         names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
@@ -969,7 +988,7 @@ class Trainer:
     def _plugins(self) -> list[Any]:
         """Return every guest in order; the state holds them too, so that theirs is saved with it."""
         self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
-        return [*self._algorithms, *self.callback_handler]
+        return [*self._algorithms, *self.callback_handler, *self._strict_steps]
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""

@@ -191,6 +191,7 @@ def test_a_bad_loss_on_one_rank_ends_all_ranks(world2):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_device_the_news_is_at_most_two_steps_late_and_nothing_waits():
     class Late(Watch):
         def on_train_epoch_start(self, trainer, **kwargs):

@@ -38,5 +38,7 @@ def elapsed_fraction(state: State, who: str) -> float:
     """Return how much of the run lies behind, from 0 to 1; an algorithm that depends on it cannot do without."""
     elapsed = state.get_elapsed_duration()
     if elapsed is None:
-        raise ConfigError(f"{who} follows the course of the run, whose length is not known: give max_duration, such as '10ep'.")
+        raise ConfigError(
+            f"{who} follows the course of the run, whose length is not known: give max_duration, such as '10ep'."
+        )
     return float(elapsed.value)

@@ -19,7 +19,9 @@ from drivetrain.runtime.ranks import is_distributed
 
 Transform = Callable[[Any], Any]
 
-TO_TENSOR = frozenset({"ToTensor", "PILToTensor", "ToImage", "ToImageTensor", "ToDtype", "ConvertImageDtype", "Normalize"})
+TO_TENSOR = frozenset(
+    {"ToTensor", "PILToTensor", "ToImage", "ToImageTensor", "ToDtype", "ConvertImageDtype", "Normalize"}
+)
 """Classes of torchvision after which an image is no longer what an image transform expects."""
 
 
@@ -103,24 +105,31 @@ def _extended(old: Any, transform: Transform) -> Any:
 
 
 def change_dataset(loader: Any, dataset: Any, who: str) -> None:
-    """Let a loader read another dataset from its next iteration on; order, place and seed stay as they are."""
+    """Let a loader read another dataset of the same length from its next iteration on; order, place and seed stay."""
     loader = getattr(loader, "dl", loader)  # a limited loader is a slice of one
     if isinstance(loader, SmartDataLoader):
         if is_distributed():
             loader.ddp()  # the seed that is carried over must be everyone's
         place = loader.state_dict()
-        changed = loader.rebuild(dataset=dataset)
-        vars(loader).clear()
-        vars(loader).update(vars(changed))
+        rebuild_in_place(loader, dataset=dataset)
         loader.load_state_dict(place)
     elif isinstance(loader, DataLoader):
-        vars(loader)["dataset"] = dataset  # torch guards the attribute, because a sampler may not fit; here the length stays
+        vars(loader)["dataset"] = (
+            dataset  # torch guards the attribute, because a sampler may not fit; here the length stays
+        )
         vars(loader)["_iterator"] = None
     else:
         raise ConfigError(
             f"{who} changes the training data, but the loader is a {type(loader).__name__} whose dataset cannot be reached. Give train() a "
             "dataset or a DataLoader."
         )
+
+
+def rebuild_in_place(loader: SmartDataLoader[Any], **changes: Any) -> None:
+    """Give a loader other arguments, as `rebuild` does, without those who hold it having to change theirs."""
+    changed = loader.rebuild(**changes)
+    vars(loader).clear()
+    vars(loader).update(vars(changed))
 
 
 def join_dataset(state: State, transform: Transform, who: str) -> None:

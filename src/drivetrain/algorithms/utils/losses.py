@@ -1,7 +1,7 @@
 """What algorithms need of losses: logits, a second loss for other targets, losses per sample."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -125,5 +125,3 @@ def mean_per_sample(losses: Tensor, count: int) -> Tensor:
             f"the unreduced loss has shape {tuple(losses.shape)}, expected one loss, or several, for each of {count} samples."
         )
     return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
-
-

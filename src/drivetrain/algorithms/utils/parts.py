@@ -17,7 +17,9 @@ def map_tensors(function: Callable[[Tensor], Any], part: Any, *others: Any) -> A
         return {name: map_tensors(function, item, *(other[name] for other in others)) for name, item in part.items()}
     if isinstance(part, list | tuple):
         return [map_tensors(function, *items) for items in zip(part, *others, strict=True)]
-    raise ConfigTypeError(f"a part of the batch is a {type(part).__name__}; expected a tensor, or several in a list or mapping.")
+    raise ConfigTypeError(
+        f"a part of the batch is a {type(part).__name__}; expected a tensor, or several in a list or mapping."
+    )
 
 
 def tensors_of(part: Any) -> Iterator[Tensor]:
@@ -36,7 +38,9 @@ def first_tensor(part: Any, who: str) -> Tensor:
     """Return the first tensor of a part."""
     found = next(tensors_of(part), None)
     if found is None:
-        raise ConfigTypeError(f"{who} found no tensor in its part of the batch, a {type(part).__name__}. Give another input_key.")
+        raise ConfigTypeError(
+            f"{who} found no tensor in its part of the batch, a {type(part).__name__}. Give another input_key."
+        )
     return found
 
 

@@ -64,7 +64,7 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
         """Load the best model."""
-        if not self.load_saved_checkpoint or self.best_metric is None:
+        if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
         if not Path(self.save_path).exists():
             warnings.warn(

@@ -1,0 +1,44 @@
+"""Channels-last memory: convolutions read each pixel's channels in one go, which tensor cores and CPU kernels prefer.
+
+Values and shapes stay; only the order in memory changes. Inputs have to follow, so the model converts what it is given.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from drivetrain.algorithms.surgery import ModelSurgery, check_unwrapped, warn_no_effect
+from drivetrain.module.layout import channels_last_input, to_channels_last
+
+
+def apply_channels_last(model: nn.Module) -> None:
+    """Lay out the convolutions of a model channels-last and let it convert its inputs."""
+    check_unwrapped(model, "apply_channels_last")
+    if to_channels_last(model) == 0:
+        warn_no_effect(f"ChannelsLast found no 2-D or 3-D convolution in {type(model).__name__}.")
+        return
+    if _convert_inputs not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
+
+
+def _convert_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return tree_map_only(Tensor, channels_last_input, (args, kwargs))
+
+
+class ChannelsLast(ModelSurgery):
+    """Changes the memory layout of the model's convolutions and of its inputs."""
+
+    writes = ("model",)
+    after = ("#surgery",)
+    tags: frozenset[str] = frozenset()
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return False  # a layout is not part of what is saved
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        apply_channels_last(model)
+        return {}

@@ -1,0 +1,153 @@
+"""Gyro dropout (Lee et al., MLSys 2022): train a fixed set of subnetworks instead of a new random one at every step.
+
+`sigma` masks are drawn once; at any time `tau` of them are in use, each for its part of the batch, and stay in use for a while, so
+that each subnetwork is trained long enough to become a member of an ensemble.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
+from drivetrain.algorithms.utils.checks import check_fraction, check_whole
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Logger
+from drivetrain.core.time import TimeUnit
+from drivetrain.module.surgery import replace_module_classes
+
+
+class GyroDropoutLayer(nn.Module):
+    """Dropout with masks out of a fixed set.
+
+    Masks and choices are made when the first training batch shows their shape. They are buffers, as is the count of steps, so a
+    resumed run goes on with them.
+    """
+
+    masks: Tensor | None
+    """Shape (sigma, *features), of 0 and 1."""
+    picks: Tensor | None
+    """Shape (tau,): the masks in use."""
+    steps: Tensor
+    """How many training steps have passed."""
+
+    def __init__(self, iters_per_epoch: int = 0, max_epoch: int = 0, p: float = 0.5, sigma: int = 256, tau: int = 16):
+        super().__init__()
+        check_gyro("GyroDropoutLayer", p, sigma, tau)
+        self.p, self.sigma, self.tau = p, sigma, tau
+        self.total_iterations = iters_per_epoch * max_epoch
+        self._count = 0  # the host's copy of `steps`, so that no step waits for the device
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("masks", None)
+        self.register_buffer("picks", None)
+
+    @property
+    def interval(self) -> int:
+        """For how many steps a choice of masks stays."""
+        return max(1, int(self.total_iterations / self.sigma) * self.tau)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return x * 0
+        rows = torch.arange(x.shape[0], device=x.device) * self.tau // x.shape[0]
+        return x * self._in_use(x)[rows].to(x.dtype) / (1 - self.p)
+
+    @torch.compiler.disable
+    def _in_use(self, x: Tensor) -> Tensor:
+        """Return the masks of this step, shape (tau, *features), and count it."""
+        if self.masks is None:
+            self.masks = (torch.rand(self.sigma, *x.shape[1:], device=x.device) >= self.p).to(torch.uint8)
+        if self.masks.shape[1:] != x.shape[1:]:
+            raise ConfigError(
+                f"GyroDropout keeps masks of shape {tuple(self.masks.shape[1:])}, but meets features of shape {tuple(x.shape[1:])}. "
+                "It needs inputs of one size."
+            )
+        if self.picks is None or self._count % self.interval == 0:
+            self.picks = torch.randint(self.sigma, (self.tau,), device=x.device)
+        self._count += 1
+        self.steps += 1
+        return self.masks[self.picks]
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        # A new layer has no masks yet, and torch would call the saved ones unexpected.
+        for name in ("masks", "picks"):
+            saved = state_dict.get(prefix + name)
+            setattr(self, name, None if saved is None else torch.empty_like(saved, device=self.steps.device))
+        if prefix + "steps" in state_dict:
+            self._count = int(state_dict[prefix + "steps"])
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, sigma={self.sigma}, tau={self.tau}"
+
+
+def check_gyro(who: str, p: float, sigma: int, tau: int) -> None:
+    """Refuse impossible settings."""
+    check_fraction(who, p=p)
+    check_whole(who, 1, sigma=sigma, tau=tau)
+
+
+def apply_gyro_dropout(
+    model: nn.Module,
+    iters_per_epoch: int,
+    max_epoch: int,
+    p: float = 0.5,
+    sigma: int = 256,
+    tau: int = 16,
+    optimizers: Optimizers = None,
+) -> None:
+    """Replace the dropout layers of a model; the run has `iters_per_epoch * max_epoch` steps."""
+    check_gyro("apply_gyro_dropout", p, sigma, tau)
+    replaced = replace_module_classes(
+        model,
+        {nn.Dropout: lambda module, index: GyroDropoutLayer(iters_per_epoch, max_epoch, p, sigma, tau)},
+        optimizers,
+    )
+    layers = [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
+    for layer in layers:
+        layer.total_iterations = iters_per_epoch * max_epoch
+    if not replaced and not layers:
+        warn_no_effect(f"GyroDropout found no Dropout in {type(model).__name__}.")
+
+
+class GyroDropout(ModelSurgery):
+    """Replaces the dropout layers at INIT, and tells them the length of the run when that is known."""
+
+    events = frozenset({Event.INIT, Event.FIT_START})
+    writes = ("model",)
+
+    def __init__(self, p: float = 0.5, sigma: int = 256, tau: int = 16):
+        check_gyro("GyroDropout", p, sigma, tau)
+        self.p, self.sigma, self.tau = p, sigma, tau
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.INIT:
+            return super().apply(event, state, logger)
+        total = num_batches(state)
+        for module in model_of(state, str(self)).modules():
+            if isinstance(module, GyroDropoutLayer):
+                module.total_iterations = total
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)
+        return {}
+
+
+def num_batches(state: State) -> int:
+    """Return how many batches the run has; its length must be known."""
+    duration, per_epoch = state.max_duration, state.dataloader_len
+    if duration is not None and duration.unit is TimeUnit.BATCH:
+        return int(duration.value)
+    if duration is not None and duration.unit is TimeUnit.STEP:
+        return int(duration.value) * state.accumulation_steps
+    if duration is not None and duration.unit is TimeUnit.EPOCH and per_epoch is not None:
+        return int(duration.value * per_epoch.value)
+    raise ConfigError(
+        f"GyroDropout spreads its masks over the run and cannot count the batches of max_duration={duration}: give it in batches, or in "
+        "epochs of a loader with a length."
+    )

@@ -1,0 +1,40 @@
+"""Group norms that stay in the low precision of autocast; see `low_precision_layernorm` for the reasoning."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.algorithms.low_precision import LowPrecisionNorm, cast_for_autocast, replace_norms
+from drivetrain.algorithms.surgery import Optimizers, share_tensors
+from drivetrain.module.precision import Precision
+
+
+class LPGroupNorm(nn.GroupNorm):
+    """A group norm that computes in the precision of autocast where that is on, and as usual elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return super().forward(x)
+        x, weight, bias = cast_for_autocast(device, x, self.weight, self.bias)
+        with torch.autocast(device, enabled=False):
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+    @staticmethod
+    def from_groupnorm(module: nn.GroupNorm, module_index: int = -1) -> "LPGroupNorm":
+        """Return the layer that takes the place of a group norm and uses its very parameters."""
+        new = LPGroupNorm(module.num_groups, module.num_channels, module.eps, module.affine, device="meta")
+        return share_tensors(new, module)
+
+
+def apply_low_precision_groupnorm(
+    model: nn.Module, precision: str | Precision | None = None, optimizers: Optimizers = None
+) -> None:
+    """Replace the group norms of a model; `precision` None means that the caller's own autocast is not known here."""
+    replace_norms(model, nn.GroupNorm, LPGroupNorm, LPGroupNorm.from_groupnorm, precision, optimizers)
+
+
+class LowPrecisionGroupNorm(LowPrecisionNorm):
+    """Lets the group norms of the model compute in the run's mixed precision."""
+
+    replace = staticmethod(apply_low_precision_groupnorm)

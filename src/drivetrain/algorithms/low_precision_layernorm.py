@@ -1,0 +1,44 @@
+"""Layer norms that stay in the low precision of autocast, instead of going to float32 and back.
+
+Autocast computes norms in float32: exact, but each one reads and writes twice the memory. Where the model tolerates it, normalising
+in bfloat16 or float16 saves that traffic; statistics are still accumulated in float32 inside the kernel.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.algorithms.low_precision import LowPrecisionNorm, cast_for_autocast, replace_norms
+from drivetrain.algorithms.surgery import Optimizers, share_tensors
+from drivetrain.module.precision import Precision
+
+
+class LPLayerNorm(nn.LayerNorm):
+    """A layer norm that computes in the precision of autocast where that is on, and as usual elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return super().forward(x)
+        x, weight, bias = cast_for_autocast(device, x, self.weight, self.bias)
+        with torch.autocast(device, enabled=False):
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+    @staticmethod
+    def from_layernorm(module: nn.LayerNorm, module_index: int = -1) -> "LPLayerNorm":
+        """Return the layer that takes the place of a layer norm and uses its very parameters."""
+        new = LPLayerNorm(module.normalized_shape, module.eps, module.elementwise_affine, device="meta")
+        return share_tensors(new, module)
+
+
+def apply_low_precision_layernorm(
+    model: nn.Module, precision: str | Precision | None = None, optimizers: Optimizers = None
+) -> None:
+    """Replace the layer norms of a model; `precision` None means that the caller's own autocast is not known here."""
+    replace_norms(model, nn.LayerNorm, LPLayerNorm, LPLayerNorm.from_layernorm, precision, optimizers)
+
+
+class LowPrecisionLayerNorm(LowPrecisionNorm):
+    """Lets the layer norms of the model compute in the run's mixed precision."""
+
+    replace = staticmethod(apply_low_precision_layernorm)

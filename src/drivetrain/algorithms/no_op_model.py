@@ -1,0 +1,56 @@
+"""A model that computes nothing, to measure everything else: data loading, the loop, callbacks, checkpoints."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.algorithms.utils.parts import tensors_of
+from drivetrain.context.state import State
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+class NoOpModelClass(nn.Module):
+    """Returns the targets times one weight, and measures how far that is from the targets."""
+
+    def __init__(self, original_model: nn.Module | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.5]))
+        self.original_name = type(original_model).__name__
+
+    def forward(self, batch: Any) -> Tensor:
+        *_, target = tensors_of(batch)
+        return target.to(self.weight.dtype) * self.weight
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Return the mean squared distance of outputs and targets."""
+        *_, target = tensors_of(batch)
+        return F.mse_loss(outputs, target.to(outputs.dtype))
+
+    def extra_repr(self) -> str:
+        return f"in place of {self.original_name}"
+
+
+class NoOpModel(Algorithm):
+    """Replaces model and loss, and lets the optimizers train the one weight that is left."""
+
+    events = frozenset({Event.INIT})
+    writes = ("model", "optimizers")
+    before = ("#surgery",)
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return True
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if isinstance(state.model, NoOpModelClass):
+            return
+        state.model = NoOpModelClass(state.model)
+        state.loss_fn = None
+        for optimizer in state.optimizers:
+            optimizer.state.clear()
+            first, *_ = optimizer.param_groups
+            first["params"] = [state.model.weight]
+            optimizer.param_groups[:] = [first]

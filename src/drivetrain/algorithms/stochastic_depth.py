@@ -1,0 +1,257 @@
+"""Stochastic depth (Huang et al., 2016, arXiv 1603.09382): skip residual blocks at random in training, later ones more often.
+
+A block changes its class to a generated subclass, so parameters, names and state-dict keys stay as they are. Which blocks are
+skipped is drawn once per forward pass of the whole model, on the host, for all blocks at once: a skipped block is truly not run,
+no step waits for the device, and a recomputation in backward meets the same choice. Where the whole model is compiled, blocks
+always run and the choice is a factor, so that nothing is compiled twice.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
+from drivetrain.algorithms.utils.checks import check_choice, check_fraction, elapsed_fraction
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Logger
+from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.module.blocks import repeated_blocks, select_modules
+from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
+from drivetrain.module.probing import keeps_shape
+from drivetrain.runtime.seeds import derive_seed
+
+_METHODS = ("block", "sample")
+_DISTRIBUTIONS = ("linear", "uniform")
+_BOTTLENECK_PARTS = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "relu", "downsample")
+
+
+class BlockStochasticModule(GeneratedClass):
+    """Makes a block be skipped: dropped, it returns its input; in evaluation its change of the input is scaled down."""
+
+    drop_rate: float
+    """The probability with which it is skipped now."""
+    is_dropped: bool
+    """Whether it is skipped in the present forward pass."""
+    drops_samples: bool
+    """Whether each sample has its own choice (method `sample`)."""
+    keep: Tensor
+    """`1 - drop_rate` as a tensor, so that a compiled model does not depend on the number."""
+    training: bool
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
+        if self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling():
+            return x
+        out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            self._refuse(x, out)
+        factor = self.factor(x)
+        return out if factor is None else torch.addcmul(x, factor, out - x)
+
+    def factor(self, x: Tensor) -> Tensor | None:
+        """Return by what the block's change is multiplied, or None for 1; shape () or (batch, 1, ...)."""
+        if not self.training:
+            return self.keep.to(x.dtype)
+        if self.drops_samples:
+            shape = (x.shape[0], *(1 for _ in x.shape[1:]))
+            return torch.floor(self.keep + torch.rand(shape, device=x.device)).to(x.dtype)
+        if torch.compiler.is_compiling():
+            return torch.floor(self.keep + torch.rand((), device=x.device)).to(x.dtype)
+        return None
+
+    def _refuse(self, x: Tensor, out: Any) -> None:
+        given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise ConfigTypeError(
+            f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns {given}. Blocks "  # type: ignore[arg-type]
+            "must return a tensor like their input; name another class with target_layer_name."
+        )
+
+
+class StochasticBottleneck(BlockStochasticModule):
+    """The bottleneck of a ResNet: only its branch is skipped, so that a block that changes the shape can be skipped too."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.Module.__call__(self, x)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Any = self
+        identity = x if part.downsample is None else part.downsample(x)
+        if self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling():
+            return x if part.downsample is None else part.relu(identity)
+        out = part.relu(part.bn1(part.conv1(x)))
+        out = part.relu(part.bn2(part.conv2(out)))
+        out = part.bn3(part.conv3(out))
+        factor = self.factor(x)
+        return part.relu(out + identity if factor is None else torch.addcmul(identity, factor, out))
+
+
+class DrawChoices:
+    """Draws, before each training pass of a model, which of its blocks to skip."""
+
+    def __init__(self, blocks: list[nn.Module], generator: torch.Generator | None):
+        self.blocks, self.generator = blocks, generator
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not module.training or torch.compiler.is_compiling():
+            return
+        for block, number in zip(self.blocks, torch.rand(len(self.blocks), generator=self.generator).tolist()):
+            block.is_dropped = number < block.drop_rate  # type: ignore[assignment, operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DrawChoices":
+        import copy
+
+        generator = None if self.generator is None else self.generator.clone_state()
+        return DrawChoices(copy.deepcopy(self.blocks, memo), generator)
+
+
+def apply_stochastic_depth(
+    model: nn.Module,
+    target_layer_name: str | type[nn.Module] = "auto",
+    stochastic_method: str = "block",
+    drop_rate: float = 0.2,
+    drop_distribution: str = "linear",
+    optimizers: Optimizers = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Let blocks of a model be skipped in training; block i of n with `drop_rate * i / n`, or all with `drop_rate`.
+
+    `target_layer_name` is "auto" for the repeated blocks that keep the shape of their input, a class, a class name, or
+    "ResNetBottleneck". `generator` (on the host) draws which blocks to skip; per-sample choices come from the device's own.
+    """
+    check_stochastic_depth("apply_stochastic_depth", stochastic_method, drop_rate, drop_distribution)
+    check_unwrapped(model, "apply_stochastic_depth")
+    blocks = find_blocks_to_skip(model, target_layer_name)
+    if not blocks:
+        warn_no_effect(f"StochasticDepth found no repeated blocks that keep the shape of their input in {type(model).__name__}.")
+        return
+    if drop_rate == 0:
+        warn_no_effect("StochasticDepth(drop_rate=0) skips nothing.")
+    for block in blocks:
+        if isinstance(block, BlockStochasticModule):
+            continue
+        mixin = StochasticBottleneck if _is_bottleneck(block) else BlockStochasticModule
+        block.__class__ = subclass_of(type(block), mixin)
+        device = next((tensor.device for tensor in block.parameters()), None)
+        block.register_buffer("keep", torch.ones((), device=device), persistent=False)
+        block.drops_samples = stochastic_method == "sample"
+        block.is_dropped = False
+    set_drop_rates(blocks, drop_rate, drop_distribution)
+    if stochastic_method == "block" and not _draws_of(model):
+        model.register_forward_pre_hook(DrawChoices(blocks, generator))
+
+
+def set_drop_rates(blocks: list[nn.Module], drop_rate: float, distribution: str) -> None:
+    """Set how often each block is skipped from now on."""
+    for index, block in enumerate(blocks, start=1):
+        block.drop_rate = drop_rate * index / len(blocks) if distribution == "linear" else drop_rate
+        block.keep.fill_(1 - block.drop_rate)  # type: ignore[operator, union-attr]
+
+
+def stochastic_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that can be skipped."""
+    return [module for module in model.modules() if isinstance(module, BlockStochasticModule)]
+
+
+def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that `target` names."""
+    if target == "ResNetBottleneck":
+        found = [module for module in model.modules() if _is_bottleneck(module)]
+        if not found:
+            raise ConfigError(
+                f"StochasticDepth(target_layer_name='ResNetBottleneck'): {type(model).__name__} has no bottleneck block (conv1, bn1, "
+                "..., conv3, bn3, relu, downsample). Use 'auto', or the name of your block's class."
+            )
+        return found
+    if target == "auto":
+        candidates = [module for _, module in repeated_blocks(model)]
+        return [block for block in candidates if _is_bottleneck(block) or keeps_shape(block) is not False]
+    return [module for _, module in select_modules(model, target, where="StochasticDepth(target_layer_name=)")]
+
+
+def _is_bottleneck(module: nn.Module) -> bool:
+    return "Bottleneck" in written_class(module).__name__ and all(hasattr(module, part) for part in _BOTTLENECK_PARTS)
+
+
+def _draws_of(model: nn.Module) -> list[DrawChoices]:
+    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, DrawChoices)]
+
+
+def check_stochastic_depth(who: str, method: str, drop_rate: float, distribution: str) -> None:
+    """Refuse impossible settings."""
+    check_choice(who, "stochastic_method", method, _METHODS)
+    check_fraction(who, drop_rate=drop_rate)
+    check_choice(who, "drop_distribution", distribution, _DISTRIBUTIONS)
+
+
+class StochasticDepth(ModelSurgery):
+    """Skips residual blocks at random; with a warm-up, more and more often.
+
+    All processes skip the same blocks, so that sharded and synchronised models stay in step.
+    """
+
+    find_unused_parameters = True
+
+    def __init__(
+        self,
+        target_layer_name: str | type[nn.Module] = "auto",
+        stochastic_method: str = "block",
+        drop_rate: float = 0.2,
+        drop_distribution: str = "linear",
+        drop_warmup: float | str | Time = 0.0,
+    ):
+        check_stochastic_depth("StochasticDepth", stochastic_method, drop_rate, drop_distribution)
+        self.target_layer_name, self.stochastic_method = target_layer_name, stochastic_method
+        self.drop_rate, self.drop_distribution = drop_rate, drop_distribution
+        self.drop_warmup = ensure_time(drop_warmup, TimeUnit.DURATION)
+        if self.drop_warmup.unit is TimeUnit.DURATION:
+            check_fraction("StochasticDepth", drop_warmup=self.drop_warmup.value)
+        self._warms_up = self.drop_warmup.value > 0
+        if self._warms_up and stochastic_method == "sample":
+            raise ConfigError("StochasticDepth: drop_warmup works with stochastic_method='block' only; 'sample' was given.")
+        if self._warms_up:
+            self.events = frozenset({Event.INIT, Event.BATCH_START})
+        self._generator = torch.Generator()
+        self._blocks: list[nn.Module] = []
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.BATCH_START:
+            return self._warm_up(state)
+        # Without the rank: everybody draws the same.
+        self._generator.manual_seed(derive_seed(state.seed, type(self).__name__))
+        super().apply(event, state, logger)
+        self._blocks = stochastic_blocks(model_of(state, str(self)))
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        apply_stochastic_depth(
+            model,
+            self.target_layer_name,
+            self.stochastic_method,
+            self.drop_rate,
+            self.drop_distribution,
+            generator=self._generator,
+        )
+        return {"stochastic_depth/num_stochastic_layers": len(stochastic_blocks(model))}
+
+    def _warm_up(self, state: State) -> None:
+        set_drop_rates(self._blocks, self.drop_rate * self._progress(state), self.drop_distribution)
+
+    def _progress(self, state: State) -> float:
+        """Return how much of the warm-up lies behind, from 0 to 1."""
+        warmup = self.drop_warmup
+        if warmup.unit is TimeUnit.DURATION:
+            done: float = elapsed_fraction(state, str(self))
+        else:
+            done = float(state.timestamp.get(warmup.unit).value)
+        return min(1.0, done / warmup.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["generator"])

@@ -1,0 +1,96 @@
+"""What the algorithms that change a model share: when they act, which optimizers they keep in step, how they say "nothing to do".
+
+The model is changed at INIT, before it is moved, loaded or wrapped. Layers take over the old parameters wherever they can, so
+an optimizer's state for them stays; a second application changes nothing.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigTypeError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.wrappers import wrapping_of
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
+M = TypeVar("M", bound=nn.Module)
+
+
+class ModelSurgery(Algorithm):
+    """An algorithm that changes the model once, at INIT; a checkpoint of the changed model needs it again."""
+
+    events = frozenset({Event.INIT})
+    writes: tuple[str, ...] = ("model", "optimizers")
+    tags = frozenset({"surgery"})
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return True
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        """Change the model and return what to log about it."""
+        raise NotImplementedError(f"{type(self).__name__} defines no operate(model, optimizers)")
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        counts = self.operate(model_of(state, str(self)), torch_optimizers(state))
+        if counts:
+            logger.log_hyperparameters(counts)
+
+
+def model_of(state: State, who: str) -> nn.Module:
+    """Return the state's model, which must be a module."""
+    if not isinstance(state.model, nn.Module):
+        raise ConfigTypeError(f"{who} changes layers of an nn.Module; the Trainer was given {type(state.model).__name__}.")
+    return state.model
+
+
+def torch_optimizers(state: State) -> list[Optimizer]:
+    """Return the torch optimizers that exist by now: one's own, or those inside units; a description makes its own later."""
+    found: list[Optimizer] = []
+    for one in state.optimizers:
+        if isinstance(one, Optimizer):
+            found.append(one)
+        else:
+            inner = getattr(one, "optimizers", None) or [getattr(one, "optimizer", None)]
+            found += [each for each in inner if isinstance(each, Optimizer)]
+    return found
+
+
+def warn_no_effect(message: str) -> None:
+    """Say that an algorithm changed nothing."""
+    warnings.warn(message, NoEffectWarning, stacklevel=3)
+
+
+def check_unwrapped(model: nn.Module, who: str) -> None:
+    """Refuse a model that a wrapper, sharding or compilation already relies on as it is."""
+    for name, child in model.named_modules():
+        kind = wrapping_of(child)
+        if kind is not None:
+            where = f"its submodule {name!r}" if name else "the model"
+            raise ConfigTypeError(f"{who}: {where} is already wrapped ({kind}). Change layers first, then wrap, shard or compile.")
+
+
+def with_settings(module: M, **attributes: Any) -> M:
+    """Return a module of the same class that shares the given one's parameters and buffers but has other settings."""
+    twin = copy.copy(module)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        twin.__dict__[registry] = dict(module.__dict__[registry])
+    for name, value in attributes.items():
+        setattr(twin, name, value)
+    return twin
+
+
+def share_tensors(new: M, old: nn.Module) -> M:
+    """Give a new layer the very parameters and buffers of the one it replaces; where that has none, it has none either."""
+    for name in list(new._parameters):
+        new._parameters[name] = old._parameters.get(name)
+    for name in list(new._buffers):
+        new._buffers[name] = old._buffers.get(name)
+    return new

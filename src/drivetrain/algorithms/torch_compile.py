@@ -1,0 +1,92 @@
+"""Compile the model with torch.compile, block by block where its blocks repeat.
+
+`module.compile()` works in place: names, state-dict keys and the model object stay. It happens after the weights are loaded and
+after all surgery, so that what is compiled is what will run.
+"""
+
+import inspect
+import warnings
+from typing import Any, Literal
+
+from torch import nn
+
+from drivetrain.algorithms.surgery import model_of
+from drivetrain.algorithms.utils.checks import check_choice
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.compilation import compile_module, set_recompile_limit
+from drivetrain.module.wrappers import wrapping_of
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_SIZES_WORTH_COMPILING = 8
+
+
+class TorchCompile(Algorithm):
+    """Compiles the model before the first step.
+
+    `regional` is "auto" (blocks where a class repeats, else the whole model), True (blocks) or False (the whole model).
+    Algorithms that can count the input shapes they will make (`count_shapes`: progressive resizing, sequence-length warm-up) get
+    room for that many compilations.
+    """
+
+    events = frozenset({Event.AFTER_LOAD})
+    writes = ("model",)
+    after = ("#surgery", "LowPrecisionLayerNorm", "LowPrecisionGroupNorm", "ChannelsLast")
+
+    def __init__(
+        self,
+        mode: str = "default",
+        regional: Literal["auto"] | bool = "auto",
+        dynamic: bool | None = False,
+        fullgraph: bool = False,
+        *,
+        backend: str = "inductor",
+    ):
+        check_choice("TorchCompile", "mode", mode, _MODES)
+        if regional not in ("auto", True, False):
+            raise ConfigError(f"TorchCompile(regional={regional!r}): expected 'auto', True or False.")
+        self.mode, self.regional, self.dynamic, self.fullgraph, self.backend = mode, regional, dynamic, fullgraph, backend
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model = model_of(state, str(self))
+        if _is_compiled(model):
+            return  # a second train() of the same trainer
+        sizes = _count_shapes(state)
+        if sizes > _SIZES_WORTH_COMPILING and not self.dynamic:
+            warnings.warn(
+                f"TorchCompile: other algorithms will show the model about {sizes} input sizes, each of which is compiled. Use larger "
+                "steps between sizes, or dynamic=True.",
+                stacklevel=2,
+            )
+        scope: Any = {"auto": "auto", True: "block", False: "model"}[self.regional]
+        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
+        if self.mode != "default":
+            settings["mode"] = self.mode
+        compile_module(model, scope, **settings)
+        if sizes:
+            _make_room(sizes)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(wrapping_of(module) in ("module.compile()", "OptimizedModule") for module in model.modules())
+
+
+def _count_shapes(state: State) -> int:
+    """Return how many input shapes the other algorithms of the run announce."""
+    counted = 0
+    for algorithm in state.algorithms:
+        count = getattr(algorithm, "count_shapes", None)
+        if callable(count):
+            takes_state = "state" in inspect.signature(count).parameters
+            counted += count(state) if takes_state else count()
+    return counted
+
+
+def _make_room(sizes: int) -> None:
+    """Allow each size in training and in evaluation."""
+    import torch._dynamo
+
+    if torch._dynamo.config.recompile_limit < 2 * sizes:
+        set_recompile_limit(2 * sizes)

@@ -1,0 +1,89 @@
+"""Weight standardization (Qiao et al., 2019, arXiv 1903.10520): give every convolution filter mean zero and variance one."""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import ModelSurgery, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.utils.checks import check_whole
+
+_EPSILON = 1e-10
+
+
+class WeightStandardizer(nn.Module):
+    """A parametrization that standardizes a kernel over all of its dimensions but the first."""
+
+    def forward(self, W: Tensor) -> Tensor:
+        dims = list(range(1, W.ndim))
+        var, mean = torch.var_mean(W, dim=dims, correction=0, keepdim=True)
+        return (W - mean) / torch.sqrt(var + _EPSILON)
+
+
+def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 0) -> int:
+    """Standardize the kernels of all convolutions but the last `n_last_layers_ignore`; return how many are.
+
+    The last ones in order of execution are meant, which a symbolic trace shows; a model that cannot be traced is taken in the
+    order of definition, with a warning. Parameters stay the same objects, so optimizers need no change.
+    """
+    check_whole("apply_weight_standardization", 0, n_last_layers_ignore=n_last_layers_ignore)
+    check_unwrapped(module, "apply_weight_standardization")
+    convs = _in_order(module) if n_last_layers_ignore else _convolutions(module)
+    chosen = convs[: max(0, len(convs) - n_last_layers_ignore)]
+    if not chosen:
+        warn_no_effect(
+            f"WeightStandardization(n_last_layers_ignore={n_last_layers_ignore}) found nothing to standardize: "
+            f"{type(module).__name__} has {len(convs)} convolutions."
+        )
+    for conv in chosen:
+        if not _is_standardized(conv):
+            parametrize.register_parametrization(conv, "weight", WeightStandardizer())
+    return len(chosen)
+
+
+def _convolutions(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+
+
+def _is_standardized(conv: nn.Module) -> bool:
+    if not parametrize.is_parametrized(conv, "weight"):
+        return False
+    return any(isinstance(one, WeightStandardizer) for one in conv.parametrizations["weight"])  # type: ignore[union-attr, index]
+
+
+def _in_order(model: nn.Module) -> list[nn.Module]:
+    """Return the convolutions in the order in which the model first calls them."""
+    known = _convolutions(model)
+    try:
+        graph = torch.fx.symbolic_trace(model).graph
+    except Exception as error:  # whatever a user's forward does to a tracer
+        warnings.warn(
+            f"WeightStandardization could not trace {type(model).__name__} ({type(error).__name__}), so its last convolutions are "
+            "those defined last.",
+            stacklevel=3,
+        )
+        return known
+    named = dict(model.named_modules())
+    called = dict.fromkeys(named[str(node.target)] for node in graph.nodes if node.op == "call_module")
+    ordered = [module for module in called if module in known]
+    return [conv for conv in known if conv not in called] + ordered  # those never called are surely not the last
+
+
+class WeightStandardization(ModelSurgery):
+    """Standardizes the convolution kernels of the model."""
+
+    writes = ("model",)
+
+    def __init__(self, n_last_layers_ignore: int = 0):
+        check_whole("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)
+        self.n_last_layers_ignore = n_last_layers_ignore
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        return {
+            "WeightStandardization/num_weights_standardized": apply_weight_standardization(
+                model, self.n_last_layers_ignore
+            )
+        }

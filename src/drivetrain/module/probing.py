@@ -1,0 +1,67 @@
+"""Try a block on made-up input to see what it does to shapes, without memory or arithmetic (fake tensors).
+
+What a block takes is guessed from its layers: images of as many channels as its first convolution reads, or sequences as wide as
+its first norm or matrix. A block that needs more than that cannot be tried, and the answer is None.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+_SIDE, _ROWS, _LENGTH = 16, 2, 8
+
+
+def keeps_shape(block: nn.Module) -> bool | None:
+    """Say whether a block returns a tensor of its input's shape; None when it cannot be tried."""
+    shape = _likely_input(block)
+    if shape is None:
+        return None
+    try:
+        out = _run_on_fake_tensor(block, shape)
+    except Exception:  # other arguments are needed, another shape is expected, or the code cannot be followed
+        return None if not _resizes(block) else False
+    return isinstance(out, Tensor) and tuple(out.shape) == shape
+
+
+def _likely_input(block: nn.Module) -> tuple[int, ...] | None:
+    for module in block.modules():
+        if isinstance(module, _ConvNd):
+            dims = len(module.kernel_size)
+            return (_ROWS, module.in_channels, *([_SIDE] * dims))
+        if isinstance(module, nn.LayerNorm):
+            return (_ROWS, _LENGTH, *module.normalized_shape)
+        if isinstance(module, nn.Linear):
+            return (_ROWS, _LENGTH, module.in_features)
+        if isinstance(module, nn.MultiheadAttention):
+            return (_ROWS, _LENGTH, module.embed_dim)
+    return None
+
+
+def _resizes(block: nn.Module) -> bool:
+    """Say whether some convolution of a block changes the size of its image."""
+    return any(
+        isinstance(module, _ConvTransposeNd) or (isinstance(module, _ConvNd) and max(module.stride) > 1)
+        for module in block.modules()
+    )
+
+
+def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    generator = torch.get_rng_state()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            state = {
+                name: mode.from_tensor(tensor.detach()) for name, tensor in block.state_dict(keep_vars=True).items()
+            }
+            reference = next((tensor for tensor in state.values() if tensor.is_floating_point()), None)
+            x = (
+                torch.empty(shape)
+                if reference is None
+                else torch.empty(shape, dtype=reference.dtype, device=reference.device)
+            )
+            return torch.func.functional_call(block, state, (x,), tie_weights=True)
+    finally:
+        torch.set_rng_state(generator)

@@ -1,0 +1,52 @@
+"""What `Trainer(strict=True)` watches during steps: host waits, and parameters that no loss reaches."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.callbacks.base import TrainerCallback
+
+WARM_UP = 3  # the first steps allocate and initialise, which waits
+
+
+class StrictSteps(TrainerCallback):
+    """Makes a synchronisation inside a step an error, and a trainable parameter without a gradient in the first window."""
+
+    def __init__(self) -> None:
+        self._steps_seen = 0
+        self._first_window = True
+
+    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Begin anew with every run."""
+        self._steps_seen, self._first_window = 0, True
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        """From here to the end of the batch the host must not wait; float16's scaler is the known exception."""
+        self._steps_seen += 1
+        if state.device.type == "cuda" and state.scaler is None and self._steps_seen > WARM_UP:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def after_train_batch(self, state: Any, logger: Any) -> None:
+        """Look at the first complete gradients."""
+        if not self._first_window or not isinstance(state.model, nn.Module):
+            return
+        self._first_window = False
+        missing = [name for name, p in state.model.named_parameters() if p.requires_grad and p.grad is None]
+        if missing:
+            shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+            raise ConfigError(
+                f"strict: {len(missing)} trainable parameters got no gradient in the first window: {shown}. Does the loss depend on "
+                "them? Set requires_grad=False for those it should not reach."
+            )
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        """Allow waiting again between steps, where evaluation and saving happen."""
+        if state.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, trainer: Any, exception: BaseException | None = None, **kwargs: Any) -> None:
+        """Leave the process as it was."""
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
