@@ -51,6 +51,9 @@ def main(kills: int = 5, num_epochs: int = 20) -> bool:
         killed = Path(folder, "killed")
         command = [sys.executable, __file__, str(killed), str(num_epochs)]
         attempts = torment(lambda: subprocess.Popen(command), killed, kills=kills, longest=0.2, in_saves=1.0)
+        if attempts[-1].ended != "finished":
+            print(f"the run did not come to its end: {attempts}")
+            return False
         same = Path(killed, "fingerprint").read_text() == undisturbed
     struck = [attempt for attempt in attempts if attempt.ended == "killed"]
     print(

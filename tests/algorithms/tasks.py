@@ -22,7 +22,7 @@ CARDS = Path(__file__).parents[2] / "docs" / "algorithms"
 class ConvNet(nn.Module):
     """Two convolutions with batch norm and dropout, for images of any size."""
 
-    def __init__(self, classes: int = 3, channels: int = 2):
+    def __init__(self, classes: int = 3, channels: int = 3):
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(6, 8, 3), nn.ReLU()
@@ -87,7 +87,7 @@ class Documents(Dataset):
         return {"input_ids": self.rows[index]}
 
 
-def image_data(rows: int = 24, size: int = 8, channels: int = 2, classes: int = 3) -> TensorDataset:
+def image_data(rows: int = 24, size: int = 8, channels: int = 3, classes: int = 3) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(rows, channels, size, size, generator=generator)
     return TensorDataset(images, torch.randint(0, classes, (rows,), generator=generator))

@@ -85,5 +85,5 @@ def test_single_images_lose_their_own_rows_inside_the_dataset():
     trainer = conv_trainer(ColOut(0.25, 0.25, batch=False))
     assert trainer._algorithms[0].events == {Event.FIT_START}
     train(trainer, data, num_epochs=1)
-    assert trainer.state.train_dataloader.dataset[0][0].shape == (2, 6, 6)
-    assert data.transform is None and data[0][0].shape == (2, 8, 8)
+    assert trainer.state.train_dataloader.dataset[0][0].shape == (3, 6, 6)
+    assert data.transform is None and data[0][0].shape == (3, 8, 8)

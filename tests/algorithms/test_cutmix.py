@@ -81,7 +81,7 @@ def test_the_short_form_returns_images_and_soft_targets():
 
 
 def test_soft_targets_by_area_with_ignored_labels():
-    x, y = torch.randn(4, 2, 8, 8), torch.tensor([0, 1, -1, 2])
+    x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, -1, 2])
     state = make_state([x, y], model=ConvNet(), loss_fn=nn.CrossEntropyLoss(), outputs=torch.randn(4, 3))
     algorithm = CutMix()
     run(algorithm, state, Event.BEFORE_FORWARD, Event.BEFORE_LOSS)

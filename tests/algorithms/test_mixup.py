@@ -91,7 +91,7 @@ def test_the_short_form_returns_soft_targets():
 
 
 def test_soft_targets_for_the_loss_and_hard_ones_afterwards():
-    x, y = torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, -100])
+    x, y = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, -100])
     state = make_state((x, y), model=ConvNet(), loss_fn=nn.CrossEntropyLoss())
     algorithm = MixUp(0.4)
     run(algorithm, state, Event.BEFORE_FORWARD)
@@ -106,7 +106,7 @@ def test_soft_targets_for_the_loss_and_hard_ones_afterwards():
 
 
 def test_interpolated_loss_equals_the_mix_of_both_losses():
-    x, y = torch.randn(4, 2, 4, 4), torch.tensor([0, 1, 2, 1])
+    x, y = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 1])
     state = make_state((x, y), model=ConvNet(), loss_fn=nn.CrossEntropyLoss())
     algorithm = MixUp(0.8, interpolate_loss=True)
     run(algorithm, state, Event.BEFORE_FORWARD)

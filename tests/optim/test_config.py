@@ -23,7 +23,7 @@ from drivetrain.optim import (
 )
 from tests.optim.models import EncoderDecoder, batches, losses_of, same, weights
 
-SEED = """
+TWO_UNITS = """
 warmup: 400
 optim_sches:
     encoder_optim:
@@ -60,7 +60,7 @@ def load(text, model=None, **shared):
 
 
 def test_the_documented_file_loads_and_equals_the_python_form():
-    optim = load(SEED, grad_clip=5.0)
+    optim = load(TWO_UNITS, grad_clip=5.0)
     assert list(optim) == ["encoder_optim", "decoder_optim"]
     encoder, decoder = optim.values()
     assert (encoder.optim_loss, encoder.updated_modules, encoder.step_per_update) == ("encoder_loss", ["encoder"], 2)
@@ -84,7 +84,7 @@ def test_yaml_and_python_train_alike():
             "AdamW", {"lr": 2e-3}, theirs, optim_loss="decoder_loss", updated_modules="decoder", warmup_steps=400
         ),
     )
-    for model, units in ((ours, load(SEED, ours)), (theirs, optim)):
+    for model, units in ((ours, load(TWO_UNITS, ours)), (theirs, optim)):
         for x in batches(4):
             units.backward(losses_of(model, x))
             units.step()
@@ -128,12 +128,12 @@ def test_a_units_own_value_wins_over_a_shared_one():
     optim = load("optim_sches: {type: ConstantLr, conf: {optim_type: SGD, accum_grad: 2}}", accum_grad=5, ft_factor=0.5)
     assert (optim["main"].accum_grad, optim["main"].ft_factor, optim["main"].grad_clip) == (2, 0.5, 1.0)
     with pytest.raises(TypeError, match="'accum_grad'"):
-        load(SEED, acum_grad=2)
+        load(TWO_UNITS, acum_grad=2)
 
 
-def test_the_builder_of_the_reference_takes_a_namespace():
+def test_the_builder_takes_a_namespace_of_shared_arguments():
     args = argparse.Namespace(accum_grad=3, grad_clip=5.0, seed=1, use_amp=False)
-    cfg = load_yaml(io.StringIO(SEED))["optim_sches"]
+    cfg = load_yaml(io.StringIO(TWO_UNITS))["optim_sches"]
     optim = build_optim_sches(EncoderDecoder(), cfg, args, ft_factor=0.1)
     assert {(u.accum_grad, u.grad_clip, u.use_amp, u.ft_factor) for u in optim.values()} == {(3, 5.0, False, 0.1)}
     assert build_optim_sches(EncoderDecoder(), cfg, {"accum_grad": 2})["decoder_optim"].accum_grad == 2
@@ -164,7 +164,7 @@ optim_sches:
 """
 
 
-@pytest.mark.parametrize("text", [SEED, FULL])
+@pytest.mark.parametrize("text", [TWO_UNITS, FULL])
 def test_configuration_round_trips(text):
     first = load(text, ft_factor=0.5)
     config = first.to_config()
@@ -183,7 +183,7 @@ def test_configuration_round_trips(text):
 
 def test_the_written_file_is_readable(tmp_path):
     path = tmp_path / "optim.yaml"
-    text = to_yaml(load(SEED), path)
+    text = to_yaml(load(TWO_UNITS), path)
     assert path.read_text() == text and "betas: !tuple [0.9, 0.98]" in text
     assert list(from_yaml(path, EncoderDecoder())) == ["encoder_optim", "decoder_optim"]
 
@@ -245,7 +245,7 @@ class TestAsOptimSet:
     def test_everything_a_trainer_may_be_given(self, tmp_path):
         model = EncoderDecoder()
         path = tmp_path / "train.yaml"
-        path.write_text(SEED)
+        path.write_text(TWO_UNITS)
         one = ConstantLr("SGD", {"lr": 0.1}, model)
         whole = OptimSet(main=one)
         assert as_optim_set(whole, model, accum_grad=4) is whole and one.accum_grad == 4

@@ -15,8 +15,6 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.optim import ConstantLr, OptimSet
 from tests.optim.models import EncoderDecoder, batches, losses_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
-
 
 def build(model, shared_loss=False, **conf):
     conf = {"optim_type": "SGD", "optim_conf": {"lr": 0.2, "momentum": 0.9}, "model": model, "grad_clip": None, **conf}
@@ -337,17 +335,22 @@ def test_norms_are_taken_over_full_tensors(world2):
 def resume_inside_a_window(kind):
     rank = torch.distributed.get_rank()
     data = data_of(rank, 9)
-    model = wrapped(kind)
+    model = wrapped("ddp" if kind == "wrapped late" else kind)
     optim = build(model, accum_grad=4)
     for number in range(1, 8):
         step(optim, model, number, data)
     state, saved = copy.deepcopy(optim.state_dict()), copy.deepcopy(model.state_dict())
     for number in range(8, 10):
         step(optim, model, number, data)
-    other = wrapped(kind, seed=5)
-    other.load_state_dict(saved)
+    other = wrapped("bare" if kind == "wrapped late" else kind, seed=5)
+    other.load_state_dict(
+        {name.removeprefix("module."): value for name, value in saved.items()} if kind == "wrapped late" else saved
+    )
     resumed = build(other, accum_grad=4)
     resumed.load_state_dict(state)
+    if kind == "wrapped late":
+        other = DistributedDataParallel(other)
+        resumed.rebind(other)
     for number in range(8, 10):
         step(resumed, other, number, data)
     return all(torch.equal(a, b) for a, b in zip(parameters_of(model).values(), parameters_of(other).values()))
@@ -362,7 +365,7 @@ def step(optim, model, number, data):
         optim.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@pytest.mark.parametrize("kind", ["ddp", "wrapped late", "sharded"])
 def test_a_window_saved_on_two_ranks_continues_bit_for_bit(world2, kind):
     assert world2(resume_inside_a_window, kind) == [True, True]
 

@@ -106,17 +106,17 @@ class TestPasses:
         for old, new, grad in zip(before, weights(model.decoder), expected):
             assert torch.allclose(old - new, grad, rtol=0, atol=1e-12)
 
-    def test_graphs_are_kept_whole_before_the_first_forward_compiles_them(self, monkeypatch):
+    def test_graphs_are_kept_whole_before_the_first_forward_compiles_them(self):
         from torch._functorch import config
 
-        monkeypatch.setattr(config, "donated_buffer", True)
-        pair(EncoderDecoder(), encoder={"step_per_update": 2}).begin_batch(1, 1)
-        assert config.donated_buffer is True  # nothing is compiled here
-        model = torch.compile(EncoderDecoder(), backend="eager")
-        pair(model, optim_loss="loss").begin_batch(1, 1)
-        assert config.donated_buffer is True  # one pass
-        pair(model, encoder={"step_per_update": 2}).begin_batch(1, 1)
-        assert config.donated_buffer is False
+        with config.patch(donated_buffer=True):
+            pair(EncoderDecoder(), encoder={"step_per_update": 2}).begin_batch(1, 1)
+            assert config.donated_buffer is True  # nothing is compiled here
+            model = torch.compile(EncoderDecoder(), backend="eager")
+            pair(model, optim_loss="loss").begin_batch(1, 1)
+            assert config.donated_buffer is True  # one pass
+            pair(model, encoder={"step_per_update": 2}).begin_batch(1, 1)
+            assert config.donated_buffer is False
 
     @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it is first compiled
     def test_a_compiled_model_with_two_losses(self):

@@ -10,7 +10,7 @@ from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
-from drivetrain.algorithms.utils.primitives import check_range, each_image, find_set
+from drivetrain.algorithms.utils.primitives import check_image, each_image, find_set
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
@@ -33,7 +33,7 @@ def augmix_image(
     where `depth` is not positive. A PIL image stays one; tensors are uint8 or float from 0 to 1.
     """
     _check(severity, depth, width, alpha, augmentation_set, "augmix_image")
-    check_range(img, "augmix_image")
+    check_image(img, "augmix_image")
     augmentations = find_set(augmentation_set, "augmix_image")
 
     def augment(image: Any) -> Any:

@@ -42,7 +42,7 @@ class BatchSizeWarmup(Algorithm):
     def __init__(self, initial: float = 0.25, duration: str | Time = "0.3dur", lr_rule: Rule = "sqrt"):
         check_fraction("BatchSizeWarmup", initial=initial)
         check_choice("BatchSizeWarmup", "lr_rule", lr_rule, RULES)
-        self.initial, self.duration, self.lr_rule = initial, ensure_time(duration), lr_rule
+        self.initial, self.duration, self.lr_rule = initial, ensure_time(duration, TimeUnit.BATCH), lr_rule
         self._length: int | None = None
         self._rates: list[tuple[dict[str, Any], Any]] = []
 

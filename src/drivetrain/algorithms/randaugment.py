@@ -7,7 +7,7 @@ from torch import nn
 from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_integer
-from drivetrain.algorithms.utils.primitives import check_range, each_image, find_set
+from drivetrain.algorithms.utils.primitives import check_image, each_image, find_set
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
@@ -22,7 +22,7 @@ def randaugment_image(
     A PIL image stays one. A tensor (C, H, W), or each image of a batch (N, C, H, W) on its own, is uint8 or float from 0 to 1.
     """
     _check(severity, depth, augmentation_set, "randaugment_image")
-    check_range(img, "randaugment_image")
+    check_image(img, "randaugment_image")
     augmentations = find_set(augmentation_set, "randaugment_image")
 
     def augment(image: Any) -> Any:

@@ -14,7 +14,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Time, ensure_time
+from drivetrain.core.time import Time, TimeUnit, ensure_time
 
 
 def resize_shorter_side(x: Tensor, size: int) -> Tensor:
@@ -60,7 +60,7 @@ class Resolution(Algorithm):
             )
         self.train_crop, self.eval_resize, self.eval_crop = train_crop, eval_resize, eval_crop
         self.input_key = input_key
-        self._sizes = [(ensure_time(moment), size) for moment, size in schedule or ()]
+        self._sizes = [(ensure_time(moment, TimeUnit.BATCH), size) for moment, size in schedule or ()]
         for _, size in self._sizes:
             check_whole("Resolution(schedule)", 1, size=size)
 

@@ -30,8 +30,8 @@ _DISTRIBUTIONS = ("linear", "uniform")
 _BOTTLENECK_PARTS = ("conv1", "bn1", "conv2", "bn2", "conv3", "bn3", "relu", "downsample")
 
 
-class BlockStochasticModule(GeneratedClass):
-    """Makes a block be skipped: dropped, it returns its input; in evaluation its change of the input is scaled down."""
+class Skippable(GeneratedClass):
+    """What a block that can be skipped knows about that."""
 
     drop_rate: float
     """The probability with which it is skipped now."""
@@ -43,15 +43,9 @@ class BlockStochasticModule(GeneratedClass):
     """`1 - drop_rate` as a tensor, so that a compiled model does not depend on the number."""
     training: bool
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
-        if self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling():
-            return x
-        out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
-        if not isinstance(out, Tensor) or out.shape != x.shape:
-            self._refuse(x, out)
-        factor = self.factor(x)
-        return out if factor is None else torch.addcmul(x, factor, out - x)
+    def is_skipped(self) -> bool:
+        """Say whether the block need not run at all in this pass."""
+        return self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling()
 
     def factor(self, x: Tensor) -> Tensor | None:
         """Return by what the block's change is multiplied, or None for 1; shape () or (batch, 1, ...)."""
@@ -64,6 +58,20 @@ class BlockStochasticModule(GeneratedClass):
             return torch.floor(self.keep + torch.rand((), device=x.device)).to(x.dtype)
         return None
 
+
+class BlockStochasticModule(Skippable):
+    """Any block: dropped, it returns its input; in evaluation its change of the input is scaled down."""
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
+        if self.is_skipped():
+            return x
+        out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        if not isinstance(out, Tensor) or out.shape != x.shape:
+            self._refuse(x, out)
+        factor = self.factor(x)
+        return out if factor is None else torch.addcmul(x, factor, out - x)
+
     def _refuse(self, x: Tensor, out: Any) -> None:
         given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigTypeError(
@@ -72,16 +80,13 @@ class BlockStochasticModule(GeneratedClass):
         )
 
 
-class StochasticBottleneck(BlockStochasticModule):
+class StochasticBottleneck(Skippable):
     """The bottleneck of a ResNet: only its branch is skipped, so that a block that changes the shape can be skipped too."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.Module.__call__(self, x)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         part: Any = self
         identity = x if part.downsample is None else part.downsample(x)
-        if self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling():
+        if self.is_skipped():
             return x if part.downsample is None else part.relu(identity)
         out = part.relu(part.bn1(part.conv1(x)))
         out = part.relu(part.bn2(part.conv2(out)))
@@ -133,7 +138,7 @@ def apply_stochastic_depth(
     if drop_rate == 0:
         warn_no_effect("StochasticDepth(drop_rate=0) skips nothing.")
     for block in blocks:
-        if isinstance(block, BlockStochasticModule):
+        if isinstance(block, Skippable):
             continue
         mixin = StochasticBottleneck if _is_bottleneck(block) else BlockStochasticModule
         block.__class__ = subclass_of(type(block), mixin)
@@ -155,7 +160,7 @@ def set_drop_rates(blocks: list[nn.Module], drop_rate: float, distribution: str)
 
 def stochastic_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model that can be skipped."""
-    return [module for module in model.modules() if isinstance(module, BlockStochasticModule)]
+    return [module for module in model.modules() if isinstance(module, Skippable)]
 
 
 def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list[nn.Module]:

@@ -4,7 +4,6 @@
 after all surgery, so that what is compiled is what will run.
 """
 
-import inspect
 import warnings
 from typing import Any, Literal
 
@@ -75,13 +74,8 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def _count_shapes(state: State) -> int:
     """Return how many input shapes the other algorithms of the run announce."""
-    counted = 0
-    for algorithm in state.algorithms:
-        count = getattr(algorithm, "count_shapes", None)
-        if callable(count):
-            takes_state = "state" in inspect.signature(count).parameters
-            counted += count(state) if takes_state else count()
-    return counted
+    counts = [getattr(algorithm, "count_shapes", None) for algorithm in state.algorithms]
+    return sum(count() for count in counts if callable(count))
 
 
 def _make_room(sizes: int) -> None:

@@ -404,8 +404,10 @@ class OptimScheduler(ABC):
         length = self.accum_grad * (self.step_per_update if self.accumulate_skipped else 1)
         world = self.terrain.world(self.distributed)
         window = getattr(self, "window", None)
-        if window is None or (window.length, window.world) != (length, world):
+        if window is None or window.length != length:
             self.window = UnitWindow(length, world)
+        else:  # a wrapper put on after loading must not lose a window in progress
+            window.world = world
 
     # ------------------------------------------------------------------ counts
 

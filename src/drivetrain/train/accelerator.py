@@ -28,7 +28,7 @@ class TrainerRuntime:
     def __init__(self, device: str | torch.device | None = None, precision: str | Precision | None = None):
         world = launched_world()
         if world is not None and world.world_size > 1:
-            init_distributed("gloo" if device is not None and torch.device(device).type == "cpu" else None)
+            init_distributed("gloo" if choose_device(device).type == "cpu" else None)
         self.device = choose_device("auto" if device is None else device)
         self.precision = parse_precision(precision)
         self.scaler = self.precision.make_scaler(self.device)

@@ -186,9 +186,14 @@ def find_set(name: str, who: str) -> tuple[Augmentation, ...]:
     return augmentation_sets[name]
 
 
-def check_range(image: Any, who: str) -> None:
-    """Refuse a float image on the host whose values are not from 0 to 1: it has been normalised already."""
-    if isinstance(image, Tensor) and image.is_floating_point() and image.device.type == "cpu" and image.numel():
+def check_image(image: Any, who: str) -> None:
+    """Refuse tensors that are no images, and float ones on the host that have been normalised already."""
+    if not isinstance(image, Tensor):
+        return
+    if image.ndim not in (3, 4):
+        raise ConfigTypeError(f"{who}: a tensor of shape {tuple(image.shape)} is no image (C, H, W), nor a batch of them.")
+    tensor_ops.check_channels(image)
+    if image.is_floating_point() and image.device.type == "cpu" and image.numel():
         low, high = (float(edge) for edge in torch.aminmax(image.detach().float()))
         if low < 0 or high > 1:
             raise ConfigError(

@@ -112,13 +112,18 @@ def sharpness(image: Tensor, factor: float) -> Tensor:
 
 def _grey(image: Tensor) -> Tensor:
     """Return the image's luma, (1, H, W)."""
+    check_channels(image)
     if image.shape[0] == 1:
         return image
-    if image.shape[0] != 3:
-        raise ConfigTypeError(f"colours are defined for images of 1 or 3 channels; this one has {image.shape[0]}.")
     red, green, blue = image.int()
     luma = red * _LUMA[0] + green * _LUMA[1] + blue * _LUMA[2]
     return ((luma + 2**15) >> 16).to(torch.uint8).unsqueeze(0)
+
+
+def check_channels(image: Tensor) -> None:
+    """Refuse what has no colours: they are defined for one channel and for three."""
+    if image.shape[-3] not in (1, 3):
+        raise ConfigTypeError(f"colours are defined for images of 1 or 3 channels; this one has {image.shape[-3]}.")
 
 
 def _blend(start: Tensor, end: Tensor, factor: float) -> Tensor:

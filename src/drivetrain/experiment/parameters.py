@@ -1,0 +1,212 @@
+"""Parameters, groups of them, and the list of one experiment, in which no two may answer to one flag."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.experiment.values import BadValue, ValueType, choice_of, declared_type, read_bool
+
+RESERVED = ("help", "print_params", "force")
+"""Options of the command line itself. A parameter called `force` takes the word over; the other two are never given away."""
+
+NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+
+
+class Parameter:
+    """One parameter: its name, type, default, and where its value may come from."""
+
+    def __init__(
+        self,
+        name: str,
+        type: Any = str,
+        default: Any = None,
+        required: bool = False,
+        allowed_values: Iterable[Any] | None = None,
+        is_flag: bool = False,
+        multiple: bool = False,
+        allow_from_file: bool = True,
+        envvar: str | bool | None = None,
+        help: str | None = None,
+        default_help: str | None = None,
+        hidden: bool = False,
+        behaviour: Any = None,
+        *,
+        resumable: bool = False,
+    ):
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise ParameterError(
+                f"parameter name {name!r}: expected a Python name, such as batch_size; dots may join several (opt.lr)."
+            )
+        if name in ("help", "print_params"):
+            raise ParameterError(f"parameter name {name!r}: the command line has this option already. Choose another.")
+        if is_flag and (multiple or allowed_values is not None):
+            other = "multiple" if multiple else "allowed_values"
+            raise ParameterError(f"parameter {name!r}: a flag is true or false and cannot have {other}. Drop one.")
+        if envvar is True or not isinstance(envvar, str | bool | None.__class__):
+            raise ParameterError(
+                f"parameter {name!r}: envvar={envvar!r} names no variable. Give its name, such as 'MASTER_ADDR', or None."
+            )
+        self.name = name
+        self.required, self.is_flag, self.multiple = required, is_flag, multiple
+        self.allowed_values = None if allowed_values is None else list(allowed_values)
+        self.default = False if is_flag and default is None and not required else default
+        self.calls_default = callable(default) and not inspect.isclass(default)
+        self.allow_from_file, self.resumable, self.hidden = allow_from_file, resumable, hidden
+        self.envvar = envvar or None
+        self.help, self.default_help = help, default_help
+        self.behaviour = behaviour
+        self.type = bool if is_flag else type
+        self.value_type = self._value_type()
+        self.container: Callable[[list[Any]], Any] = list
+        """What the values of a `multiple` parameter are put into."""
+        self.from_signature = False
+        """Declared by the function's signature; an explicit declaration of the name may replace it."""
+
+    def _value_type(self) -> ValueType:
+        if self.is_flag:
+            return ValueType(read_bool, "BOOL")
+        if self.allowed_values is not None:
+            return choice_of(self.allowed_values)
+        try:
+            return declared_type(self.type)
+        except BadValue as problem:
+            raise ParameterError(f"parameter {self.name!r}: {problem}.") from None
+
+    @property
+    def flag(self) -> str:
+        """The option as help prints it: `--batch-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def flags(self) -> list[str]:
+        """Every option that means this parameter, with `_` for `-`; a flag also has its negation."""
+        return [self.name, f"no_{self.name}"] if self.is_flag else [self.name]
+
+    def read(self, value: Any, *, is_text: bool, where: str) -> Any:
+        """Return a given value in the parameter's type, or raise a `ParameterError` that names the place."""
+        if not self.multiple:
+            return self._read_one(value, is_text, where)
+        items = list(value) if isinstance(value, list | tuple | set | range) else [value]
+        return self.container([self._read_one(item, is_text, where) for item in items])
+
+    def _read_one(self, value: Any, is_text: bool, where: str) -> Any:
+        try:
+            return self.value_type.read(value, is_text)
+        except BadValue as problem:
+            shown = repr(value)
+            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            raise ParameterError(f"{where}: {self.name} cannot be {shown}: {problem}.") from None
+
+    def make_default(self) -> Any:
+        """Return the default for one run; a function is called."""
+        return self.default() if self.calls_default else self.default
+
+    def describe_default(self) -> str | None:
+        """Return the default as help prints it, None where there is none."""
+        if self.default_help is not None:
+            return self.default_help
+        if self.default is None:
+            return None
+        if self.calls_default:
+            return "computed"
+        return str(getattr(self.default, "name", self.default))
+
+    def with_default(self, default: Any) -> "Parameter":
+        """Return the same parameter with another default."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, default=default, calls_default=False, default_help=None)
+        return copy
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r})"
+
+
+class ParameterGroup:
+    """Parameters that help shows together under a title."""
+
+    def __init__(self, name: str, help: str | None, parameters: Iterable[Parameter]):
+        self.name, self.help = name, help
+        self.parameters = list(parameters)
+
+    def get_parameters(self) -> list[Parameter]:
+        """Return the parameters of the group."""
+        return list(self.parameters)
+
+
+class ParameterSet(Mapping[str, Parameter]):
+    """The parameters of one experiment or group, in order of declaration."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[str, Parameter] = {}
+        self._owners: dict[str, str] = {}  # flag: name of the parameter it means
+        self.groups: list[ParameterGroup] = []
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def owner_of(self, flag: str) -> Parameter | None:
+        """Return the parameter an option (without dashes, `_` for `-`) belongs to."""
+        name = self._owners.get(flag)
+        return None if name is None else self._parameters[name]
+
+    def add(self, parameter: Parameter) -> None:
+        """Add a parameter; a name or flag that is taken already is an error."""
+        earlier = self._parameters.get(parameter.name)
+        if earlier is not None and earlier.from_signature:
+            if parameter.default is None and earlier.default is not None:
+                parameter = parameter.with_default(earlier.default)
+                parameter.calls_default = earlier.calls_default
+            self._remove(earlier)
+        self._check_flags(parameter)
+        self._parameters[parameter.name] = parameter
+        self._owners |= dict.fromkeys(parameter.flags, parameter.name)
+
+    def add_group(self, group: ParameterGroup) -> None:
+        """Add all parameters of a group, and its title."""
+        if any(group.name == other.name for other in self.groups):
+            raise ParameterError(f"there is a parameter group {group.name!r} already. Give this one another name.")
+        for parameter in group.parameters:
+            self.add(parameter)
+        self.groups.append(group)
+
+    def inherit(self, parameters: Iterable[Parameter], groups: Iterable[ParameterGroup]) -> None:
+        """Take over parameters of another experiment; a parameter or group that is here already is skipped."""
+        for group in groups:
+            if all(group.name != other.name for other in self.groups):
+                fresh = [parameter for parameter in group.parameters if parameter.name not in self]
+                self.add_group(ParameterGroup(group.name, group.help, fresh))
+        for parameter in parameters:
+            if parameter.name not in self:
+                self.add(parameter)
+
+    def replace_default(self, name: str, default: Any) -> None:
+        """Give a parameter that is here another default."""
+        self._parameters[name] = self._parameters[name].with_default(default)
+
+    def _check_flags(self, parameter: Parameter) -> None:
+        for flag in parameter.flags:
+            if flag in self._owners:
+                raise ParameterError(
+                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} belongs to the parameter "
+                    f"{self._owners[flag]!r} already. Rename one of them."
+                )
+        parts = parameter.name.split(".")
+        inside = [".".join(parts[:length]) for length in range(1, len(parts))]
+        around = [name for name in self._parameters if name.startswith(parameter.name + ".")]
+        for other in [name for name in inside if name in self._parameters] + around[:1]:
+            raise ParameterError(
+                f"parameter {parameter.name!r}: {other!r} is a parameter too, and a value cannot be both. Rename one."
+            )
+
+    def _remove(self, parameter: Parameter) -> None:
+        del self._parameters[parameter.name]
+        for flag in parameter.flags:
+            del self._owners[flag]

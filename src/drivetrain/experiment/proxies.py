@@ -1,0 +1,95 @@
+"""Names that always mean the present run: `params`, `output_dir` and the like can be imported once, at the top.
+
+Each is bound to its value when a run starts and keeps it after the run has ended. Before the first run any use is an error.
+"""
+
+import operator
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError
+
+_UNBOUND = object()
+
+
+class Proxy:
+    """Stands for a value that is set later."""
+
+    __slots__ = ("_name", "_value")
+
+    def __init__(self, name: str):
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_value", _UNBOUND)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(target(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(target(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(target(self), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(target(self))
+
+    def __dir__(self) -> list[str]:
+        return dir(target(self))
+
+    def __repr__(self) -> str:
+        value = object.__getattribute__(self, "_value")
+        name = object.__getattribute__(self, "_name")
+        return f"<{name}: no experiment has been started>" if value is _UNBOUND else repr(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (target(self),)
+
+    def __fspath__(self) -> str:
+        import os
+
+        return str(os.fspath(target(self)))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def target(proxy: Proxy) -> Any:
+    """Return what a proxy stands for."""
+    value = object.__getattribute__(proxy, "_value")
+    if value is _UNBOUND:
+        name = object.__getattribute__(proxy, "_name")
+        raise ExperimentError(f"no experiment has been started, so there is no {name} yet. Use it inside an experiment.")
+    return value
+
+
+def bind(proxy: Proxy, value: Any) -> None:
+    """Let a proxy stand for a value."""
+    object.__setattr__(proxy, "_value", value)
+
+
+def _forward(name: str, function: Any) -> None:
+    def method(self: Proxy, *args: Any) -> Any:
+        return function(target(self), *(target(arg) if type(arg) is Proxy else arg for arg in args))
+
+    method.__name__ = name
+    setattr(Proxy, name, method)
+
+
+# Python looks special methods up on the type, so each one is forwarded by name.
+for _name in "lt le eq ne gt ge getitem setitem delitem contains index".split():
+    _forward(f"__{_name}__", getattr(operator, f"__{_name}__"))
+for _name, _function in {"str": str, "len": len, "iter": iter, "bool": bool, "int": int, "float": float, "hash": hash}.items():
+    _forward(f"__{_name}__", _function)
+for _name in "add sub mul truediv floordiv mod pow and or xor".split():
+    _operation = getattr(operator, f"__{_name}__")
+    _forward(f"__{_name}__", _operation)
+    _forward(f"__r{_name}__", lambda value, other, operation=_operation: operation(other, value))
+_forward("__call__", lambda value, *args: value(*args))
+
+current_experiment = Proxy("current_experiment")
+params = Proxy("params")
+output_dir = Proxy("output_dir")
+params_file = Proxy("params_file")
+random_gen = Proxy("random_gen")
+subprocess_counter = Proxy("subprocess_counter")

@@ -1,0 +1,114 @@
+"""One rule for every value: explicit, then parameter files, environment, the experiment's `defaults`, declared default.
+
+The rule is the same for a command line and for `run(...)`, in whatever order things were given, and every value remembers where
+it came from.
+"""
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.experiment.files import Given, flatten, read_parameter_file, unknown_parameter
+from drivetrain.experiment.parameters import Parameter, ParameterSet
+
+PARAMS_FILE = "params_file"
+
+
+@dataclass
+class Resolved:
+    """The values of one run, and where each came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """`cli`, `run`, `file.yaml:3`, `env:NAME`, `defaults` or `default`, by parameter."""
+
+    def is_declared(self, name: str) -> bool:
+        """Say whether somebody gave this value for this run, rather than it being a default."""
+        return self.origins.get(name) not in (None, "default", "defaults")
+
+
+def given_in_python(values: Mapping[str, Any], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
+    """Return what a Python caller gave, by full name; unknown names are refused."""
+    if not isinstance(values, Mapping):
+        raise ParameterError(f"parameters: expected a dict of names and values, got {values!r}.")
+    given = {}
+    for name, (value, keys) in flatten(values, parameters).items():
+        if name not in parameters:
+            raise ParameterError(unknown_parameter(".".join(keys), parameters))
+        given[name] = Given(value, origin)
+    return given
+
+
+def resolve(
+    parameters: ParameterSet,
+    explicit: Mapping[str, Given],
+    defaults: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Return the value of every parameter; None means "not given" wherever it appears."""
+    sources = [
+        dict(explicit),
+        _from_files(parameters, explicit),
+        _from_environment(parameters, os.environ if environment is None else environment),
+        given_in_python(defaults or {}, parameters, "defaults"),
+    ]
+    resolved = Resolved()
+    for name, parameter in parameters.items():
+        given = next((source[name] for source in sources if name in source and source[name].value is not None), None)
+        if given is None:
+            resolved.values[name], resolved.origins[name] = parameter.make_default(), "default"
+        else:
+            resolved.values[name] = _read(parameter, given)
+            resolved.origins[name] = given.origin
+        if parameter.required and resolved.values[name] is None:
+            raise ParameterError(f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=...")
+    for name, parameter in parameters.items():
+        if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
+            parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
+    return resolved
+
+
+def _read(parameter: Parameter, given: Given) -> Any:
+    where = {"cli": parameter.flag, "run": "run"}.get(given.origin, given.origin)
+    if parameter.name == PARAMS_FILE and isinstance(given.value, list | tuple):
+        files = [parameter.read(item, is_text=given.is_text, where=where) for item in given.value]
+        return files[0] if len(files) == 1 else files
+    return parameter.read(given.value, is_text=given.is_text, where=where)
+
+
+def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict[str, Given]:
+    given = explicit.get(PARAMS_FILE)
+    if given is None or given.value is None:
+        return {}
+    found: dict[str, Given] = {}
+    for path in given.value if isinstance(given.value, list | tuple) else [given.value]:
+        if not isinstance(path, str | Path):
+            raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
+        found |= {name: entry for name, entry in read_parameter_file(path, parameters).items() if entry.value is not None}
+    return found
+
+
+def _from_environment(parameters: ParameterSet, environment: Mapping[str, str]) -> dict[str, Given]:
+    """Read the variables that parameters declare; an empty one counts as not set."""
+    found = {}
+    for name, parameter in parameters.items():
+        text = environment.get(parameter.envvar, "") if isinstance(parameter.envvar, str) else ""
+        if text:
+            origin = f"env:{parameter.envvar}"
+            found[name] = Given(_items(text, origin) if parameter.multiple else text, origin, is_text=True)
+    return found
+
+
+def _items(text: str, origin: str) -> list[str]:
+    """Split a list at spaces and commas; quotes keep an item together."""
+    try:
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="")
+        lexer.whitespace += ","
+        lexer.whitespace_split, lexer.commenters = True, ""
+        return list(lexer)
+    except ValueError as error:
+        raise ParameterError(f"{origin}: {text!r} cannot be split into items: {error}.") from None

@@ -1,0 +1,221 @@
+"""What a function's signature says about its parameters, and how the function is then called.
+
+A function with one plain argument receives all values as a dict. Any other function declares its parameters by its signature:
+types from annotations, else from defaults; a dataclass becomes one parameter per field, with dotted names (`opt.lr`), and is put
+together again for the call.
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.experiment.docstrings import argument_help
+from drivetrain.experiment.parameters import Parameter
+from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
+
+MAPPINGS = (dict, Mapping, MutableMapping)
+LISTS: dict[Any, Callable[[list[Any]], Any]] = {list: list, Sequence: list, set: set, frozenset: frozenset, tuple: tuple}
+MISSING = inspect.Parameter.empty
+NOT_DECLARED = ("default", "defaults")
+"""Origins of values that nobody gave for this run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """What an annotation may add: `lr: Annotated[float, Param(help="step size", resumable=True)]`."""
+
+    help: str | None = None
+    resumable: bool = False
+    """May differ when a run is resumed."""
+    envvar: str | None = None
+    allowed_values: Sequence[Any] | None = None
+    hidden: bool = False
+
+
+@dataclass
+class Nested:
+    """A dataclass argument, built from the parameters of its fields."""
+
+    kind: type
+    default: Any
+    fields: dict[str, "str | Nested"] = field(default_factory=dict)
+    """Field name: the full name of its parameter, or the dataclass in it."""
+
+    def names(self) -> Iterator[str]:
+        """Yield the full names of all parameters within."""
+        for entry in self.fields.values():
+            yield from [entry] if isinstance(entry, str) else entry.names()
+
+    def build(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+        """Make the dataclass; one that may be None stays None until one of its fields is given."""
+        if self.default is None and all(origins.get(name) in NOT_DECLARED for name in self.names()):
+            return None
+        arguments = {
+            name: values[entry] if isinstance(entry, str) else entry.build(values, origins)
+            for name, entry in self.fields.items()
+        }
+        try:
+            return self.kind(**arguments)
+        except ValueError as error:
+            if isinstance(error, ParameterError):
+                raise
+            raise ParameterError(f"{self.kind.__name__} refuses {arguments}: {error}") from error
+
+
+class CallSignature:
+    """How an experiment's function is called."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.parameters: list[Parameter] = []
+        self.nested: dict[str, Nested] = {}
+        self._help = argument_help(function)
+        self._arguments = list(inspect.signature(function).parameters.values())
+        hints = _hints(function)
+        self.takes_dict = _takes_dict(self._arguments, hints)
+        self.takes_rest = any(argument.kind is argument.VAR_KEYWORD for argument in self._arguments)
+        if not self.takes_dict:
+            for argument in self._arguments:
+                self._declare_argument(argument, hints.get(argument.name, MISSING))
+
+    def call(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+        """Call the function with resolved values."""
+        if self.takes_dict:
+            return self.function(dict(values))
+        positional, named, used = [], {}, set()
+        for argument in self._arguments:
+            if argument.kind is argument.VAR_KEYWORD:
+                continue
+            nested = self.nested.get(argument.name)
+            value = values[argument.name] if nested is None else nested.build(values, origins)
+            used |= {argument.name} if nested is None else set(nested.names())
+            if argument.kind is argument.POSITIONAL_ONLY:
+                positional.append(value)
+            else:
+                named[argument.name] = value
+        rest = {name: value for name, value in values.items() if name not in used} if self.takes_rest else {}
+        return self.function(*positional, **named, **rest)
+
+    def _declare_argument(self, argument: inspect.Parameter, annotation: Any) -> None:
+        if argument.kind is argument.VAR_POSITIONAL:
+            raise ParameterError(
+                f"{self.function.__name__}(*{argument.name}): parameters have names, so *{argument.name} can receive "
+                f"nothing. Use a list: {argument.name}: list[str]."
+            )
+        if argument.kind is argument.VAR_KEYWORD:
+            return
+        self._declare(argument.name, annotation, argument.default, self._help.get(argument.name), self.nested)
+
+    def _declare(self, name: str, annotation: Any, default: Any, help: str | None, place: dict[str, Any]) -> None:
+        """Declare one argument or field, and say in `place` under its last name how it is built."""
+        annotation, extra = _without_extra(annotation)
+        kind = type(default) if annotation is MISSING else without_none(annotation)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            place[name.rpartition(".")[2]] = self._declare_fields(name, kind, default)
+            return
+        if annotation is MISSING and default is MISSING:
+            raise ParameterError(
+                f"{self.function.__name__}: the parameter {name!r} has neither annotation nor default, so its type is "
+                f"unknown. Write {name}: float, or {name}=0.1."
+            )
+        parameter = _parameter(name, annotation, default, extra, help)
+        parameter.from_signature = True
+        self.parameters.append(parameter)
+        if place is not self.nested:
+            place[name.rpartition(".")[2]] = name
+
+    def _declare_fields(self, prefix: str, kind: type, default: Any) -> Nested:
+        nested = Nested(kind, default)
+        hints = typing.get_type_hints(kind, include_extras=True)
+        help_texts = argument_help(kind)
+        for entry in dataclasses.fields(kind):
+            if not entry.init:
+                continue
+            value: Any = MISSING
+            factory: Any = None
+            if default is not MISSING and default is not None:
+                value = getattr(default, entry.name)
+            elif entry.default is not dataclasses.MISSING:
+                value = entry.default
+            elif entry.default_factory is not dataclasses.MISSING:
+                factory, value = entry.default_factory, entry.default_factory()
+            name = f"{prefix}.{entry.name}"
+            text = entry.metadata.get("help") or help_texts.get(entry.name) or self._help.get(name)
+            self._declare(name, hints[entry.name], value, text, nested.fields)
+            if factory is not None and isinstance(nested.fields[entry.name], str):
+                self.parameters[-1].default, self.parameters[-1].calls_default = factory, True
+                self.parameters[-1].default_help = str(value)
+        return nested
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ParameterError(
+            f"{function.__name__}: an annotation cannot be resolved ({error}). Import the name at the top of the module, "
+            "not under TYPE_CHECKING or inside a function."
+        ) from None
+
+
+def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, Any]) -> bool:
+    if len(arguments) != 1 or arguments[0].default is not MISSING:
+        return False
+    if arguments[0].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return False
+    annotation = hints.get(arguments[0].name, MISSING)
+    return annotation is MISSING or (typing.get_origin(annotation) or annotation) in MAPPINGS
+
+
+def _without_extra(annotation: Any) -> tuple[Any, Param]:
+    if typing.get_origin(annotation) is not Annotated:
+        return annotation, Param()
+    inner, *extras = typing.get_args(annotation)
+    return inner, next((extra for extra in extras if isinstance(extra, Param)), Param())
+
+
+def _parameter(name: str, annotation: Any, default: Any, extra: Param, help: str | None) -> Parameter:
+    declared = _kind_of_default(default) if annotation is MISSING else annotation
+    inner = without_none(declared)
+    origin = typing.get_origin(inner) or inner
+    items = typing.get_args(inner)
+    is_list = origin in LISTS and (origin is not tuple or len(items) != 1) and not _fixed_tuple(origin, items)
+    parameter = Parameter(
+        name,
+        default=None if default is MISSING else default,
+        required=default is MISSING and inner is declared,
+        allowed_values=extra.allowed_values,
+        is_flag=declared is bool and extra.allowed_values is None,
+        multiple=is_list,
+        envvar=extra.envvar,
+        help=extra.help or help,
+        hidden=extra.hidden,
+        resumable=extra.resumable,
+    )
+    parameter.calls_default = False  # a function in a signature is a value
+    if extra.allowed_values is None:
+        parameter.type = (items[0] if items else Any) if is_list else inner
+        parameter.value_type = annotated_type(parameter.type)
+    if is_list:
+        parameter.container = LISTS[origin]
+    return parameter
+
+
+def _fixed_tuple(origin: Any, items: tuple[Any, ...]) -> bool:
+    """Say whether a tuple has a type for each place; pydantic checks those."""
+    return origin is tuple and bool(items) and not (len(items) == 2 and items[1] is Ellipsis)
+
+
+def _kind_of_default(default: Any) -> Any:
+    if isinstance(default, list | tuple | set) and default:
+        first = type(next(iter(default)))
+        return type(default)[first, ...] if isinstance(default, tuple) else type(default)[first]  # type: ignore[index]
+    if isinstance(default, Path):
+        return Path
+    kind = type(default)
+    return kind if kind in SIMPLE or kind in (*LISTS, dict) or hasattr(kind, "__members__") else Any

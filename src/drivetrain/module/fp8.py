@@ -1,0 +1,143 @@
+"""Linear layers whose matrix products run in 8-bit floating point (Micikevicius et al., 2022, arXiv 2209.05433).
+
+Values are scaled so that the largest magnitude of a tensor (or of each row) is the largest number of the 8-bit type: e4m3 for
+inputs and weights, e5m2, which has more range, for gradients. Scales are computed anew for each product, so there is no history to
+save. Parameters stay in their own precision. Where the device has no 8-bit matrix product, the rounded values are multiplied in
+float32: the same numbers, to test with and not to train with.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.module.surgery import Optimizers, replace_module_classes
+
+Recipe = Literal["tensorwise", "rowwise"]
+RECIPES = ("tensorwise", "rowwise")
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+_MULTIPLE = 16  # what the matrix units ask of every inner and outer dimension
+_TINY = 1e-12
+
+
+def supports_fp8(device: torch.device | str) -> bool:
+    """Say whether a device multiplies 8-bit matrices: CUDA of compute capability 8.9 or newer."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return 8-bit values and the float32 factor that brings them back; one factor per slice along `dim`, or one for all.
+
+    >>> values, factor = quantize(torch.tensor([1.0, -448.0]), torch.float8_e4m3fn)
+    >>> values.float() * factor
+    tensor([   1., -448.])
+    """
+    largest = torch.finfo(dtype).max
+    amax = x.abs().amax() if dim is None else x.abs().amax(dim=dim, keepdim=True)
+    factor = amax.float().clamp(min=_TINY) / largest
+    values = (x.float() / factor).clamp(-largest, largest)
+    return values.to(dtype), factor
+
+
+def matmul_fp8(
+    a: Tensor, b: Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype, recipe: Recipe, out_dtype: torch.dtype
+) -> Tensor:
+    """Return `a @ b` computed with 8-bit values; `rowwise` scales the rows of `a` and the columns of `b`."""
+    rowwise = recipe == "rowwise"
+    low_a, factor_a = quantize(a, a_dtype, 1 if rowwise else None)
+    low_b, factor_b = quantize(b, b_dtype, 0 if rowwise else None)
+    if not supports_fp8(a.device):
+        return ((low_a.float() * factor_a) @ (low_b.float() * factor_b)).to(out_dtype)
+    inner = -a.shape[1] % _MULTIPLE  # zeros add nothing to a sum
+    if inner:
+        low_a = nn.functional.pad(low_a.view(torch.uint8), (0, inner)).view(a_dtype)
+        low_b = nn.functional.pad(low_b.view(torch.uint8), (0, 0, 0, inner)).view(b_dtype)
+    # The units want the first factor row by row and the second column by column.
+    low_a, low_b = low_a.contiguous(), low_b.t().contiguous().t()
+    kernel_dtype = torch.bfloat16 if rowwise else out_dtype
+    out: Any = torch._scaled_mm(low_a, low_b, factor_a, factor_b, out_dtype=kernel_dtype)
+    return out.to(out_dtype)
+
+
+class _LinearInFp8(torch.autograd.Function):
+    """`x @ weight.T` and its two gradients, each product in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        return matmul_fp8(x, weight.t(), FORWARD, FORWARD, recipe, out_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = matmul_fp8(grad, weight, GRADIENT, FORWARD, ctx.recipe, x.dtype) if needs_x else None
+        grad_weight = matmul_fp8(grad.t(), x, GRADIENT, FORWARD, ctx.recipe, weight.dtype) if needs_weight else None
+        return grad_x, grad_weight, None, None
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies in 8 bits; its result has the type of autocast, or else of its input."""
+
+    recipe: Recipe = "tensorwise"
+
+    def forward(self, input: Tensor) -> Tensor:
+        device = input.device.type
+        autocasts = torch.is_autocast_enabled(device)
+        out_dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
+        rows = input.reshape(-1, self.in_features)
+        out = _LinearInFp8.apply(rows, self.weight, self.recipe, out_dtype)
+        if self.bias is not None:
+            out = out + self.bias.to(out_dtype)
+        return out.reshape(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}"
+
+    @staticmethod
+    def from_linear(module: nn.Linear, module_index: int = -1, recipe: Recipe = "tensorwise") -> "Float8Linear":
+        """Return the layer that takes the place of a linear layer and uses its very parameters."""
+        new = Float8Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        new.weight, new.bias, new.recipe = module.weight, module.bias, recipe
+        return new
+
+
+def check_fp8(who: str, recipe: str, min_features: int) -> None:
+    """Refuse settings that no layer could have."""
+    if recipe not in RECIPES:
+        raise ConfigError(unknown_name("recipe", recipe, RECIPES, where=who))
+    if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:
+        raise ConfigError(f"{who}(min_features={min_features!r}): expected a whole number of at least 1.")
+
+
+def convert_linears_to_fp8(
+    model: nn.Module,
+    recipe: Recipe = "tensorwise",
+    min_features: int = 2048,
+    skip: Sequence[str] = ("head",),
+    optimizers: Optimizers = None,
+) -> list[str]:
+    """Replace the linear layers that gain from 8 bits, and return the names of all that compute so now.
+
+    Both sizes must be at least `min_features` and multiples of 16. A layer whose dotted name contains a word of `skip` stays: an
+    output layer needs the precision.
+    """
+    check_fp8("convert_linears_to_fp8", recipe, min_features)
+    names = {module: name for name, module in model.named_modules()}
+
+    def convert(module: nn.Module, index: int) -> nn.Module | None:
+        if type(module) is not nn.Linear or any(word in names[module] for word in skip):
+            return None
+        sizes = (module.in_features, module.out_features)
+        if min(sizes) < min_features or any(size % _MULTIPLE for size in sizes):
+            return None
+        return Float8Linear.from_linear(module, index, recipe)
+
+    replace_module_classes(model, {nn.Linear: convert}, optimizers)
+    return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]

@@ -1,0 +1,52 @@
+"""Batch size warm-up: windows grow, and the learning rate with them."""
+
+import pytest
+import torch
+
+from drivetrain.algorithms.batch_size_warmup import BatchSizeWarmup, learning_rate_factor
+from drivetrain.core.event import Event
+from tests.algorithms.tasks import Watch, conv_trainer, image_data, train
+
+
+def run(algorithm, **kwargs):
+    windows, rates = Watch(Event.AFTER_TRAIN_BATCH, lambda s: s.gradients.window.count), Watch(Event.BATCH_END, lambda s: s.optimizers[0].param_groups[0]["lr"])
+    windows.allow_multiple = True
+    stepped = []
+    trainer = conv_trainer(algorithm, callbacks=[windows, rates])
+    original = trainer.optimizer.step
+    trainer.optimizer.step = lambda *a, **k: (stepped.append(trainer.optimizer.param_groups[0]["lr"]), original(*a, **k))[1]
+    train(trainer, image_data(60), num_epochs=1, per_device_batch_size=1, gradient_accumulation_steps=8, **kwargs)
+    return windows.values, stepped, rates.values
+
+
+def test_windows_grow_to_the_full_length():
+    lengths, stepped, rates = run(BatchSizeWarmup(0.25, "0.5dur", "sqrt"))
+    assert lengths[:-1] == sorted(lengths[:-1]) and lengths[0] == 2 and max(lengths) == 8 and sum(lengths) == 60
+    assert set(rates) == {0.05}  # between steps nobody sees the factor
+    assert stepped[0] == pytest.approx(0.05 * 0.5) and stepped[-1] == pytest.approx(0.05)
+
+
+def test_the_rate_follows_the_rule():
+    assert [learning_rate_factor(0.25, rule) for rule in ("sqrt", "linear", "none")] == [0.5, 0.25, 1.0]
+    assert run(BatchSizeWarmup(0.25, "30ba", "none"))[1] == pytest.approx([0.05] * len(run(BatchSizeWarmup(0.25, "30ba", "none"))[1]))
+
+
+def test_a_recursive_scheduler_is_not_disturbed():
+    def rates(*algorithms):
+        seen = Watch(Event.BATCH_END, lambda state: state.optimizers[0].param_groups[0]["lr"])
+        trainer = conv_trainer(*algorithms, callbacks=[seen])
+        train(trainer, image_data(), num_epochs=1, per_device_batch_size=1, gradient_accumulation_steps=2,
+              create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        return seen.values
+
+    plain, warmed = rates(), rates(BatchSizeWarmup(1.0, "0.3dur"))
+    assert plain == warmed
+    assert all(0.05 * 0.5**n in [pytest.approx(r) for r in rates(BatchSizeWarmup(0.5, "0.5dur"))] for n in range(3))
+
+
+def test_it_needs_windows():
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        train(conv_trainer(BatchSizeWarmup()), image_data())
+    for arguments in ({"initial": 2}, {"lr_rule": "square"}):
+        with pytest.raises(ValueError, match="BatchSizeWarmup"):
+            BatchSizeWarmup(**arguments)
