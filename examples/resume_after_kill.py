@@ -24,7 +24,7 @@ def train(folder: Path, num_epochs: int) -> str:
     ctx = Context(epoch=0, losses=[])
     ctx.model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
     ctx.optimizer = torch.optim.AdamW(ctx.model.parameters(), lr=0.01)
-    ctx.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(ctx.optimizer, num_epochs)
+    ctx.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(ctx.optimizer, 6 * num_epochs)
     ctx.loader = SmartDataLoader(
         TensorDataset(x, x.sum(1, keepdim=True)), shuffle=True, batch_size=16, loading_bar=False
     )
@@ -36,9 +36,9 @@ def train(folder: Path, num_epochs: int) -> str:
                 ctx.optimizer.zero_grad()
                 loss.backward()
                 ctx.optimizer.step()
+                ctx.scheduler.step()
                 ctx.losses.append(loss.item())
                 keeper.step()
-            ctx.scheduler.step()
             ctx.epoch += 1
     values = [*ctx.model.state_dict().values(), *ctx.optimizer.state[ctx.model[0].weight].values(), torch.rand(3)]
     content = b"".join(value.numpy().tobytes() for value in values) + repr(ctx.losses).encode()

@@ -126,7 +126,9 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 class Watch(TrainerCallback):
-    """Keeps what a function of the trainer returns at an event."""
+    """Keeps what a function of the state returns at an event."""
+
+    allow_multiple = True
 
     def __init__(self, event: Event, look: Any):
         self.values: list[Any] = []

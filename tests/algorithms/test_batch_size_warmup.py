@@ -9,8 +9,8 @@ from tests.algorithms.tasks import Watch, conv_trainer, image_data, train
 
 
 def run(algorithm, **kwargs):
-    windows, rates = Watch(Event.AFTER_TRAIN_BATCH, lambda s: s.gradients.window.count), Watch(Event.BATCH_END, lambda s: s.optimizers[0].param_groups[0]["lr"])
-    windows.allow_multiple = True
+    windows = Watch(Event.AFTER_TRAIN_BATCH, lambda state: state.gradients.window.count)
+    rates = Watch(Event.BATCH_END, lambda state: state.optimizers[0].param_groups[0]["lr"])
     stepped = []
     trainer = conv_trainer(algorithm, callbacks=[windows, rates])
     original = trainer.optimizer.step
@@ -28,20 +28,21 @@ def test_windows_grow_to_the_full_length():
 
 def test_the_rate_follows_the_rule():
     assert [learning_rate_factor(0.25, rule) for rule in ("sqrt", "linear", "none")] == [0.5, 0.25, 1.0]
-    assert run(BatchSizeWarmup(0.25, "30ba", "none"))[1] == pytest.approx([0.05] * len(run(BatchSizeWarmup(0.25, "30ba", "none"))[1]))
+    assert set(run(BatchSizeWarmup(0.25, "30ba", "none"))[1]) == {0.05}
 
 
 def test_a_recursive_scheduler_is_not_disturbed():
-    def rates(*algorithms):
-        seen = Watch(Event.BATCH_END, lambda state: state.optimizers[0].param_groups[0]["lr"])
-        trainer = conv_trainer(*algorithms, callbacks=[seen])
-        train(trainer, image_data(), num_epochs=1, per_device_batch_size=1, gradient_accumulation_steps=2,
-              create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-        return seen.values
-
-    plain, warmed = rates(), rates(BatchSizeWarmup(1.0, "0.3dur"))
-    assert plain == warmed
-    assert all(0.05 * 0.5**n in [pytest.approx(r) for r in rates(BatchSizeWarmup(0.5, "0.5dur"))] for n in range(3))
+    seen = Watch(Event.BATCH_END, lambda state: (state.clock.step, state.optimizers[0].param_groups[0]["lr"]))
+    train(
+        conv_trainer(BatchSizeWarmup(0.5, "0.5dur"), callbacks=[seen]),
+        image_data(),
+        num_epochs=1,
+        per_device_batch_size=2,
+        gradient_accumulation_steps=4,
+        create_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    )
+    assert len({step for step, _ in seen.values}) > 3
+    assert all(rate == pytest.approx(0.05 * 0.5**step) for step, rate in seen.values)
 
 
 def test_it_needs_windows():

@@ -132,7 +132,6 @@ def test_soft_targets_and_interpolated_losses_train_alike():
 def test_the_tracked_loss_is_the_interpolated_one():
     trained = Watch(Event.BEFORE_BACKWARD, lambda state: state.loss.item())
     shown = Watch(Event.STEP_OUTPUT, lambda state: state.batch_output["loss"].item())
-    shown.allow_multiple = trained.allow_multiple = True
     history = train(conv_trainer(MixUp(1.0, interpolate_loss=True), callbacks=[trained, shown]), image_data(), num_epochs=1)
     assert shown.values == trained.values
     assert history.get_latest_metric("train_loss_epoch") == pytest.approx(sum(trained.values) / 4, rel=1e-6)

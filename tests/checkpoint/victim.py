@@ -47,7 +47,7 @@ class Forked:
             except SystemExit as stop:
                 status = stop.code
             except Exception:
-                traceback.print_exc()
+                traceback.print_exc(file=sys.__stderr__)
             finally:
                 os._exit(status)
         self._status: int | None = None

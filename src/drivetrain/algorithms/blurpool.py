@@ -38,7 +38,9 @@ def blur_2d(input: Tensor, channels: int = -1, stride: Size2d = 1, filter: Tenso
     filter = default_filter(input.device, input.dtype) if filter is None else filter.to(input)
     height, width = filter.shape[-2:]
     if height % 2 == 0 or width % 2 == 0:
-        raise IndexError(f"blur_2d: the filter is {height}x{width}; both sides must be odd, or there is no centre to align.")
+        raise IndexError(
+            f"blur_2d: the filter is {height}x{width}; both sides must be odd, or there is no centre to align."
+        )
     padding = (height // 2, width // 2)
     if input.shape[-2] + 2 * padding[0] < height or input.shape[-1] + 2 * padding[1] < width:
         return input
@@ -198,7 +200,9 @@ def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_ch
     """Refuse settings under which nothing could be replaced."""
     check_whole(who, 0, min_channels=min_channels)
     if not replace_convs and not replace_maxpools:
-        raise ConfigError(f"{who}: replace_convs and replace_maxpools are both False, so there is nothing to do. Set one of them.")
+        raise ConfigError(
+            f"{who}: replace_convs and replace_maxpools are both False, so there is nothing to do. Set one of them."
+        )
 
 
 class BlurPool(ModelSurgery):

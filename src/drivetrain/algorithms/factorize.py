@@ -66,7 +66,9 @@ def factorizing_could_speedup(module: nn.Module, latent_size: float) -> bool:
 def _checked_rank(who: str, latent: float, in_size: int, out_size: int, inputs: int) -> int:
     rank, most = clean_latent_size(latent, in_size, out_size), max_rank_with_speedup(inputs, out_size)
     if rank > most:
-        raise ConfigError(f"{who}: a rank of {rank} saves nothing; the largest that does is {most}. Use a smaller latent size.")
+        raise ConfigError(
+            f"{who}: a rank of {rank} saves nothing; the largest that does is {most}. Use a smaller latent size."
+        )
     return rank
 
 
@@ -213,18 +215,28 @@ def apply_factorization(
     initialize: Initialize = "random",
 ) -> None:
     """Factorize the convolutions and linear layers that are wide enough, where it saves arithmetic."""
-    check_factorize("apply_factorization", factorize_convs, factorize_linears, latent_channels, latent_features, initialize)
+    check_factorize(
+        "apply_factorization", factorize_convs, factorize_linears, latent_channels, latent_features, initialize
+    )
     done = {child for module in model.modules() if isinstance(module, _LAYERS) for child in module.children()}
 
     def factorize_conv(module: nn.Module, index: int) -> nn.Module | None:
-        if type(module) is not nn.Conv2d or module in done or min(module.in_channels, module.out_channels) < min_channels:
+        if (
+            type(module) is not nn.Conv2d
+            or module in done
+            or min(module.in_channels, module.out_channels) < min_channels
+        ):
             return None
         if not factorizing_could_speedup(module, latent_channels):
             return None
         return FactorizedConv2d.from_conv2d(module, index, latent_channels, initialize)
 
     def factorize_linear(module: nn.Module, index: int) -> nn.Module | None:
-        if type(module) is not nn.Linear or module in done or min(module.in_features, module.out_features) < min_features:
+        if (
+            type(module) is not nn.Linear
+            or module in done
+            or min(module.in_features, module.out_features) < min_features
+        ):
             return None
         if not factorizing_could_speedup(module, latent_features):
             return None

@@ -56,7 +56,9 @@ class LowPrecisionNorm(Algorithm):
     def __init__(self, apply_at: Event | str = Event.INIT):
         valid = [event.name for event in _APPLY_AT]
         if str(getattr(apply_at, "name", apply_at)).upper() not in valid:
-            raise ConfigError(unknown_name("event", getattr(apply_at, "name", apply_at), valid, where=f"{self}(apply_at=)"))
+            raise ConfigError(
+                unknown_name("event", getattr(apply_at, "name", apply_at), valid, where=f"{self}(apply_at=)")
+            )
         self.apply_at = Event(apply_at)
         self.events = frozenset({self.apply_at})
 

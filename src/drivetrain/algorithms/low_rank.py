@@ -93,7 +93,10 @@ def factorize_conv2d(
     Y = F.conv2d(X, Wa, biasA, **conv2d_kwargs)
     if Wb is not None:
         Y = F.conv2d(Y, Wb, biasB)
-    bias = biasB if Wb is not None else biasA
+    bias = biasA
+    if Wb is not None:  # what the first part adds reaches the output through the second
+        passed = None if biasA is None else Wb.flatten(1) @ biasA
+        bias = passed if biasB is None else biasB if passed is None else biasB + passed
     patches = F.unfold(X, Wa.shape[2:], **conv2d_kwargs)  # (N, channels * area, places)
     rows = patches.transpose(1, 2).flatten(0, 1)
     solution = factorize_matrix(

@@ -133,7 +133,9 @@ def apply_stochastic_depth(
     check_unwrapped(model, "apply_stochastic_depth")
     blocks = find_blocks_to_skip(model, target_layer_name)
     if not blocks:
-        warn_no_effect(f"StochasticDepth found no repeated blocks that keep the shape of their input in {type(model).__name__}.")
+        warn_no_effect(
+            f"StochasticDepth found no repeated blocks that keep the shape of their input in {type(model).__name__}."
+        )
         return
     if drop_rate == 0:
         warn_no_effect("StochasticDepth(drop_rate=0) skips nothing.")
@@ -218,7 +220,9 @@ class StochasticDepth(ModelSurgery):
             check_fraction("StochasticDepth", drop_warmup=self.drop_warmup.value)
         self._warms_up = self.drop_warmup.value > 0
         if self._warms_up and stochastic_method == "sample":
-            raise ConfigError("StochasticDepth: drop_warmup works with stochastic_method='block' only; 'sample' was given.")
+            raise ConfigError(
+                "StochasticDepth: drop_warmup works with stochastic_method='block' only; 'sample' was given."
+            )
         if self._warms_up:
             self.events = frozenset({Event.INIT, Event.BATCH_START})
         self._generator = torch.Generator()

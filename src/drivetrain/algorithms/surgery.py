@@ -47,7 +47,9 @@ class ModelSurgery(Algorithm):
 def model_of(state: State, who: str) -> nn.Module:
     """Return the state's model, which must be a module."""
     if not isinstance(state.model, nn.Module):
-        raise ConfigTypeError(f"{who} changes layers of an nn.Module; the Trainer was given {type(state.model).__name__}.")
+        raise ConfigTypeError(
+            f"{who} changes layers of an nn.Module; the Trainer was given {type(state.model).__name__}."
+        )
     return state.model
 
 
@@ -74,7 +76,9 @@ def check_unwrapped(model: nn.Module, who: str) -> None:
         kind = wrapping_of(child)
         if kind is not None:
             where = f"its submodule {name!r}" if name else "the model"
-            raise ConfigTypeError(f"{who}: {where} is already wrapped ({kind}). Change layers first, then wrap, shard or compile.")
+            raise ConfigTypeError(
+                f"{who}: {where} is already wrapped ({kind}). Change layers first, then wrap, shard or compile."
+            )
 
 
 def with_settings(module: M, **attributes: Any) -> M:

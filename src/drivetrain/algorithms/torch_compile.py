@@ -46,7 +46,13 @@ class TorchCompile(Algorithm):
         check_choice("TorchCompile", "mode", mode, _MODES)
         if regional not in ("auto", True, False):
             raise ConfigError(f"TorchCompile(regional={regional!r}): expected 'auto', True or False.")
-        self.mode, self.regional, self.dynamic, self.fullgraph, self.backend = mode, regional, dynamic, fullgraph, backend
+        self.mode, self.regional, self.dynamic, self.fullgraph, self.backend = (
+            mode,
+            regional,
+            dynamic,
+            fullgraph,
+            backend,
+        )
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model = model_of(state, str(self))

@@ -106,6 +106,8 @@ class Gradients:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the window back as it was."""
         self.window.load_state_dict(state["window"])
+        if self._trainer._units is not None:
+            return
         for name, parameter in self._parameters():
             saved = state["gradients"].get(name)
             parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype).clone()

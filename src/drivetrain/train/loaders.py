@@ -65,6 +65,8 @@ def merge_kwargs(dataset: Any, defaults: dict[str, Any], given: Mapping[str, Any
         ruled_out |= {"batch_size"}
     if isinstance(dataset, IterableDataset):
         ruled_out |= {"shuffle"}
+    if merged.get("num_workers"):
+        merged.setdefault("persistent_workers", True)  # workers live for the whole run
     return {name: value for name, value in merged.items() if name in given or name not in ruled_out}
 
 
@@ -164,11 +166,16 @@ def mover(trainer: Any, loader: Any) -> Callable[[Any], Any]:
 
 
 def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch with whether it is the last, by reading one batch ahead.
+    """Yield each batch with whether it is the last, by reading one batch ahead; a `SmartDataLoader` may know without.
 
     >>> list(look_ahead("ab"))
     [('a', False), ('b', True)]
     """
+    smart = smart_loader(loader)
+    if smart is not None and loader is smart and smart.prefetch:
+        for batch in smart:  # its position counts what was handed out, so nothing may be read ahead of the loop
+            yield batch, bool(smart.batch_info and smart.batch_info.last)
+        return
     batches = iter(loader)
     nothing = object()
     current = next(batches, nothing)

@@ -65,6 +65,8 @@ def restore(trainer: Any) -> None:
         trainer._vote = StopVote()
         trainer._fire = trainer._fire_together
         trainer.model = trainer._accelerator.prepare_model(trainer.model)
+        if trainer._units is not None:
+            trainer._units.rebind(trainer.model)
         if trainer._restored_rng is None:
             _reseed_rank(state.seed)
 
@@ -158,6 +160,8 @@ def finish(trainer: Any) -> None:
     """After the last event: wait for files, stop the clock, let ranks part."""
     trainer._keeper.wait()
     trainer.state.clock.stop()
+    if trainer._units is not None:
+        trainer._units.end_run()
     if trainer._vote is not None:
         trainer._vote.close()
         trainer._vote, trainer._fire = None, trainer.engine.fire

@@ -67,7 +67,8 @@ def _bind_units(trainer: Any) -> None:
         return
     batches, epochs = loaders.length(trainer._train_dataloader), trainer.settings.num_epochs
     total = None if batches is None or epochs is None else batches * epochs
-    trainer._units.bind(total_steps=total, steps_per_epoch=batches)
+    dtype = trainer._accelerator.precision.autocast_dtype
+    trainer._units.bind(total_steps=total, steps_per_epoch=batches, autocast_dtype=dtype)
 
 
 def prepare_loop(trainer: Any) -> None:
@@ -102,8 +103,11 @@ def resolve_optimizer(trainer: Any) -> None:
         return
     from drivetrain.optim.config import as_optim_set
 
-    units = as_optim_set(optimizer, trainer.get_model(), accum_grad=trainer.settings.gradient_accumulation_steps)
-    trainer.optimizer = trainer._units = units
+    shared: dict[str, Any] = {"accum_grad": trainer.settings.gradient_accumulation_steps}
+    if trainer.settings.gradient_clip_norm is not None:
+        shared["grad_clip"] = trainer.settings.gradient_clip_norm
+    trainer.optimizer = trainer._units = as_optim_set(optimizer, trainer.get_model(), **shared)
+    trainer._accelerator.scaler = None  # units scale for themselves
 
 
 def _describes_units(optimizer: Any) -> bool:

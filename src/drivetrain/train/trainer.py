@@ -797,12 +797,14 @@ class Trainer:
         settings = self.settings
         if settings is None:
             return
-        if settings.gradient_clip_norm is not None:
+        if settings.gradient_clip_norm is not None and self._units is None:  # units clip by norm themselves
             self.last_grad_norm = self._accelerator.clip_grad_norm_(self._parameters(), settings.gradient_clip_norm)
         elif settings.gradient_clip_value is not None:
             self._accelerator.clip_grad_value_(self._parameters(), settings.gradient_clip_value)
 
     def _parameters(self) -> list[Tensor]:
+        if self._units is not None:
+            return self._units.due_parameters()
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _perform_micro_batches(self, batch: Any) -> None:
@@ -910,6 +912,8 @@ class Trainer:
         self._logged.clear()
         stem = "intermediate_eval" if is_intermediate else prefix
         names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
+        if self._units is not None and prefix == "train":
+            names.update((name, float(value)) for name, value in self._units.metrics().items())
         for name, value in names.items():
             self.logbook.record(name, value)
         return list(names)

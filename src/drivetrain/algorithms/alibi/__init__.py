@@ -1,0 +1,13 @@
+"""ALiBi (Press et al., 2022, arXiv 2108.12409): position as a penalty on distance, so that models read longer than they learned."""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".algorithm": ["Alibi", "apply_alibi"],
+        ".penalty": ["AlibiBias", "alibi_slopes"],
+        ".policies": ["PolicyRegistry", "policy_registry"],
+        "drivetrain.module.attention": ["register_attention"],
+    },
+)

@@ -1,0 +1,204 @@
+"""Put ALiBi into a model, and train it on shorter sequences than it will read."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.alibi.penalty import AlibiBias
+from drivetrain.algorithms.alibi.policies import policy_registry
+from drivetrain.algorithms.alibi.positions import find_position_tables, position_table_at, retire_position_table
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Logger
+from drivetrain.module.attention import (
+    ATTRIBUTE,
+    AttentionAdapter,
+    find_attention,
+    intercept_attention_calls,
+    leave_fast_path,
+    registered_attention,
+    unused_biases,
+)
+from drivetrain.module.surgery import replace_module_classes
+
+
+def apply_alibi(
+    model: nn.Module,
+    max_sequence_length: int,
+    optimizers: Optimizers = None,
+    *,
+    heads_per_layer: int | None = None,
+    position_embedding_attribute: str | None = None,
+    attention_module: type[nn.Module] | None = None,
+    attr_to_replace: str | None = None,
+    alibi_attention: Callable[..., Any] | None = None,
+    mask_replacement_function: Callable[[nn.Module, int], nn.Module | None] | None = None,
+) -> None:
+    """Add the distance penalty to every self-attention of a model, and retire its position embeddings.
+
+    Layers are found by their registered classes (`register_attention`). The keywords describe one more class for this call:
+    `attention_module` with `heads_per_layer` heads, whose method `attr_to_replace` becomes `alibi_attention` where it has one and
+    whose calls of `F.scaled_dot_product_attention` are intercepted otherwise. The first pass through the model must meet the
+    penalty in every layer, or it raises.
+    """
+    check_whole("apply_alibi", 1, max_sequence_length=max_sequence_length)
+    check_unwrapped(model, "apply_alibi")
+    layers = find_attention(model)
+    if attention_module is not None:
+        layers = _layers_of(model, attention_module, heads_per_layer, layers)
+    policies = {cls: partial(_ask, policy, max_sequence_length) for cls, policy in policy_registry.items()}
+    replaced = replace_module_classes(model, policies, optimizers) if policies else {}
+    if not layers and not replaced:
+        warn_no_effect(
+            f"Alibi found no attention it knows in {type(model).__name__}. Registered: {', '.join(registered_attention())}. Register "
+            "yours: register_attention(MyAttention, heads='num_heads', causal=True)."
+        )
+        return
+    device = next((tensor.device for tensor in model.parameters()), None)
+    for _, layer, adapter in layers:
+        if getattr(layer, ATTRIBUTE, None) is not None:
+            continue
+        bias = AlibiBias(adapter.heads(layer), adapter.causal(layer)).to(device)
+        if attr_to_replace is not None and alibi_attention is not None and hasattr(layer, attr_to_replace):
+            setattr(layer, ATTRIBUTE, bias)
+            setattr(layer, attr_to_replace, MethodType(alibi_attention, layer))
+        else:
+            adapter.inject(layer, bias)
+        if mask_replacement_function is not None:
+            mask_replacement_function(layer, max_sequence_length)
+    leave_fast_path(model)
+    tables = find_position_tables(model)
+    if position_embedding_attribute is not None:
+        tables.append(position_table_at(model, position_embedding_attribute))
+    for holder, name in tables:
+        retire_position_table(holder, name, max_sequence_length, optimizers)
+    _verify(model)
+
+
+def _layers_of(
+    model: nn.Module, cls: type[nn.Module], heads: int | None, known: list[tuple[str, nn.Module, AttentionAdapter]]
+) -> list[tuple[str, nn.Module, AttentionAdapter]]:
+    """Return the attention layers of one class, with what the registry does not know taken from the caller."""
+    adapters = {layer: adapter for _, layer, adapter in known}
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, cls):
+            adapter = adapters.get(layer)
+            if adapter is None:
+                if heads is None:
+                    raise ConfigError(
+                        f"apply_alibi(attention_module={cls.__name__}) needs heads_per_layer: the class is not registered."
+                    )
+                adapter = AttentionAdapter(
+                    heads=lambda _: heads, causal=lambda layer: bool(getattr(layer, "is_causal", True)),
+                    inject=intercept_attention_calls,
+                )  # fmt: skip
+            found.append((name, layer, adapter))
+    return found
+
+
+def _ask(policy: Callable[..., Any], length: int, module: nn.Module, index: int) -> nn.Module | None:
+    return policy(module, index, length)
+
+
+def _verify(model: nn.Module) -> None:
+    """See to it that the penalty arrives: now, where the model brings inputs to try, and otherwise in its first pass."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if isinstance(inputs, Mapping) and all(isinstance(value, Tensor) for value in inputs.values()):
+        device = next(model.parameters()).device
+        was_training = model.training
+        with torch.no_grad():
+            model.eval()(**{name: value.to(device) for name, value in inputs.items()})
+            model.train(was_training)
+        _check_all_used(model)
+    elif not any(isinstance(hook, _FirstPass) for hook in model._forward_hooks.values()):
+        hook = _FirstPass()
+        hook.handle = model.register_forward_hook(hook)
+
+
+class _FirstPass:
+    """Checks after the first pass through a model that every layer used its bias, and takes itself away."""
+
+    handle: Any = None
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.handle.remove()
+        _check_all_used(model)
+
+
+def _check_all_used(model: nn.Module) -> None:
+    unused = unused_biases(model)
+    if unused:
+        raise RuntimeError(
+            f"Alibi: the attention layers {', '.join(unused)} did not use their bias in a forward pass. They compute attention in a way "
+            "their adapter does not reach; register one with register_attention(cls, heads=, causal=, inject=)."
+        )
+
+
+class Alibi(ModelSurgery):
+    """Puts ALiBi into the model and reshapes batches to shorter sequences, for example a quarter of the length and four times the
+    rows."""
+
+    events = frozenset({Event.INIT, Event.AFTER_DATALOADER})
+    writes = ("model", "optimizers", "batch")
+
+    def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25):
+        check_whole("Alibi", 1, max_sequence_length=max_sequence_length)
+        scaling = train_sequence_length_scaling
+        if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not scaling > 0:
+            raise ConfigError(
+                f"Alibi(train_sequence_length_scaling={scaling!r}): expected a positive number, such as 0.25."
+            )
+        self.max_sequence_length, self.train_sequence_length_scaling = max_sequence_length, scaling
+        if scaling == 1:
+            self.events = frozenset({Event.INIT})
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.AFTER_DATALOADER:
+            state.batch = scale_sequences(state.batch, self.train_sequence_length_scaling)
+        else:
+            super().apply(event, state, logger)
+
+    def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
+        apply_alibi(model, self.max_sequence_length, optimizers)
+        return {}
+
+
+def scale_sequences(batch: Any, scaling: float) -> Any:
+    """Return a batch with sequences of another length and as many more rows, each tensor (B, S, ...) as (B / s, S s, ...)."""
+    if isinstance(batch, Mapping):
+        scaled = {name: _scaled(value, scaling, repr(name)) for name, value in batch.items()}
+        return scaled if type(batch) is dict else type(batch)(scaled)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_scaled(value, scaling, repr(name)) for name, value in zip(batch._fields, batch)))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_scaled(value, scaling, f"number {index}") for index, value in enumerate(batch))
+    return _scaled(batch, scaling, "itself")
+
+
+def _scaled(value: Any, scaling: float, name: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.ndim < 2:
+        raise ConfigError(
+            f"Alibi: entry {name} of the batch has shape {tuple(value.shape)}, and a tensor without a sequence dimension cannot follow a "
+            "change of sequence length. Use train_sequence_length_scaling=1."
+        )
+    rows, length = value.shape[:2]
+    new_length = round(length * scaling)
+    if abs(new_length - length * scaling) > 1e-6 or new_length < 1 or rows * length % new_length:
+        raise ConfigError(
+            f"Alibi(train_sequence_length_scaling={scaling}): entry {name} of the batch has {rows} sequences of length {length}, which "
+            f"cannot be cut to length {length * scaling:g}. Use a length and scaling that divide."
+        )
+    return value.reshape(rows * length // new_length, new_length, *value.shape[2:])

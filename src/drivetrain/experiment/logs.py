@@ -1,0 +1,78 @@
+"""A run's log: one handler for its file and one for the console, there while the run lasts.
+
+The root logger gets these handlers and, for the time of the run, a level that lets messages of level INFO through (DEBUG with
+`--debug`); afterwards it is as it was.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drivetrain.experiment.run_folder import LOG
+
+COLOURS = {"DEBUG": "35", "INFO": "34", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
+
+
+class LineFormatter(logging.Formatter):
+    """One unwrapped line per record: time, level, rank, name, message."""
+
+    converter = time.gmtime
+
+    def __init__(self, rank: int, *, shows_time: bool, colours: bool):
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._rank, self._shows_time, self._colours = rank, shows_time, colours
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Put one line together."""
+        level = f"[{record.levelname}]"
+        if self._colours and record.levelname in COLOURS:
+            level = f"\033[{COLOURS[record.levelname]}m{level}\033[0m"
+        parts = [f"[{self.formatTime(record, self.datefmt)}]"] if self._shows_time else []
+        parts += [level] + ([f"[RANK {self._rank}]"] if self._rank else []) + [f"[{record.name}]", record.message]
+        return " ".join(parts)
+
+
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to whatever stderr is at the time, so that it survives a redirection."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> object:  # type: ignore[override]
+        return sys.stderr
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Return the log of one rank."""
+    return folder / (LOG if rank == 0 else f"log.rank-{rank}.txt")
+
+
+@contextmanager
+def run_log(folder: Path, rank: int, *, debug: bool) -> Iterator[None]:
+    """Log to the run's folder, and on rank 0 to the console unless the program does that already."""
+    root = logging.getLogger()
+    level = logging.DEBUG if debug else logging.INFO
+    handlers: list[logging.Handler] = [logging.FileHandler(log_file(folder, rank), encoding="utf-8")]
+    handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False))
+    if rank == 0 and not root.handlers:
+        console = _ConsoleHandler()
+        colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        console.setFormatter(LineFormatter(rank, shows_time=False, colours=colours))
+        handlers.append(console)
+    level_before = root.level
+    try:
+        for handler in handlers:
+            handler.setLevel(level)
+            root.addHandler(handler)
+        root.setLevel(min(level, level_before or level))
+        yield
+    finally:
+        root.setLevel(level_before)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

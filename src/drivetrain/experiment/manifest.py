@@ -1,0 +1,104 @@
+"""What a run was made of: command, parameters' origins, code, packages, machine. Written once, at the start."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.experiment.run_folder import MANIFEST, read_json, write_json
+
+SCHEMA = 1
+MAX_DIFF = 500_000
+"""Characters of a git diff that are kept; generated files can have millions."""
+
+
+def describe_run(
+    *,
+    experiment: str,
+    source: str | None,
+    origins: Mapping[str, str],
+    identity: str,
+    seed: int,
+    argv: Sequence[str] | None,
+    devices: Sequence[str],
+    processes: int,
+    launcher: str | None,
+    trial: Mapping[str, Any] | None,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return the manifest of a run that begins now."""
+    return {
+        "schema": SCHEMA,
+        "experiment": experiment,
+        "source": source,
+        "started": time.time(),
+        "identity": identity,
+        "seed": seed,
+        "argv": list(sys.argv if argv is None else argv),
+        "origins": dict(origins),
+        "processes": processes,
+        "launcher": launcher,
+        "trial": None if trial is None else dict(trial),
+        "plan": None,
+        "notes": list(notes),
+        "resumed": [],
+        "host": _host(),
+        "devices": list(devices),
+        "git": _git(str(Path(source).parent) if source else os.getcwd()),
+        "packages": _packages(),
+    }
+
+
+def add_to_manifest(folder: Path, **fields: Any) -> None:
+    """Set some fields of a run's manifest, such as the plan its strategy chose."""
+    write_json(folder / MANIFEST, read_json(folder / MANIFEST) | fields)
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "folder": os.getcwd(),
+    }
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda entry: entry[0].lower()))
+
+
+@functools.cache
+def _git(folder: str) -> dict[str, str] | None:
+    """Return commit and uncommitted changes, None outside a repository; the code of a process does not change later."""
+    commit = _git_output(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    diff = _git_output(folder, "diff", "HEAD") or ""
+    if len(diff) > MAX_DIFF:
+        diff = diff[:MAX_DIFF] + f"\n... {len(diff) - MAX_DIFF} more characters"
+    branch = _git_output(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    return {"commit": commit.strip(), "branch": branch.strip(), "diff": diff}
+
+
+def _git_output(folder: str, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,24 @@
+"""Recorder and sinks: what a run measured, kept in files and sent to trackers without stalling the device.
+
+`recorder` is what a program calls, `stream` keeps the rows in order until their values have left the device (`buffer`), and
+`outlet` hands them to the sinks, of which there is one per file.
+"""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".recorder": ["Recorder"],
+        ".reading": ["read_metrics"],
+        ".sink": ["Sink", "Resume"],
+        ".histogram": ["Histogram"],
+        ".images": ["Picture"],
+        ".jsonl": ["JsonlSink"],
+        ".csv_files": ["CsvSink"],
+        ".tensorboard": ["TensorBoardSink"],
+        ".console": ["ConsoleSink"],
+        ".wandb": ["WandbSink"],
+        ".mlflow": ["MlflowSink"],
+    },
+)

@@ -1,0 +1,172 @@
+"""Values on their way from a device to the host: copied aside at once, read many at a time.
+
+A value that is recorded is copied into the next place of a page on its own device, behind the kernel that computes it, so neither
+later changes in place nor a replayed graph alter it, and the host does not wait. When the page is sent, one transfer to pinned
+memory carries all of it, and an event says when it has arrived. A place has eight bytes and is seen through the dtype of its
+value, so numbers arrive as they were and a page needs one transfer however many types it holds.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLACES = 1024
+_WIDTH = 8
+_PLAIN = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64"),
+    )
+)
+
+
+class _Page:
+    """Places for values of one device, in the order of one stream."""
+
+    def __init__(self, device: torch.device, stream: Any):
+        self.device, self.stream, self.used = device, stream, 0
+        with torch.inference_mode(False):  # else the page could not be written outside of it
+            self.memory = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, device=device)
+            self.host = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, pin_memory=stream is not None)
+        self._places: dict[torch.dtype, tuple[Tensor, ...]] = {}
+        self._values: dict[torch.dtype, list[Any]] = {}
+
+    def put(self, value: Tensor) -> "Slot":
+        places = self._places.get(value.dtype)
+        if places is None:
+            with torch.inference_mode(False):
+                places = self._seen_as(self.memory, value.dtype).unbind()
+            self._places[value.dtype] = places
+        places[self.used].copy_(value)
+        self.used += 1
+        return Slot(self, self.used - 1, value.dtype)
+
+    def send(self) -> Any:
+        """Start the transfer of what has been put; return the event that says when it has arrived, or None."""
+        self._values.clear()
+        size = self.used * _WIDTH
+        if self.stream is None:
+            return None
+        with torch.cuda.stream(self.stream):
+            self.host[:size].copy_(self.memory[:size], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def read(self, index: int, dtype: torch.dtype) -> Any:
+        values = self._values.get(dtype)
+        if values is None:
+            if self.stream is None and not self._values:  # no events here: this waits for the device
+                self.host.copy_(self.memory)
+            values = self._values[dtype] = self._seen_as(self.host, dtype).tolist()
+        return values[index]
+
+    def _seen_as(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        return memory.view(dtype)[:: _WIDTH // dtype.itemsize]
+
+
+class Slot:
+    """A number that is on its way; `read()` it when its arrival is ready."""
+
+    __slots__ = ("_dtype", "_index", "_page")
+
+    def __init__(self, page: _Page, index: int, dtype: torch.dtype):
+        self._page, self._index, self._dtype = page, index, dtype
+
+    def read(self) -> Any:
+        """Return the number."""
+        return self._page.read(self._index, self._dtype)
+
+
+class Arrival:
+    """What was put into a buffer up to one moment."""
+
+    def __init__(self, buffer: "DeviceBuffer", pages: list[_Page], events: list[Any]):
+        self._buffer, self._pages, self._events = buffer, pages, events
+
+    def is_ready(self) -> bool:
+        """Say whether everything can be read, without waiting."""
+        while self._events and self._events[-1].query():
+            self._events.pop()
+        return not self._events
+
+    def wait(self) -> None:
+        """Wait for the transfers; here the host waits for the device."""
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+
+    def release(self) -> None:
+        """Give the pages back; slots of this arrival are then void."""
+        self._buffer._reuse(self._pages)
+        self._pages = []
+
+
+class DeviceBuffer:
+    """Keeps copies of device values until they are read together.
+
+    >>> buffer = DeviceBuffer()
+    >>> value = torch.tensor(0.5)
+    >>> slot = buffer.put(value)
+    >>> arrival = buffer.send(); arrival.wait()
+    >>> slot.read()
+    0.5
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Any, _Page] = {}
+        self._full: list[_Page] = []
+        self._free: dict[Any, list[_Page]] = {}
+        self._events: list[Any] = []
+
+    def put(self, value: Tensor) -> Slot:
+        """Copy a tensor of one element aside; its device is not waited for."""
+        value = value.detach()
+        if value.dim():
+            value = value.reshape(())
+        if value.dtype not in _PLAIN:
+            value = value.float()
+        stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
+        key = (value.device, stream)
+        page = self._open.get(key)
+        if page is None:
+            free = self._free.get(key)
+            page = self._open[key] = free.pop() if free else _Page(value.device, stream)
+        slot = page.put(value)
+        if page.used == PLACES:
+            self._send(self._open.pop(key))
+        return slot
+
+    def keep(self, value: Tensor) -> Tensor:
+        """Return a copy of a tensor of any size that can be read when the next `send` has arrived."""
+        value = value.detach()
+        if not value.is_cuda:
+            return value.clone() if value.device.type == "cpu" else value.cpu()
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host.copy_(value, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self._events.append(event)
+        return host
+
+    def send(self) -> Arrival:
+        """Start the transfer of everything put or kept since the last call."""
+        for page in self._open.values():
+            self._send(page)
+        self._open.clear()
+        arrival = Arrival(self, self._full, self._events)
+        self._full, self._events = [], []
+        return arrival
+
+    def _send(self, page: _Page) -> None:
+        event = page.send()
+        self._full.append(page)
+        if event is not None:
+            self._events.append(event)
+
+    def _reuse(self, pages: list[_Page]) -> None:
+        for page in pages:
+            page.used = 0
+            self._free.setdefault((page.device, page.stream), []).append(page)
