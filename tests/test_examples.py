@@ -67,7 +67,16 @@ def test_every_example_has_a_main_and_says_how_to_run_it():
 def test_the_same_script_runs_on_two_processes():
     import subprocess
 
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLES / "train_mnist.py"), "--num-epochs", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / "train_mnist.py"),
+        "--num-epochs",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("eval_accuracy_epoch") == 2  # one rank speaks

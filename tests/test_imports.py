@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import drivetrain
 
 
@@ -47,10 +49,24 @@ Trainer(model, torch.nn.functional.cross_entropy, optimizer, callbacks=()).train
 
 
 def test_a_one_process_trainer_loads_neither_fsdp_nor_distributed_checkpointing():
-    added = loaded_after(BARE_LOOP + TRAINER) - loaded_after(BARE_LOOP)  # making an optimizer loads much of torch already
+    added = loaded_after(BARE_LOOP + TRAINER) - loaded_after(
+        BARE_LOOP
+    )  # making an optimizer loads much of torch already
     assert "drivetrain.train.trainer" in added
-    assert not {name for name in added if name.startswith(("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._inductor"))}
-    assert not {name.split(".")[0] for name in added} & {"rich", "torchvision", "PIL", "transformers", "tensorboard", "matplotlib", "sklearn"}
+    assert not {
+        name
+        for name in added
+        if name.startswith(("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._inductor"))
+    }
+    assert not {name.split(".")[0] for name in added} & {
+        "rich",
+        "torchvision",
+        "PIL",
+        "transformers",
+        "tensorboard",
+        "matplotlib",
+        "sklearn",
+    }
 
 
 def test_importing_changes_no_random_state_and_no_signal_handler():
@@ -71,9 +87,5 @@ def test_every_public_name_resolves():
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest():
-    try:
+    with pytest.raises(AttributeError, match="Trainer"):
         drivetrain.Trainr
-    except AttributeError as error:
-        assert "Trainer" in str(error)
-    else:
-        raise AssertionError("drivetrain.Trainr exists")

@@ -20,8 +20,8 @@ def test_training_is_the_same_with_resident_data():
 
 
 def test_floats_can_be_stored_smaller():
-    from tests.algorithms.tasks import Watch
     from drivetrain.core.event import Event
+    from tests.algorithms.tasks import Watch
 
     seen = Watch(Event.AFTER_DATALOADER, lambda state: (state.batch[0].dtype, state.batch[1].dtype))
     trainer = conv_trainer(DeviceResidentData(dtype="bfloat16"), callbacks=[seen], precision="bf16-true")

@@ -8,7 +8,17 @@ from torch.nn import functional as F
 from drivetrain.algorithms.label_smoothing import LabelSmoothing, smooth_labels
 from drivetrain.core.errors import ConfigError, PluginConflictError
 from drivetrain.core.event import Event
-from tests.algorithms.tasks import ConvNet, TokenData, conv_trainer, image_data, make_state, run, text_trainer, train, weights
+from tests.algorithms.tasks import (
+    ConvNet,
+    TokenData,
+    conv_trainer,
+    image_data,
+    make_state,
+    run,
+    text_trainer,
+    train,
+    weights,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -39,7 +39,7 @@ def test_a_tensor_coefficient_stays_one():
 def test_drawn_coefficients_are_a_folded_beta_distribution():
     generator = torch.Generator().manual_seed(0)
     drawn = torch.tensor([draw_mixing(0.2, generator) for _ in range(2000)], dtype=torch.float64)
-    assert 0 <= drawn.min() and drawn.max() <= 0.5
+    assert drawn.min() >= 0 and drawn.max() <= 0.5
     beta = torch.distributions.Beta(0.2, 0.2).sample((20000,)).double()
     expected = torch.minimum(beta, 1 - beta)
     assert drawn.mean().item() == pytest.approx(expected.mean().item(), abs=0.02)

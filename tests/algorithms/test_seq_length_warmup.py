@@ -6,7 +6,18 @@ from torch import nn
 
 from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup, set_batch_sequence_length
 from drivetrain.core.event import Event
-from tests.algorithms.tasks import Log, TinyTransformer, TokenData, Watch, make_state, run, same, text_trainer, train, weights
+from tests.algorithms.tasks import (
+    Log,
+    TinyTransformer,
+    TokenData,
+    Watch,
+    make_state,
+    run,
+    same,
+    text_trainer,
+    train,
+    weights,
+)
 
 
 def tokens(rows=2, length=12):

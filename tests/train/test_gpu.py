@@ -2,11 +2,18 @@
 
 import pytest
 import torch
-from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 from torch import nn
 
-from drivetrain.train.callbacks import DEFAULT_CALLBACKS, LRMonitor, ProgressBarCallback, TerminateOnNaNCallback, ThroughputMonitor, TrainerCallback
+from drivetrain.train.callbacks import (
+    DEFAULT_CALLBACKS,
+    LRMonitor,
+    ProgressBarCallback,
+    TerminateOnNaNCallback,
+    ThroughputMonitor,
+    TrainerCallback,
+)
 from drivetrain.train.trainer import Trainer
+from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -90,8 +97,17 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path):
 
     def run(folder, callbacks=(), **kwargs):
         model = make_model(dropout=0.3)
-        trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=callbacks, seed=1)
-        trainer.train(make_data(40), num_epochs=3, per_device_batch_size=8, checkpoint_dir=folder, checkpoint_every="1ba", **kwargs)
+        trainer = Trainer(
+            model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=callbacks, seed=1
+        )
+        trainer.train(
+            make_data(40),
+            num_epochs=3,
+            per_device_batch_size=8,
+            checkpoint_dir=folder,
+            checkpoint_every="1ba",
+            **kwargs,
+        )
         return weights(trainer.model)
 
     expected = run(tmp_path / "whole")

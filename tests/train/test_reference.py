@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.train.tasks import make_data, make_model
 from torch import nn
 
 from drivetrain.schedulers import CosineLrScheduler
 from drivetrain.trainer import Trainer
+from tests.train.tasks import make_data, make_model
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 reference = pytest.importorskip("pytorch_accelerated")
@@ -32,7 +32,9 @@ def losses_of(trainer_class, callback_class, epochs=2, rows=32, callbacks=(), **
         eval_dataloader_kwargs={"num_workers": 0},
         **kwargs,
     )
-    history = {name: list(trainer.run_history.get_metric_values(name)) for name in ("train_loss_epoch", "eval_loss_epoch")}
+    history = {
+        name: list(trainer.run_history.get_metric_values(name)) for name in ("train_loss_epoch", "eval_loss_epoch")
+    }
     return seen, history, [p.detach().clone() for p in model.parameters()]
 
 
@@ -59,11 +61,13 @@ def test_clipping_by_value_is_the_same():
 
 
 def test_accumulation_gives_the_same_weights_and_the_true_epoch_loss():
-    (ours, our_history, our_weights), (theirs, their_history, their_weights) = both(gradient_accumulation_steps=4)
+    (_, our_history, our_weights), (_, their_history, their_weights) = both(gradient_accumulation_steps=4)
     for a, b in zip(our_weights, their_weights):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     # Its tracked loss is the one divided for accumulation; ours is the mean loss.
-    assert float(their_history["train_loss_epoch"][0]) == pytest.approx(our_history["train_loss_epoch"][0] / 4, rel=1e-4)
+    assert float(their_history["train_loss_epoch"][0]) == pytest.approx(
+        our_history["train_loss_epoch"][0] / 4, rel=1e-4
+    )
 
 
 def test_a_scheduler_of_torch_gives_the_same_rates():
@@ -107,7 +111,7 @@ def test_a_checkpoint_file_of_the_reference_loads(tmp_path):
 
 
 def test_a_callback_and_a_subclass_written_for_the_reference_run_after_changing_the_import():
-    source = '''
+    source = """
 import torch
 from torch import nn
 from {package}.trainer import Trainer
@@ -140,7 +144,7 @@ def run(model, data):
     trainer.train(data, num_epochs=2, eval_dataset=data, per_device_batch_size=8,
                   train_dataloader_kwargs={{"shuffle": False, "num_workers": 0}}, eval_dataloader_kwargs={{"num_workers": 0}})
     return calls, trainer.run_history.get_metric_values("mine"), trainer.evaluate(data, dataloader_kwargs={{"num_workers": 0}})
-'''
+"""
     results = []
     for package in ("drivetrain", "pytorch_accelerated"):
         namespace = {}

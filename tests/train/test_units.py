@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from tests.train.tasks import make_data, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -12,6 +11,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.optim import ConstantLr, NoamLr, OptimSet
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
+from tests.train.tasks import make_data, weights
 
 
 class Pair(nn.Module):
@@ -36,15 +36,32 @@ class TwoLosses(Trainer):
 def units_for(model, every):
     shared = {"grad_clip": None}
     return OptimSet(
-        encoder=ConstantLr("SGD", {"lr": 0.1}, model, optim_loss="encoder_loss", updated_modules="encoder", step_per_update=every, **shared),
-        decoder=NoamLr("SGD", {"lr": 0.2}, model, optim_loss="decoder_loss", updated_modules="decoder", warmup_steps=3, **shared),
+        encoder=ConstantLr(
+            "SGD",
+            {"lr": 0.1},
+            model,
+            optim_loss="encoder_loss",
+            updated_modules="encoder",
+            step_per_update=every,
+            **shared,
+        ),
+        decoder=NoamLr(
+            "SGD", {"lr": 0.2}, model, optim_loss="decoder_loss", updated_modules="decoder", warmup_steps=3, **shared
+        ),
     )
 
 
 def by_trainer(accumulation, every, precision, rows=50, epochs=2, **kwargs):
     dtype = torch.float64 if precision == "no" else torch.float32
     model = Pair().to(dtype)
-    trainer = TwoLosses(model, nn.CrossEntropyLoss(), units_for(model, every), callbacks=kwargs.pop("callbacks", ()), precision=precision, seed=2)
+    trainer = TwoLosses(
+        model,
+        nn.CrossEntropyLoss(),
+        units_for(model, every),
+        callbacks=kwargs.pop("callbacks", ()),
+        precision=precision,
+        seed=2,
+    )
     trainer.train(
         TensorDataset(make_data(rows).tensors[0].to(dtype), make_data(rows).tensors[1]),
         num_epochs=epochs,
@@ -76,7 +93,9 @@ def by_hand(accumulation, every, precision, rows=50, epochs=2):
                     hidden, outputs = model(x[rows_of])
                 hidden, outputs = hidden.to(dtype), outputs.to(dtype)
                 own = torch.autograd.grad(hidden.pow(2).mean(), list(model.encoder.parameters()), retain_graph=True)
-                other = torch.autograd.grad(nn.functional.cross_entropy(outputs, y[rows_of]), list(model.decoder.parameters()))
+                other = torch.autograd.grad(
+                    nn.functional.cross_entropy(outputs, y[rows_of]), list(model.decoder.parameters())
+                )
                 for gradient, part in zip(gradients, (*own, *other)):
                     gradient += part * share
             rates = (0.1 if step % every == 0 else 0.0), 0.2 * 3**0.5 * min(step**-0.5, step * 3**-1.5)

@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from tests.train.tasks import make_data, make_model, make_trainer
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.train.verification import verify_resume
+from tests.train.tasks import make_data, make_model, make_trainer
 
 
 def test_an_ordinary_run_is_bit_exact():
-    verdict = verify_resume(lambda: make_trainer(make_model(dropout=0.5)), make_data(30), per_device_batch_size=4, gradient_accumulation_steps=2)
+    verdict = verify_resume(
+        lambda: make_trainer(make_model(dropout=0.5)),
+        make_data(30),
+        per_device_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
     assert verdict.is_exact, str(verdict)
     assert "bit-exact: yes" in str(verdict)
 

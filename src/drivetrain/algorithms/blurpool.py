@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect, with_settings
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect, with_settings
 from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
@@ -167,7 +167,7 @@ def apply_blurpool(
 ) -> None:
     """Put a blur into every max-pool, and into every strided convolution of at least `min_channels` inputs."""
     check_blurpool("apply_blurpool", replace_convs, replace_maxpools, min_channels)
-    blurred = {module.conv for module in model.modules() if isinstance(module, BlurConv2d)}
+    blurred = inside(model, BlurConv2d)
 
     def blur_conv(module: nn.Module, index: int) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d)

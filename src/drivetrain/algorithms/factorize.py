@@ -14,7 +14,7 @@ from torch.nn.modules.utils import _pair
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.low_rank import LowRankSolution, factorize_conv2d, factorize_matrix, split_matrix
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_choice, check_whole
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
@@ -218,7 +218,7 @@ def apply_factorization(
     check_factorize(
         "apply_factorization", factorize_convs, factorize_linears, latent_channels, latent_features, initialize
     )
-    done = {child for module in model.modules() if isinstance(module, _LAYERS) for child in module.children()}
+    done = inside(model, _LAYERS)
 
     def factorize_conv(module: nn.Module, index: int) -> nn.Module | None:
         if (

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
@@ -63,7 +63,7 @@ def apply_squeeze_excite(
     """Add squeeze-and-excitation after every convolution with at least `min_channels` inputs and outputs."""
     check_latent("apply_squeeze_excite", latent_channels)
     check_whole("apply_squeeze_excite", 0, min_channels=min_channels)
-    done = {module.conv for module in model.modules() if isinstance(module, SqueezeExciteConv2d)}
+    done = inside(model, SqueezeExciteConv2d)
 
     def excite(module: nn.Module, index: int) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d)

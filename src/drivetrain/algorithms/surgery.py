@@ -98,3 +98,9 @@ def share_tensors(new: M, old: nn.Module) -> M:
     for name in list(new._buffers):
         new._buffers[name] = old._buffers.get(name)
     return new
+
+
+def inside(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[nn.Module]:
+    """Return everything that stands inside a layer of the given classes: what was treated before, however it was changed since."""
+    holders = [module for module in model.modules() if isinstance(module, layers)]
+    return {child for holder in holders for child in holder.modules() if child is not holder}

@@ -41,6 +41,7 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.addFilter(lambda record: not getattr(record, "file_only", False))
 
     @property
     def stream(self) -> object:  # type: ignore[override]

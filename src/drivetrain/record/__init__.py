@@ -10,11 +10,10 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         ".recorder": ["Recorder"],
-        ".reading": ["read_metrics"],
+        ".jsonl": ["read_metrics", "JsonlSink"],
         ".sink": ["Sink", "Resume"],
         ".histogram": ["Histogram"],
         ".images": ["Picture"],
-        ".jsonl": ["JsonlSink"],
         ".csv_files": ["CsvSink"],
         ".tensorboard": ["TensorBoardSink"],
         ".console": ["ConsoleSink"],

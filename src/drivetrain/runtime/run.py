@@ -8,6 +8,7 @@ its own default.
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,14 @@ class Run:
     elapsed_before: float = 0.0
     """Seconds that earlier parts of this run took, when it was resumed."""
 
+    restore: Callable[[Any], Any] | None = field(default=None, repr=False)
+    """Loads a Context from the checkpoint this run begins with and returns random states to continue with, or None."""
+
+    interrupted: bool = False
+    """A signal asked the run to stop, and it stops in good order."""
+
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
+    _endings: list[Callable[[], object]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
@@ -52,6 +60,20 @@ class Run:
         """Count the objects of one kind in order of creation: 0, 1, 2, ... (seeds of unnamed loaders use it)."""
         self._counts[kind] += 1
         return self._counts[kind] - 1
+
+    def at_end(self, callback: Callable[[], object]) -> None:
+        """Have something called when the run ends, well or badly; what was asked for last is called first."""
+        self._endings.append(callback)
+
+    def end(self) -> Exception | None:
+        """Call everything that waits for the end and return the first error of any of it."""
+        failure: Exception | None = None
+        while self._endings:
+            try:
+                self._endings.pop()()
+            except Exception as error:
+                failure = failure or error
+        return failure
 
 
 _current: Run | None = None

@@ -24,7 +24,9 @@ def find_microbatch_size(trainer: Any) -> int | None:
     try:
         while not _fits_everywhere(trainer, batch, size):
             if size == 1:
-                raise DeviceError("microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing.")
+                raise DeviceError(
+                    "microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing."
+                )
             size = (size + 1) // 2
     finally:
         for name, buffer in trainer.model.named_buffers():

@@ -632,7 +632,7 @@ class Trainer:
 
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
-        state, clock, fire = self.state, self.state.clock, self._fire
+        clock, fire = self.state.clock, self._fire
         if clock.batch_in_epoch == 0:
             self._loss_tracker.reset()
             self._train_metrics.reset()

@@ -50,7 +50,9 @@ def verify_resume(
     True
     """
     if num_steps < 2:
-        raise ConfigError(f"verify_resume: num_steps={num_steps}: expected at least 2, half before and half after the interruption.")
+        raise ConfigError(
+            f"verify_resume: num_steps={num_steps}: expected at least 2, half before and half after the interruption."
+        )
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
         raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; leave it out.")
@@ -79,13 +81,23 @@ class _Interrupt(TrainerCallback):
 
 
 def _run(
-    build: Callable[[], Any], data: Any, steps: int, seed: int, folder: str | None, kwargs: dict[str, Any], stop_at: int | None = None
+    build: Callable[[], Any],
+    data: Any,
+    steps: int,
+    seed: int,
+    folder: str | None,
+    kwargs: dict[str, Any],
+    stop_at: int | None = None,
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
     trainer = build()
     if stop_at is not None:
         trainer.callback_handler.add_callback(_Interrupt(stop_at))
-    keeping = {"checkpoint_dir": folder, "checkpoint_every": "1st", "resume_from": "auto", "async_checkpoint": False} if folder else {}
+    keeping = (
+        {"checkpoint_dir": folder, "checkpoint_every": "1st", "resume_from": "auto", "async_checkpoint": False}
+        if folder
+        else {}
+    )
     try:
         trainer.train(data, max_num_train_steps=steps, **{"num_epochs": None, **kwargs}, **keeping)
     except _Interrupted:
@@ -98,7 +110,10 @@ def _run(
             "model": clean_state_dict(trainer.model),
             "optimizer": trainer.optimizer.state_dict(),
             "random numbers": torch.get_rng_state(),
-            "history": {name: list(trainer.run_history.get_metric_values(name)) for name in trainer.run_history.get_metric_names()},
+            "history": {
+                name: list(trainer.run_history.get_metric_values(name))
+                for name in trainer.run_history.get_metric_names()
+            },
         }
     )
 

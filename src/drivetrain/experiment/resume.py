@@ -1,0 +1,163 @@
+"""Continuing a run: which one, with which parameters, from which checkpoint.
+
+Two starts are the same run when everything that changes the computation is the same; where it runs and how it is launched does
+not count. A run that is continued stays in its own folder and keeps its seed.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.experiment.parameters import ParameterSet
+from drivetrain.experiment.records import FINISHED, RunRecord, find_runs, is_run, read_run
+from drivetrain.experiment.resolve import Resolved
+from drivetrain.experiment.run_folder import plain
+from drivetrain.experiment.standard import BOOKKEEPING
+
+logger = logging.getLogger("drivetrain")
+
+NEVER, AUTO = "never", "auto"
+SEED = "random_seed"
+
+
+@dataclass
+class Beginning:
+    """How a run begins: afresh, or as the continuation of one that is there."""
+
+    record: RunRecord | None = None
+    """The run that is continued, None for a fresh one."""
+    checkpoint: Path | None = None
+    """One checkpoint of that run to continue from; None is the newest valid one."""
+    is_finished: bool = False
+    """Nothing is left to do."""
+    notes: list[str] = field(default_factory=list)
+
+
+def identity(resolved: Resolved, parameters: ParameterSet) -> str:
+    """Return a hash of the parameters that make a run this run."""
+    text = json.dumps(_compared(resolved, parameters), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _compared(resolved: Resolved, parameters: ParameterSet) -> dict[str, Any]:
+    return {
+        name: plain(value)
+        for name, value in resolved.values.items()
+        if name not in BOOKKEEPING
+        and not parameters[name].resumable
+        and (name != SEED or resolved.is_declared(SEED))
+    }
+
+
+def choose_beginning(
+    experiment: str, resolved: Resolved, parameters: ParameterSet, *, force: bool = False, restarted: bool = False
+) -> Beginning:
+    """Decide how a run begins; `resolved` takes over what the continued run knows better."""
+    wanted = str(resolved.values["resume"])
+    if restarted and wanted == NEVER:
+        wanted = AUTO
+    if wanted == NEVER:
+        return Beginning()
+    if wanted != AUTO:
+        return _continue_path(Path(wanted), resolved, parameters, force)
+    place = Path(resolved.values["output_dir"]).resolve() / experiment
+    own_hash = identity(resolved, parameters)
+    same = [record for record in find_runs(place, depth=1) if record.manifest.get("identity") == own_hash]
+    if resolved.values["run_name"] is not None:
+        same = [record for record in same if record.folder.name == resolved.values["run_name"]]
+    unfinished = [record for record in same if record.state != FINISHED]
+    if not same:
+        note = f"resume: no earlier run of {experiment!r} with these parameters in {place}; this is a fresh one."
+        return Beginning(notes=[note])
+    return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
+
+
+def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> Beginning:
+    for folder in (path, *path.parents[:2]):
+        if is_run(folder):
+            beginning = continue_run(read_run(folder), resolved, parameters, force=force)
+            inside = folder != path and path != folder / "checkpoints"
+            beginning.checkpoint = path if inside else None
+            beginning.is_finished = beginning.is_finished and not inside
+            return beginning
+    raise ResumeError(
+        f"resume: {path} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder of a run, or "
+        "--checkpoint to begin a new run from a state."
+    )
+
+
+def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
+    """Continue one run: take over its seed and the values nobody gave now, refuse values that contradict it."""
+    if record.is_live:
+        raise ResumeError(
+            f"the run {record.folder} is still running in another process, which holds its lock. Wait for it to end, or "
+            "start another run with --resume never."
+        )
+    beginning = Beginning(record=record)
+    given = {name: value for name, value in resolved.values.items() if resolved.is_declared(name)}
+    changed, differing = [], []
+    for name, parameter in parameters.items():
+        if name in BOOKKEEPING or name not in record.parameters:
+            continue
+        stored = record.manifest.get("seed") if name == SEED else record.parameters[name]
+        if plain(resolved.values[name]) == stored:
+            continue
+        line = f"{name}: {stored!r} in the run, {plain(resolved.values[name])!r} now"
+        if name not in given:
+            if stored is not None:
+                resolved.values[name] = _stored_value(parameters, name, stored)
+            resolved.origins[name] = record.origins.get(name, "default")
+        elif parameter.resumable:
+            changed.append(line)
+        else:
+            differing.append(line)
+    if differing and not force:
+        raise ResumeError(
+            f"the run {record.folder} was made with other parameters, so it cannot be continued as it was:\n  "
+            + "\n  ".join(differing)
+            + "\nGive the same values, mark the parameter resumable, accept the change with --force, or begin a new run."
+        )
+    beginning.notes = [f"changed on resume: {line}" for line in changed + differing]
+    beginning.is_finished = record.state == FINISHED and not changed and not differing
+    return beginning
+
+
+def _stored_value(parameters: ParameterSet, name: str, stored: Any) -> Any:
+    try:
+        return parameters[name].read(stored, is_text=False, where="parameters.yaml")
+    except ParameterError as error:
+        raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
+
+
+def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, Any] | None]:
+    """Return what loads a Context from this run's checkpoint and returns its random states, None without a checkpoint."""
+
+    def restore(context: Any) -> Mapping[str, Any] | None:
+        from drivetrain.checkpoint.checkpointer import Checkpointer
+
+        keeper = Checkpointer(context, dir=folder / "checkpoints", signals=False)
+        restored = keeper.restore("auto" if which is None else which)
+        if restored is None:
+            logger.info("no checkpoint in %s yet: the run begins from its start.", folder)
+            return None
+        logger.info("continued from %s", restored.path)
+        return restored.rng
+
+    return restore
+
+
+def loader_of(checkpoint: Path) -> Callable[[Any], None]:
+    """Return what loads a Context from any checkpoint, for a new run that begins with its state."""
+
+    def load(context: Any) -> None:
+        from drivetrain.checkpoint.store import load_checkpoint
+
+        context.load_state_dict(load_checkpoint(checkpoint))
+        logger.info("a new run from the state in %s", checkpoint)
+
+    return load

@@ -1,0 +1,359 @@
+"""The life of a run: folder, lock, log, seed, hooks, the main function, and an end that always comes.
+
+Whatever fails, the process is afterwards as it was before and can start the next run. On several processes rank 0 decides about
+folder, seed and parameters, and the others hear what it decided, or why it could not.
+"""
+
+import inspect
+import logging
+import os
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import DrivetrainError, ExperimentError, ResumeError
+from drivetrain.experiment import proxies
+from drivetrain.experiment.launching import launch_experiment, must_launch, wants_cpu
+from drivetrain.experiment.locking import FolderLock
+from drivetrain.experiment.logs import run_log
+from drivetrain.experiment.manifest import add_to_manifest, describe_run
+from drivetrain.experiment.plugins import app
+from drivetrain.experiment.records import is_run, read_run
+from drivetrain.experiment.resolve import Resolved
+from drivetrain.experiment.resume import (
+    AUTO,
+    NEVER,
+    Beginning,
+    choose_beginning,
+    continue_run,
+    identity,
+    loader_of,
+    restorer_for,
+)
+from drivetrain.experiment.run_folder import (
+    ARTIFACTS,
+    MANIFEST,
+    PARAMETERS,
+    is_plain,
+    make_folder,
+    plain,
+    run_path,
+    write_json,
+    write_parameters,
+)
+from drivetrain.experiment.status import StatusFile
+from drivetrain.experiment.subprocesses import end_subprocesses
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.run import Run, current_run, set_current_run
+
+logger = logging.getLogger("drivetrain")
+
+
+class TrialPruned(DrivetrainError):
+    """Ends a run that a sweep has given up on; it counts as neither failed nor complete."""
+
+
+@dataclass
+class Place:
+    """What rank 0 decided, as the other ranks hear it."""
+
+    folder: Path
+    resolved: Resolved
+    beginning: Beginning
+    problem: Exception | None = None
+
+
+@dataclass
+class Ending:
+    """How the main function ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+    state: str = "finished"
+    exit_code: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def run_experiment(
+    experiment: Any,
+    resolved: Resolved,
+    *,
+    argv: list[str] | None = None,
+    force: bool = False,
+    folder: Path | None = None,
+    trial: dict[str, Any] | None = None,
+) -> Any:
+    """Run an experiment with resolved parameters and return what its main function returned.
+
+    `folder` is a run folder chosen by the caller; a run that is there already is continued. `trial` says which trial of which
+    sweep this is.
+    """
+    active = current_run()
+    if active is not None:
+        raise ExperimentError(
+            f"cannot run {experiment.name!r}: {active.name or active.folder!r} is still active in this process, and a process "
+            "runs one experiment at a time. Let it end first, or use run_in_new_process(...)."
+        )
+    options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
+    if must_launch(resolved):
+        return launch_experiment(experiment, resolved, options)
+    if resolved.values["subprocess"] is not None:
+        return _run_subprocess(experiment, resolved)
+    _check_device(resolved)
+    joined = _join_world(resolved)
+    place, lock = _agree_on_place(experiment, resolved, force=force, folder=folder)
+    if place.beginning.is_finished:
+        return _already_finished(place)
+    result = _run_in(experiment, place, lock, argv=argv, trial=trial)
+    if joined:  # after an error peers may never answer, so then the group is left as it is
+        from drivetrain.runtime.group import destroy_group
+
+        destroy_group()
+    return result
+
+
+def _check_device(resolved: Resolved) -> None:
+    """Refuse a device that was asked for and is not there, before anything is made."""
+    values = resolved.values
+    asked = values["device"] if values["device"] not in (None, "auto") else None
+    if asked is None and values["cuda"] and resolved.is_declared("cuda"):
+        asked = "cuda"
+    if asked is not None:
+        from drivetrain.runtime.device import choose_device
+
+        choose_device(asked)
+
+
+def _join_world(resolved: Resolved) -> bool:
+    """Join the processes a launcher started together with this one; True if the group was made here."""
+    if launched_world() is None:
+        return False
+    from drivetrain.runtime.group import init_distributed
+    from drivetrain.runtime.ranks import is_distributed
+
+    if is_distributed():
+        return False
+    init_distributed(backend="gloo" if wants_cpu(resolved.values) else None)
+    return True
+
+
+def _rank() -> int:
+    from drivetrain.runtime.ranks import get_rank
+
+    return get_rank()
+
+
+def _agree_on_place(
+    experiment: Any, resolved: Resolved, *, force: bool, folder: Path | None
+) -> tuple[Place, FolderLock | None]:
+    """Let rank 0 choose and lock the folder, and tell the others."""
+    from drivetrain.runtime.collectives import broadcast_from_master
+
+    place, lock = Place(Path(), resolved, Beginning()), None
+    if _rank() == 0:
+        try:
+            place.beginning = _beginning(experiment, resolved, force, folder)
+            record = place.beginning.record
+            path = folder or run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
+            place.folder = Path(path) if record is None else record.folder
+            if record is None:
+                _make(place.folder, chosen=folder is not None)
+            if not place.beginning.is_finished:
+                lock = _locked(place.folder)
+        except Exception as error:
+            place.problem = error
+    heard: Place = broadcast_from_master(place)
+    if heard.problem is not None:
+        if lock is not None:
+            lock.release()
+        raise heard.problem
+    return heard, lock
+
+
+def _beginning(experiment: Any, resolved: Resolved, force: bool, folder: Path | None) -> Beginning:
+    if folder is not None and is_run(folder):
+        return continue_run(read_run(folder), resolved, experiment.parameters, force=force)
+    if folder is not None:
+        return Beginning()
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+    return choose_beginning(experiment.name, resolved, experiment.parameters, force=force, restarted=restarted)
+
+
+def _make(folder: Path, *, chosen: bool) -> None:
+    if not (chosen and folder.is_dir()):  # an attempt that died at once has left it empty
+        make_folder(folder)
+    (folder / ARTIFACTS).mkdir(exist_ok=True)
+
+
+def _locked(folder: Path) -> FolderLock:
+    lock = FolderLock(folder)
+    if not lock.acquire():
+        raise ResumeError(f"the run {folder} is in use by another process, which holds its lock. Wait for it to end.")
+    return lock
+
+
+def _already_finished(place: Place) -> Any:
+    record = place.beginning.record
+    assert record is not None
+    if _rank() == 0:
+        print(f"already finished: {record.folder}")
+    return record.result
+
+
+def _run_in(
+    experiment: Any, place: Place, lock: FolderLock | None, *, argv: list[str] | None, trial: dict[str, Any] | None
+) -> Any:
+    """Run the main function in its folder."""
+    values, record = place.resolved.values, place.beginning.record
+    rank = _rank()
+    run = Run(folder=place.folder, seed=values["random_seed"], params=values, name=experiment.name)
+    run.origins = place.resolved.origins
+    if record is not None:
+        run.restore = restorer_for(place.folder, place.beginning.checkpoint)
+        values["resume"] = AUTO if values["resume"] == NEVER else values["resume"]
+    elif values["checkpoint"] is not None:
+        run.restore = loader_of(values["checkpoint"])
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    status = StatusFile(place.folder, run, restarts) if rank == 0 else None
+    with ExitStack() as stack:
+        if lock is not None:
+            stack.enter_context(lock)
+        set_current_run(run)
+        stack.callback(set_current_run, None)
+        if rank == 0:
+            _write_record(experiment, place, argv, trial)
+        stack.enter_context(run_log(place.folder, rank, debug=values["debug"]))
+        if status is not None:
+            status.begin()
+        for note in place.beginning.notes:
+            logger.info("%s", note)
+        logger.info("run folder: %s", place.folder)
+        ending = _live(experiment, run)
+        if status is not None:
+            result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
+            status.end(ending.state, exit_code=ending.exit_code, error=_sentence(ending.error), **result, **ending.extra)
+    if ending.error is not None:
+        raise ending.error
+    return ending.result
+
+
+def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: dict[str, Any] | None) -> None:
+    """Write down what the run is made of; a continued run keeps its record and adds to it."""
+    resolved, record = place.resolved, place.beginning.record
+    write_parameters(place.folder, resolved.values)
+    if record is not None:
+        resumed = [*record.manifest.get("resumed", []), {"argv": argv, "notes": place.beginning.notes}]
+        add_to_manifest(place.folder, resumed=resumed)
+        return
+    from drivetrain.runtime.ranks import get_num_processes
+
+    world = launched_world()
+    notes = list(place.beginning.notes)
+    if world is not None:
+        notes.append(f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect.")
+    manifest = describe_run(
+        experiment=experiment.name,
+        source=inspect.getsourcefile(inspect.unwrap(experiment.main_function)),
+        origins=resolved.origins,
+        identity=identity(resolved, experiment.parameters),
+        seed=resolved.values["random_seed"],
+        argv=argv,
+        devices=_devices(resolved.values),
+        processes=get_num_processes(),
+        launcher=None if world is None else world.launcher,
+        trial=trial,
+        notes=notes,
+    )
+    write_json(place.folder / MANIFEST, manifest)
+
+
+def _devices(values: dict[str, Any]) -> list[str]:
+    import torch
+
+    if wants_cpu(values) or not torch.cuda.is_available():
+        return ["cpu"]
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _live(experiment: Any, run: Run) -> Ending:
+    """Seed, call hooks and main, and end everything that belongs to the run."""
+    from drivetrain.runtime.seeds import set_deterministic, set_seed
+
+    ending = Ending()
+    try:
+        set_deterministic(run.params["deterministic"])
+        set_seed(run.seed)
+        bind_proxies(experiment, run)
+        app.before_experiment(experiment, run.params)
+        ending.result = experiment.signature.call(run.params, run.origins)
+    except BaseException as error:
+        ending = _ending_of(error, run)
+    problems = [run.end()]
+    for act in (lambda: app.after_experiment(ending.error), end_subprocesses, lambda: set_deterministic("off")):
+        try:
+            act()
+        except Exception as problem:
+            problems.append(problem)
+    problem = next((entry for entry in problems if entry is not None), None)
+    if problem is not None and ending.error is None:
+        ending = _ending_of(problem, run)
+    _log_ending(experiment, ending)
+    return ending
+
+
+def _ending_of(error: BaseException, run: Run) -> Ending:
+    if isinstance(error, SystemExit) and error.code in (0, None):
+        return Ending()
+    if isinstance(error, TrialPruned):
+        return Ending(error=error, extra={"pruned": True})
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(error=error, state="interrupted", exit_code=128 + signal.SIGINT)
+    code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    stopped = run.interrupted or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+    return Ending(error=error, state="interrupted" if stopped else "failed", exit_code=code)
+
+
+def _log_ending(experiment: Any, ending: Ending) -> None:
+    if ending.error is None or ending.state != "failed":
+        logger.info("%s: %s", experiment.name, ending.state)
+        return
+    # Python prints the traceback on the console; the log keeps it as well.
+    logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
+
+
+def _sentence(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def bind_proxies(experiment: Any, run: Run) -> None:
+    """Let the live names mean this run."""
+    subprocess = run.params["subprocess"]
+    proxies.bind(proxies.current_experiment, experiment)
+    proxies.bind(proxies.params, run.params)
+    proxies.bind(proxies.output_dir, run.folder)
+    proxies.bind(proxies.params_file, run.folder / PARAMETERS if subprocess is None else Path(subprocess))
+    proxies.bind(proxies.random_gen, run.random_gen)
+    proxies.bind(proxies.subprocess_counter, 0)
+
+
+def _run_subprocess(experiment: Any, resolved: Resolved) -> Any:
+    """Run the main function beside the process that started this one, in its folder."""
+    values = resolved.values
+    folder = Path(values["subprocess"]).parent
+    run = Run(folder=folder, seed=values["random_seed"], params=values, name=experiment.name)
+    run.origins = resolved.origins
+    with ExitStack() as stack:
+        set_current_run(run)
+        stack.callback(set_current_run, None)
+        stack.enter_context(run_log(folder, values["local_rank"], debug=values["debug"]))
+        ending = _live(experiment, run)
+    if ending.error is not None:
+        raise ending.error
+    return ending.result
+
+
+def new_seed(nbits: int = 32) -> int:
+    """Return the next random number of the run's own generator, for seeding others; it starts from `random_seed`."""
+    return int(proxies.target(proxies.random_gen).getrandbits(nbits))

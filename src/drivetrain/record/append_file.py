@@ -1,0 +1,52 @@
+"""A text file that only grows by whole blocks: a block that cannot be written leaves no trace.
+
+A full disk must not leave half a line in the middle of a file that goes on when there is space again, and a process killed while
+writing leaves half a line only at the end, which the next writer cuts off.
+"""
+
+import os
+from pathlib import Path
+
+
+class AppendFile:
+    """Appends lines to a file and knows how many it has."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._size, self.lines = _whole_lines(path)
+            os.ftruncate(self._file, self._size)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def append(self, lines: list[str]) -> None:
+        """Write lines, each with its end, all of them or none."""
+        block = "".join(lines).encode()
+        try:
+            done = 0
+            while done < len(block):
+                done += os.write(self._file, block[done:])
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(block)
+        self.lines += len(lines)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def _whole_lines(path: Path) -> tuple[int, int]:
+    """Return the size of a file up to its last line end, and the number of lines."""
+    size = lines = position = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            lines += block.count(b"\n")
+            end = block.rfind(b"\n")
+            if end >= 0:
+                size = position + end + 1
+            position += len(block)
+    return size, lines

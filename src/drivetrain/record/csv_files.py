@@ -1,0 +1,72 @@
+"""`scalars.csv` for spreadsheets, and the PNG files of images and figures.
+
+The table is a view of `metrics.jsonl`: when a run is resumed it is written anew from the rows that stand, so it never shows a step
+twice.
+"""
+
+import csv
+import io
+import os
+from pathlib import Path
+
+from drivetrain.record.append_file import AppendFile
+from drivetrain.record.images import Picture
+from drivetrain.record.jsonl import read_metrics
+from drivetrain.record.sink import Resume
+
+FILE_NAME = "scalars.csv"
+COLUMNS = ("step", "time", "tag", "value")
+
+
+class CsvSink:
+    """Writes `scalars.csv`, `images/` and `figures/`."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._file: AppendFile | None = None
+        self._text = io.StringIO()
+        self._writer = csv.writer(self._text)
+
+    def open(self, folder: Path, resume: Resume | None) -> None:
+        """Open the table for appending, after a resume without the rows that are recorded again."""
+        self._folder, path = folder, folder / FILE_NAME
+        if resume is not None:
+            aside = folder / f".{FILE_NAME}.tmp"
+            with aside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(COLUMNS)
+                writer.writerows([row[column] for column in COLUMNS] for row in read_metrics(folder, kind="scalar"))
+            os.replace(aside, path)
+        self._file = AppendFile(path)
+        if self._file.lines == 0:
+            self._writer.writerow(COLUMNS)
+
+    def scalar(self, tag: str, value: float, step: int, time: float) -> None:
+        """Take one number."""
+        self._writer.writerow((step, round(time, 3), tag, value))
+
+    def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
+        """Write a PNG file."""
+        assert self._folder is not None and picture.path is not None
+        path = self._folder / picture.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture.png)
+
+    figure = image
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        text = self._text.getvalue()
+        if text and self._file is not None:
+            self._text.seek(0)
+            self._text.truncate()
+            self._file.append([text])
+
+    def close(self) -> None:
+        """Write what is waiting and close the table."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None

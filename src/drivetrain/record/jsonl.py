@@ -1,0 +1,146 @@
+"""`metrics.jsonl`: everything that was recorded, one object a line, and the reader for it.
+
+The file only grows. After a resume a line of the kind `resume` says from where rows are recorded again, and readers drop what
+it supersedes; so a killed run shows one history, and nothing that was ever written is lost. JSON has no NaN and no infinity: they
+are the strings "nan", "inf" and "-inf".
+"""
+
+import json
+import math
+import os
+import time as clock
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import StateError
+from drivetrain.record.append_file import AppendFile
+from drivetrain.record.histogram import Histogram
+from drivetrain.record.images import Picture
+from drivetrain.record.sink import Resume
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonlSink:
+    """Writes `metrics.jsonl`."""
+
+    def __init__(self) -> None:
+        self._file: AppendFile | None = None
+        self._waiting: list[str] = []
+        self._tags: dict[str, str] = {}
+
+    @property
+    def lines(self) -> int | None:
+        """How many lines have been written, None while the file is closed."""
+        return None if self._file is None else self._file.lines
+
+    def open(self, folder: Path, resume: Resume | None) -> None:
+        """Open the file for appending; after a resume say so in it."""
+        self._file = AppendFile(folder / FILE_NAME)
+        if resume is not None:
+            line: dict[str, Any] = {"kind": "resume", "step": resume.step, "time": round(clock.time(), 3)}
+            if resume.lines is not None:
+                line["lines"] = resume.lines
+            self._file.append([json.dumps(line) + "\n"])
+
+    def scalar(self, tag: str, value: float, step: int, time: float) -> None:
+        """Take one number."""
+        if tag not in self._tags:
+            self._tags[tag] = json.dumps(tag)
+        # What json.dumps would write, at a third of its price.
+        number = repr(value) if math.isfinite(value) else f'"{value}"'
+        self._waiting.append(
+            f'{{"step": {step}, "time": {time:.3f}, "kind": "scalar", "tag": {self._tags[tag]}, "value": {number}}}\n'
+        )
+
+    def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
+        """Note where an image is kept."""
+        self._add("image", tag, picture.path, step, time)
+
+    def figure(self, tag: str, picture: Picture, step: int, time: float) -> None:
+        """Note where a figure is kept."""
+        self._add("figure", tag, picture.path, step, time)
+
+    def histogram(self, tag: str, histogram: Histogram, step: int, time: float) -> None:
+        """Take a histogram."""
+        counted = {"low": histogram.low, "high": histogram.high, "counts": histogram.counts, "nonfinite": histogram.nonfinite}
+        self._add("histogram", tag, counted, step, time)
+
+    def text(self, tag: str, text: str, step: int, time: float) -> None:
+        """Take a text."""
+        self._add("text", tag, text, step, time)
+
+    def params(self, values: dict[str, Any], step: int, time: float) -> None:
+        """Take the settings of the run."""
+        self._add("params", "params", values, step, time)
+
+    def summary(self, values: dict[str, Any], step: int, time: float) -> None:
+        """Take results of the run."""
+        self._add("summary", "summary", values, step, time)
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        if self._waiting and self._file is not None:
+            waiting, self._waiting = self._waiting, []
+            self._file.append(waiting)
+
+    def close(self) -> None:
+        """Write what is waiting and close the file."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
+
+    def _add(self, kind: str, tag: str, value: Any, step: int, time: float) -> None:
+        row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}
+        self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read_metrics(path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a `metrics.jsonl`, or of the folder that holds it, in the order of recording.
+
+    Rows that a resume superseded are left out, and so is a last line that was cut short. A row has `step`, `time`, `kind`,
+    `tag` and `value`; with `kind` or `tag` only matching rows are returned.
+    """
+    path = Path(path)
+    file = path / FILE_NAME if path.is_dir() else path
+    lines = file.read_bytes().split(b"\n")
+    lines.pop()  # what follows the last line end: nothing, or a line that was cut short
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, line in enumerate(lines):
+        row = _parsed(line, file, number)
+        if row["kind"] == "resume":
+            stand = row.get("lines")
+            rows = [(at, kept) for at, kept in rows if (kept["step"] < row["step"] if stand is None else at < stand)]
+        else:
+            rows.append((number, row))
+    return [row for _, row in rows if kind in (None, row["kind"]) and tag in (None, row["tag"])]
+
+
+def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        needed = ("step",) if row["kind"] == "resume" else ("step", "tag", "value")
+        if type(row["step"]) is not int or any(name not in row for name in needed):
+            raise TypeError
+        if row["kind"] == "scalar" and isinstance(row["value"], str):
+            row["value"] = float(row["value"])
+    except (ValueError, KeyError, TypeError):
+        raise StateError(
+            f"{file}, line {number + 1}: {line[:80]!r} is not a row of metrics. Expected an object with step, kind, tag and value; "
+            "remove the line to read the others."
+        ) from None
+    return row
+
+
+def _spelled(value: Any) -> Any:
+    """Return a plain value with NaN and infinity as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _spelled(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return value

@@ -1,0 +1,129 @@
+"""MLflow through its client, which leaves the program's own active run alone.
+
+Without a tracking address the run is kept in a folder store beside the other files.
+"""
+
+import importlib.util
+import os
+import time as clock
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import MissingExtra
+from drivetrain.record.images import Picture
+from drivetrain.record.sink import Resume
+from drivetrain.record.tags import picture_path, safe_name
+
+_LARGEST_BATCH = 1000  # what a server takes in one call
+_LONGEST_PARAM = 6000
+_ALSO_ALLOWED = frozenset("_-. :/")
+
+
+class MlflowSink:
+    """Sends rows to an MLflow run of `experiment`, at `tracking_uri`, `MLFLOW_TRACKING_URI` or the folder `mlruns/`."""
+
+    remote = True
+    name = "mlflow"
+
+    def __init__(self, tracking_uri: str | None = None, *, experiment: str = "drivetrain"):
+        if importlib.util.find_spec("mlflow") is None:
+            raise MissingExtra("mlflow-skinny", "mlflow", "the sink 'mlflow'")
+        self.run_id: str | None = None
+        self._uri, self._experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._metrics: list[Any] = []
+
+    def open(self, folder: Path, resume: Resume | None) -> None:
+        """Start a run, or continue the one that was saved."""
+        from mlflow import MlflowClient
+
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            # MLflow asks for this consent before it uses its folder store.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (folder / "mlruns").resolve().as_uri()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it would rather have a database, which is the user's to decide
+            client = MlflowClient(tracking_uri=uri)
+            if resume is not None and resume.run_id is not None:
+                self.run_id = resume.run_id
+                client.update_run(self.run_id, status="RUNNING")
+            else:
+                found = client.get_experiment_by_name(self._experiment)
+                number = client.create_experiment(self._experiment) if found is None else found.experiment_id
+                self.run_id = client.create_run(number, run_name=folder.name).info.run_id
+        self._client = client
+
+    def scalar(self, tag: str, value: float, step: int, time: float) -> None:
+        """Take one number."""
+        from mlflow.entities import Metric
+
+        self._metrics.append(Metric(_key(tag), float(value), int(time * 1000), step))
+
+    def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
+        """Take an image."""
+        self._keep_file(picture.path or picture_path("image", tag, step), picture.png)
+
+    def figure(self, tag: str, picture: Picture, step: int, time: float) -> None:
+        """Take a figure."""
+        self._keep_file(picture.path or picture_path("figure", tag, step), picture.png)
+
+    def text(self, tag: str, text: str, step: int, time: float) -> None:
+        """Take a text."""
+        self._client.log_text(self.run_id, text, f"texts/{safe_name(tag)}/{step}.txt")
+
+    def params(self, values: Mapping[str, Any], step: int, time: float) -> None:
+        """Take the settings of the run; one that has another value already is kept as a tag."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._client.get_run(self.run_id).data.params
+        texts = {_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
+        new = [Param(name, text) for name, text in texts.items() if name not in known]
+        changed = [RunTag(name, text) for name, text in texts.items() if known.get(name, text) != text]
+        self._client.log_batch(self.run_id, params=new, tags=changed)
+
+    def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
+        """Take results of the run: numbers as metrics, the rest as tags."""
+        from mlflow.entities import RunTag
+
+        tags = []
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.scalar(name, value, step, time)
+            else:
+                tags.append(RunTag(_key(name), str(value)))
+        self._client.log_batch(self.run_id, tags=tags)
+
+    def flush(self) -> None:
+        """Send what is waiting."""
+        while self._metrics and self._client is not None:
+            batch, self._metrics = self._metrics[:_LARGEST_BATCH], self._metrics[_LARGEST_BATCH:]
+            self._client.log_batch(self.run_id, metrics=batch)
+
+    def close(self) -> None:
+        """Send what is waiting and end the run."""
+        if self._client is not None:
+            client, run_id = self._client, self.run_id
+            try:
+                self.flush()
+            finally:
+                self._client = None
+                client.set_terminated(run_id, end_time=int(clock.time() * 1000))
+
+    def _keep_file(self, path: str, content: bytes) -> None:
+        import tempfile
+
+        folder, name = os.path.split(path)
+        with tempfile.TemporaryDirectory() as aside:
+            file = Path(aside) / name
+            file.write_bytes(content)
+            self._client.log_artifact(self.run_id, str(file), folder)
+
+
+def _key(tag: str) -> str:
+    """Return a tag with the characters that MLflow allows."""
+    if all(char.isalnum() or char in _ALSO_ALLOWED for char in tag) and ".." not in tag and not tag.startswith("/"):
+        return tag
+    return safe_name(tag).replace("%", ":")
