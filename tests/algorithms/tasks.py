@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +24,12 @@ class ConvNet(nn.Module):
     def __init__(self, classes: int = 3, channels: int = 3):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(6, 8, 3), nn.ReLU()
+            nn.Conv2d(channels, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Conv2d(6, 8, 3),
+            nn.ReLU(),
         )
         self.head = nn.Linear(8, classes)
 
@@ -44,7 +48,7 @@ class TinyTransformer(nn.Module):
 
     def logits(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None) -> torch.Tensor:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         x = self.embedding(input_ids) + self.positions(position_ids)
         q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
         is_causal = attention_mask is None
@@ -180,7 +184,3 @@ def run(algorithm: Any, state: State, *events: Event, log: Any = None) -> Any:
 
 def code_blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def namespace(**values: Any) -> SimpleNamespace:
-    return SimpleNamespace(**values)

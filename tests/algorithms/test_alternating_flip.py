@@ -47,7 +47,9 @@ def test_in_a_run_each_sample_alternates_although_the_order_changes():
         return list(zip(state.train_dataloader.sample_index.tolist(), state.batch[0].clone()))
 
     seen = Watch(Event.BATCH_START, look)
-    train(conv_trainer(AlternatingFlip(), callbacks=[seen]), data, num_epochs=2, train_dataloader_kwargs={"shuffle": True})
+    train(
+        conv_trainer(AlternatingFlip(), callbacks=[seen]), data, num_epochs=2, train_dataloader_kwargs={"shuffle": True}
+    )
     shown = {}
     for batch in seen.values:
         for index, image in batch:
@@ -60,7 +62,10 @@ def test_in_a_run_each_sample_alternates_although_the_order_changes():
 
 def test_it_acts_before_samples_are_selected():
     trainer = conv_trainer(SelectiveBackprop(start=0, end=1, interrupt=0), AlternatingFlip())
-    assert [str(one) for one in trainer.engine.listeners(Event.AFTER_DATALOADER)] == ["AlternatingFlip", "SelectiveBackprop"]
+    assert [str(one) for one in trainer.engine.listeners(Event.AFTER_DATALOADER)] == [
+        "AlternatingFlip",
+        "SelectiveBackprop",
+    ]
     train(trainer, image_data(), num_epochs=1)
 
 

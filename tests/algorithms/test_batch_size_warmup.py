@@ -14,7 +14,10 @@ def run(algorithm, **kwargs):
     stepped = []
     trainer = conv_trainer(algorithm, callbacks=[windows, rates])
     original = trainer.optimizer.step
-    trainer.optimizer.step = lambda *a, **k: (stepped.append(trainer.optimizer.param_groups[0]["lr"]), original(*a, **k))[1]
+    trainer.optimizer.step = lambda *a, **k: (
+        stepped.append(trainer.optimizer.param_groups[0]["lr"]),
+        original(*a, **k),
+    )[1]
     train(trainer, image_data(60), num_epochs=1, per_device_batch_size=1, gradient_accumulation_steps=8, **kwargs)
     return windows.values, stepped, rates.values
 

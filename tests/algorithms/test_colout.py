@@ -64,7 +64,9 @@ def test_bad_settings_are_refused(arguments, kind, text):
 
 
 def test_a_whole_batch_loses_the_same_rows():
-    batch = run(ColOut(0.25, 0.25), make_state([numbered(8, 8).repeat(4, 1, 1, 1), torch.arange(4)]), Event.AFTER_DATALOADER)
+    batch = run(
+        ColOut(0.25, 0.25), make_state([numbered(8, 8).repeat(4, 1, 1, 1), torch.arange(4)]), Event.AFTER_DATALOADER
+    )
     assert batch[0].shape == (4, 1, 6, 6) and torch.equal(batch[0][0], batch[0][3])
 
 

@@ -41,7 +41,11 @@ def test_boxes_stay_inside_and_area_is_what_is_left():
     for seed in range(60):
         generator = torch.Generator().manual_seed(seed)
         mixed, _, area, (top, left, bottom, right) = cutmix_batch(
-            x + torch.tensor([0.0, 1.0]).view(2, 1, 1, 1), y, indices=torch.tensor([1, 0]), uniform_sampling=seed % 2 == 0, generator=generator
+            x + torch.tensor([0.0, 1.0]).view(2, 1, 1, 1),
+            y,
+            indices=torch.tensor([1, 0]),
+            uniform_sampling=seed % 2 == 0,
+            generator=generator,
         )
         assert 0 <= top <= bottom <= 9 and 0 <= left <= right <= 13
         assert area == pytest.approx(1 - mixed[0].mean().item(), abs=1e-6)
@@ -53,7 +57,9 @@ def test_uniform_sampling_covers_all_pixels_equally_often():
     for uniform, counts in covered.items():
         generator = torch.Generator().manual_seed(0)
         for _ in range(3000):
-            *_, (top, left, bottom, right) = cutmix_batch(x, y, length=0.5, uniform_sampling=uniform, generator=generator)
+            *_, (top, left, bottom, right) = cutmix_batch(
+                x, y, length=0.5, uniform_sampling=uniform, generator=generator
+            )
             counts[top:bottom, left:right] += 1
     spread = {uniform: (counts.max() / counts.min()).item() for uniform, counts in covered.items()}
     assert spread[True] < 1.4 < spread[False]

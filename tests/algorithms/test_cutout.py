@@ -36,7 +36,9 @@ def test_several_holes_cut_more():
 def test_uniform_sampling_may_miss_the_image():
     x = torch.ones(1, 1, 8, 8)
     generator = torch.Generator().manual_seed(0)
-    sums = [holes(cutout_batch(x, length=0.5, uniform_sampling=True, generator=generator)).sum().item() for _ in range(300)]
+    sums = [
+        holes(cutout_batch(x, length=0.5, uniform_sampling=True, generator=generator)).sum().item() for _ in range(300)
+    ]
     plain = [holes(cutout_batch(x, length=0.5, generator=generator)).sum().item() for _ in range(300)]
     assert min(sums) == 0 < min(plain) and max(sums) == max(plain) == 16
 
@@ -50,7 +52,10 @@ def test_pil_in_pil_out():
         assert 0 in cut.convert("L").tobytes() and 0 not in image.convert("L").tobytes()
 
 
-@pytest.mark.parametrize(("arguments", "name"), [({"length": 1.5}, "length"), ({"num_holes": -1}, "num_holes"), ({"num_holes": 1.5}, "num_holes")])
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({"length": 1.5}, "length"), ({"num_holes": -1}, "num_holes"), ({"num_holes": 1.5}, "num_holes")],
+)
 def test_bad_settings_are_refused(arguments, name):
     with pytest.raises(ValueError, match=name):
         CutOut(**arguments)

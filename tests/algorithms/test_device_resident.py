@@ -38,7 +38,10 @@ def test_what_cannot_be_resident_is_refused():
         conv_trainer(DeviceResidentData(), RandAugment())
 
 
-@pytest.mark.parametrize(("arguments", "text"), [({"max_fraction": 0}, "max_fraction"), ({"max_fraction": 2}, "max_fraction"), ({"dtype": "bfloat"}, "bfloat16")])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [({"max_fraction": 0}, "max_fraction"), ({"max_fraction": 2}, "max_fraction"), ({"dtype": "bfloat"}, "bfloat16")],
+)
 def test_bad_settings_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         DeviceResidentData(**arguments)

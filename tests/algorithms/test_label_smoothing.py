@@ -80,7 +80,12 @@ def test_evaluation_sees_true_labels():
 
 def test_several_targets_beside_several_outputs():
     outputs = [torch.randn(2, 3), torch.randn(2, 4)]
-    state = make_state((torch.zeros(2), torch.tensor([0, 1]), torch.tensor([3, 0])), model=ConvNet(), outputs=outputs, loss_fn=lambda o, t: o[0])
+    state = make_state(
+        (torch.zeros(2), torch.tensor([0, 1]), torch.tensor([3, 0])),
+        model=ConvNet(),
+        outputs=outputs,
+        loss_fn=lambda o, t: o[0],
+    )
     batch = run(LabelSmoothing(0.1, target_key=[1, 2]), state, Event.BEFORE_LOSS)
     assert batch[1].shape == (2, 3) and batch[2].shape == (2, 4)
 

@@ -124,7 +124,12 @@ def test_soft_targets_and_interpolated_losses_train_alike():
     for interpolate in (False, True):
         trainer = conv_trainer(MixUp(0.5, interpolate_loss=interpolate))
         history = train(trainer, image_data())
-        results.append((history.get_metric_values("train_loss_epoch"), torch.nn.utils.parameters_to_vector(trainer.model.parameters())))
+        results.append(
+            (
+                history.get_metric_values("train_loss_epoch"),
+                torch.nn.utils.parameters_to_vector(trainer.model.parameters()),
+            )
+        )
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
 
@@ -132,7 +137,9 @@ def test_soft_targets_and_interpolated_losses_train_alike():
 def test_the_tracked_loss_is_the_interpolated_one():
     trained = Watch(Event.BEFORE_BACKWARD, lambda state: state.loss.item())
     shown = Watch(Event.STEP_OUTPUT, lambda state: state.batch_output["loss"].item())
-    history = train(conv_trainer(MixUp(1.0, interpolate_loss=True), callbacks=[trained, shown]), image_data(), num_epochs=1)
+    history = train(
+        conv_trainer(MixUp(1.0, interpolate_loss=True), callbacks=[trained, shown]), image_data(), num_epochs=1
+    )
     assert shown.values == trained.values
     assert history.get_latest_metric("train_loss_epoch") == pytest.approx(sum(trained.values) / 4, rel=1e-6)
 

@@ -96,8 +96,14 @@ def drawn(function, level, monkeypatch, count=400):
 
 @pytest.mark.parametrize(
     ("name", "low", "high", "whole"),
-    [("posterize", 1, 4, True), ("rotate", -30, 30, True), ("solarize", 1, 256, True), ("color", 0.1, 10, False), ("brightness", 0.1, 7.5, False),
-     ("color_original", 0.118, 1.9, False)],
+    [
+        ("posterize", 1, 4, True),
+        ("rotate", -30, 30, True),
+        ("solarize", 1, 256, True),
+        ("color", 0.1, 10, False),
+        ("brightness", 0.1, 7.5, False),
+        ("color_original", 0.118, 1.9, False),
+    ],
 )
 def test_strengths_at_the_highest_level(name, low, high, whole, monkeypatch):
     values = drawn(getattr(primitives_module, name), 10, monkeypatch)

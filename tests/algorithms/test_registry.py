@@ -15,7 +15,19 @@ def test_every_name_is_a_class_of_that_name_or_an_alias(name):
     assert issubclass(cls, Algorithm) and (cls.__name__ == name or name == "FusedLayerNorm")
 
 
-@pytest.mark.parametrize("name", ["MixUp", "CutMix", "ColOut", "RandAugment", "ProgressiveResizing", "SeqLengthWarmup", "BatchSizeWarmup", "Resolution"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MixUp",
+        "CutMix",
+        "ColOut",
+        "RandAugment",
+        "ProgressiveResizing",
+        "SeqLengthWarmup",
+        "BatchSizeWarmup",
+        "Resolution",
+    ],
+)
 def test_an_algorithm_survives_its_own_config(name):
     first = registry.create(name, {})
     second = registry.create(name, first.config())

@@ -14,7 +14,9 @@ from tests.algorithms.tasks import Watch, conv_trainer, image_data, make_state, 
 def test_training_images_are_resized_bilinear_and_antialiased():
     x = torch.rand(2, 3, 20, 20)
     batch = run(Resolution(12, 30, 24), make_state([x, None]), Event.AFTER_DATALOADER)
-    torch.testing.assert_close(batch[0], F.interpolate(x, size=(12, 12), mode="bilinear", align_corners=False, antialias=True))
+    torch.testing.assert_close(
+        batch[0], F.interpolate(x, size=(12, 12), mode="bilinear", align_corners=False, antialias=True)
+    )
 
 
 def test_evaluation_takes_the_centre_of_larger_images():
@@ -26,7 +28,10 @@ def test_evaluation_takes_the_centre_of_larger_images():
 
 def test_long_images_are_cropped_at_random():
     x = torch.rand(1, 3, 12, 48)
-    windows = {run(Resolution(12), make_state([x, None], seed=seed), Event.AFTER_DATALOADER)[0].numpy().tobytes() for seed in range(20)}
+    windows = {
+        run(Resolution(12), make_state([x, None], seed=seed), Event.AFTER_DATALOADER)[0].numpy().tobytes()
+        for seed in range(20)
+    }
     assert len(windows) > 5
 
 

@@ -19,7 +19,14 @@ from tests.algorithms.tasks import ConvNet, Watch, conv_trainer, image_data, mak
 
 @pytest.mark.parametrize(
     ("moment", "batch", "interrupt", "expected"),
-    [(0.49, 0, 2, False), (0.5, 0, 2, True), (0.5, 1, 2, False), (0.5, 1, 0, True), (0.89, 2, 3, False), (0.9, 0, 2, False)],
+    [
+        (0.49, 0, 2, False),
+        (0.5, 0, 2, True),
+        (0.5, 1, 2, False),
+        (0.5, 1, 0, True),
+        (0.89, 2, 3, False),
+        (0.9, 0, 2, False),
+    ],
 )
 def test_when(moment, batch, interrupt, expected):
     assert should_selective_backprop(moment, batch, interrupt=interrupt) is expected
@@ -56,7 +63,10 @@ def test_at_least_one_sample_is_kept():
 def test_losses_of_several_values_per_sample_are_averaged():
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     x[2] += 100  # by far the largest loss
-    kept = [select_using_loss(x, y, lambda x: x, F.mse_loss, 0.25, generator=torch.Generator().manual_seed(s))[0] for s in range(20)]
+    kept = [
+        select_using_loss(x, y, lambda x: x, F.mse_loss, 0.25, generator=torch.Generator().manual_seed(s))[0]
+        for s in range(20)
+    ]
     assert sum(torch.equal(one[0], x[2]) for one in kept) > 8
 
 
@@ -110,7 +120,13 @@ def test_the_scoring_pass_leaves_buffers_and_generators_as_they_were():
 
 def test_in_a_run_it_acts_between_start_and_end_on_every_other_batch():
     sizes = Watch(Event.BATCH_START, lambda state: len(state.batch[0]))
-    train(conv_trainer(SelectiveBackprop(), callbacks=[sizes]), image_data(40), num_epochs=None, max_duration="20ba", per_device_batch_size=4)
+    train(
+        conv_trainer(SelectiveBackprop(), callbacks=[sizes]),
+        image_data(40),
+        num_epochs=None,
+        max_duration="20ba",
+        per_device_batch_size=4,
+    )
     assert sizes.values == [4] * 10 + [2, 4] * 4 + [4, 4]
 
 
@@ -133,5 +149,7 @@ def test_mapping_batches_are_scored_by_their_logits():
     state = make_state({"image": x, "labels": y}, model=Named(), loss_fn=nn.CrossEntropyLoss(), max_duration="10ba")
     for _ in range(6):
         state.clock.next_batch()
-    Engine(state, plugins=[SelectiveBackprop(input_key="image", target_key="labels", scale_factor=0.5)]).fire(Event.AFTER_DATALOADER)
+    Engine(state, plugins=[SelectiveBackprop(input_key="image", target_key="labels", scale_factor=0.5)]).fire(
+        Event.AFTER_DATALOADER
+    )
     assert len(state.batch["image"]) == len(state.batch["labels"]) == 4

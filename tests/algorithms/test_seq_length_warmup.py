@@ -108,7 +108,12 @@ def test_a_loader_without_a_length_is_refused_where_epochs_end_the_run():
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    [({"duration": 1.2}, "duration"), ({"min_seq_length": 0}, "min_seq_length"), ({"max_seq_length": 4}, "less than"), ({"step_size": 0}, "step_size")],
+    [
+        ({"duration": 1.2}, "duration"),
+        ({"min_seq_length": 0}, "min_seq_length"),
+        ({"max_seq_length": 4}, "less than"),
+        ({"step_size": 0}, "step_size"),
+    ],
 )
 def test_bad_settings_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
@@ -121,7 +126,9 @@ def test_a_run_grows_and_logs_each_length_once():
     trainer = text_trainer(SeqLengthWarmup(0.5, 4, 16, 4), callbacks=[lengths], loggers=[log])
     train(trainer, TokenData(), num_epochs=4)
     assert lengths.values == [4] * 2 + [8] * 2 + [12] * 2 + [16] * 10
-    logged = [entry["seq_length_warmup/curr_seq_len"] for entry in log.metrics if "seq_length_warmup/curr_seq_len" in entry]
+    logged = [
+        entry["seq_length_warmup/curr_seq_len"] for entry in log.metrics if "seq_length_warmup/curr_seq_len" in entry
+    ]
     assert logged == [4, 8, 12, 16]
 
 

@@ -46,8 +46,14 @@ def test_rows_count_by_their_targets_when_gradients_accumulate():
     def gradient(batch_size, accumulation):
         grads = Watch(Event.AFTER_TRAIN_BATCH, lambda state: state.model.head.weight.grad.clone())
         trainer = text_trainer(SequencePacking(16), callbacks=[grads])
-        train(trainer, Documents(14), num_epochs=1, per_device_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-              train_dataloader_kwargs={"shuffle": False})
+        train(
+            trainer,
+            Documents(14),
+            num_epochs=1,
+            per_device_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            train_dataloader_kwargs={"shuffle": False},
+        )
         return grads.values[0]
 
     whole = gradient(100, 1)
@@ -64,7 +70,9 @@ def test_the_loader_has_the_packed_length_and_the_model_gets_what_it_takes():
 
 
 def test_padding_in_the_documents_is_removed():
-    documents = RealTokens([{"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [1, 2, 3, 4, 5]}, [1, 2]])
+    documents = RealTokens(
+        [{"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [1, 2, 3, 4, 5]}, [1, 2]]
+    )
     assert documents[0]["input_ids"].tolist() == [5, 6, 7] and documents[0]["labels"].tolist() == [1, 2, 3]
     assert documents[1] == [1, 2]
 
@@ -83,7 +91,9 @@ def test_a_model_without_a_mask_is_refused_and_without_positions_is_warned_about
         from drivetrain.train.trainer import Trainer
 
         model = Maskless()
-        return Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[SequencePacking(16, **arguments)])
+        return Trainer(
+            model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[SequencePacking(16, **arguments)]
+        )
 
     with pytest.raises(ValueError, match=r"Maskless.forward takes no attention_mask"):
         train(trainer(), Documents(8))
@@ -98,7 +108,10 @@ def test_loaders_and_data_that_cannot_be_packed_are_refused():
         train(text_trainer(SequencePacking(16)), {"input_ids": torch.zeros(4, 8, dtype=torch.int64)})
 
 
-@pytest.mark.parametrize(("arguments", "text"), [((0,), "max_length"), ((8, "bestfit"), "Did you mean 'best_fit'"), ((8, "best_fit", 0), "buffer")])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [((0,), "max_length"), ((8, "bestfit"), "Did you mean 'best_fit'"), ((8, "best_fit", 0), "buffer")],
+)
 def test_bad_settings_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         SequencePacking(*arguments)

@@ -170,3 +170,44 @@ def told_to_stop(folder: str, told: int) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("told", [0, 1])
 def test_sigterm_to_one_rank_stops_both_one_step_later(world2, tmp_path, told):
     assert world2(told_to_stop, str(tmp_path), told) == [(143, 4, [4])] * 2
+
+
+def save_stages(folder: str) -> tuple[list[str], float, str]:
+    """Each rank holds another stage of a model, as under pipeline parallelism."""
+    rank = get_rank()
+    ctx = Context(model=torch.nn.ModuleDict({f"stage{rank}": torch.nn.Linear(2, 2 + rank)}), epoch=4)
+    with torch.no_grad():
+        ctx.model[f"stage{rank}"].weight.fill_(rank + 1)
+    with Checkpointer(ctx, dir=folder, async_save=rank >= 0) as keeper:
+        keeper.save(1)
+        keeper.wait()
+        with torch.no_grad():
+            ctx.model[f"stage{rank}"].weight.zero_()
+        keeper.restore()
+    state = load_checkpoint(folder)
+    return sorted(state["model"]), ctx.model[f"stage{rank}"].weight.mean().item(), str(keeper.directory)
+
+
+def test_ranks_with_different_names_keep_a_state_each(world2, tmp_path):
+    results = world2(save_stages, str(tmp_path))
+    assert [names for names, _, _ in results] == [["stage0.bias", "stage0.weight"], ["stage1.bias", "stage1.weight"]]
+    assert [weight for _, weight, _ in results] == [1.0, 2.0]
+    files = sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir())
+    assert "state-rank-00001.json" in files and "tensors-rank-00001.safetensors" in files
+    with pytest.raises(ResumeError, match="Load it with 2 processes"):
+        load_checkpoint(tmp_path)
+
+
+def one_name_two_tensors(folder: str) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]  # both ranks take part in making both
+    ctx = Context(x=DTensor.from_local(torch.ones(2), meshes[get_rank()], [Shard(0)]))
+    with pytest.raises(CheckpointError, match="x is one sharded tensor on rank 1 and another") as error:
+        save_checkpoint(ctx, 1, path=folder)
+    return str(error.value)
+
+
+def test_one_name_for_two_sharded_tensors_is_refused(world2, tmp_path):
+    assert all("different names" in text for text in world2(one_name_two_tensors, str(tmp_path)))

@@ -160,6 +160,31 @@ def test_an_async_save_of_shards_is_a_snapshot(world2, tmp_path, saved_on_two):
     assert_close(loaded, saved_on_two[1], exact=True)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        {"DCP_SHARDING_INFO": "not json"},
+        {"DCP_SHARDING_INFO": "{}"},
+        {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [-5]}}'},
+        {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": [1000000]}}'},
+        {"DCP_SHARDING_INFO": '{"x": {"saved_offsets": ["a"]}}'},
+    ],
+)
+def test_forged_headers_of_shards_are_checkpoint_errors_or_plain_tensors(tmp_path, header):
+    from drivetrain.checkpoint.files import write_tensors
+    from drivetrain.checkpoint.sharded import read_parts
+
+    write_tensors(tmp_path, "rank-00000.safetensors", {"x": torch.ones(3)}, header)
+    try:
+        tensor = read_parts(tmp_path, ["x"], {})["x"]
+    except CheckpointError:
+        return
+    assert header == {} and tensor.tolist() == [1.0, 1.0, 1.0]  # without a header the tensor is whole
+    with pytest.raises(CheckpointError, match="y is in none"):
+        read_parts(tmp_path, ["y"], {})
+
+
 def layouts_of_optimizer_state(folder: str) -> dict[str, str]:
     """What the reader reads for an optimizer that has no state yet: shards, not whole tensors."""
     from drivetrain.checkpoint import sharded

@@ -18,7 +18,7 @@ from drivetrain.checkpoint.writer import WriteFailedError, known_checkpoints, sw
 
 
 def save(directory: Path, id, value: float, **kwargs) -> Path:
-    return write_checkpoint(directory, id, take_snapshot({"x": torch.full((50,), value), "v": value}, rank=0), **kwargs)
+    return write_checkpoint(directory, id, take_snapshot({"x": torch.full((50,), value), "v": value}), **kwargs)
 
 
 def newest_value(directory: Path) -> float:
@@ -48,7 +48,7 @@ def test_sequence_increases_and_the_same_id_is_replaced(tmp_path):
 def test_best_follows_the_metric_and_its_direction(tmp_path):
     best = Best("acc", "max")
     for id, acc in enumerate([0.5, float("nan"), 0.9, 0.7]):
-        snapshot = take_snapshot({"id": id}, rank=0, metrics={"acc": acc})
+        snapshot = take_snapshot({"id": id}, metrics={"acc": acc})
         write_checkpoint(tmp_path, id, snapshot, best=best)
     assert read_pointer(tmp_path, "best") == tmp_path / "checkpoint-2"
 

@@ -1,6 +1,6 @@
 """Alternating flip (Jordan, 2024, arXiv 2404.00498): each image is seen both ways every two epochs, instead of by chance.
 
-Random flipping shows a quarter of the images the same way in two epochs running. Here a hash of the sample's index decides about
+Random flipping shows half of the images the same way in two epochs running. Here a hash of the sample's index decides about
 the first epoch, and every epoch after that shows the other side.
 """
 

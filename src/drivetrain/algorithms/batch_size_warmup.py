@@ -78,7 +78,8 @@ class BatchSizeWarmup(Algorithm):
                 "BatchSizeWarmup grows the number of batches per update, and gradient_accumulation_steps is "
                 f"{state.accumulation_steps}. Split the full batch: smaller batches, and gradient_accumulation_steps of 4 or more."
             )
-        window = state.gradients.window
+        gradients: Any = vars(state)["gradients"]  # the Trainer's
+        window = gradients.window
         if window.count == 0 or self._length is None:
             length = self.length_at(state)
             if length != self._length:

@@ -94,7 +94,7 @@ class BlurMaxPool2d(nn.Module):
     @staticmethod
     def from_maxpool2d(module: nn.MaxPool2d, module_index: int = -1) -> "BlurMaxPool2d":
         """Return the layer that takes the place of a max-pool."""
-        return BlurMaxPool2d(module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)  # type: ignore[arg-type]
+        return BlurMaxPool2d(module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
 
 class BlurConv2d(nn.Module):
@@ -113,7 +113,7 @@ class BlurConv2d(nn.Module):
         groups: int = 1,
         bias: bool = True,
         blur_first: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: Any = "zeros",
     ):
         super().__init__()
         stride = kernel_size if stride is None else stride

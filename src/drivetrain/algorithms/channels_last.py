@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from drivetrain.algorithms.surgery import ModelSurgery, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.module.layout import channels_last_input, to_channels_last
 
 
-def apply_channels_last(model: nn.Module) -> None:
-    """Lay out the convolutions of a model channels-last and let it convert its inputs."""
+def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None:
+    """Lay out the convolutions of a model channels-last and let it convert its inputs.
+
+    Parameters stay the same objects, so `optimizers`, which every function of this kind takes, need no change.
+    """
     check_unwrapped(model, "apply_channels_last")
     if to_channels_last(model) == 0:
         warn_no_effect(f"ChannelsLast found no 2-D or 3-D convolution in {type(model).__name__}.")

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.utils.checks import check_fraction
@@ -37,10 +38,11 @@ def colout_batch(
     first = images[0] if isinstance(images, list) else images
     if is_pil(first):
         width, height = first.size
-        device = "cpu"
+        device = torch.device("cpu")
     else:
         check_images(first, "ColOut")
-        height, width, device = *first.shape[-2:], first.device
+        height, width = first.shape[-2:]
+        device = first.device
     rows = draw_subset(height, max(1, int((1 - p_row) * height)), device, generator)
     columns = draw_subset(width, max(1, int((1 - p_col) * width)), device, generator)
     images = _narrowed(images, rows, columns)

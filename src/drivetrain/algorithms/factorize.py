@@ -199,7 +199,7 @@ def _assign(layer: nn.Module, size: str, rank: int, weight: Tensor | None, bias:
     setattr(layer, size, rank)
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=layer.weight.requires_grad)  # type: ignore[arg-type]
     if bias is not None:
-        layer.bias.data.copy_(bias)  # type: ignore[union-attr, operator]
+        layer.bias.data.copy_(bias)  # type: ignore[operator]
 
 
 def apply_factorization(
@@ -298,7 +298,7 @@ class Factorize(ModelSurgery):
             self.min_features,
             self.latent_features,
             optimizers,
-            initialize=self.initialize,  # type: ignore[arg-type]
+            initialize=self.initialize,
         )
         return {
             "factorize/num_conv2d_replacements": count_module_instances(model, FactorizedConv2d),

@@ -110,7 +110,7 @@ Plan = dict[nn.Module, Callable[[], nn.Module]]
 class FeedForwardAdapter:
     """How to gate the feed-forward networks of one class of transformer layers."""
 
-    activation: Callable[[nn.Module], Activation]
+    activation: Callable[[nn.Module], Any]
     plan: Callable[[nn.Module, Gating], Plan]
 
 
@@ -120,7 +120,7 @@ _by_class: dict[type[nn.Module] | str, FeedForwardAdapter] = {}
 def register_feed_forward(
     cls: type[nn.Module] | str,
     *,
-    activation: Callable[[nn.Module], Activation],
+    activation: Callable[[nn.Module], Any],
     plan: Callable[[nn.Module, Gating], Plan],
 ) -> None:
     """Say how to gate the layers of a class, or of all classes of a name.
@@ -252,6 +252,12 @@ class GatedLinearUnits(ModelSurgery):
             raise ConfigTypeError(f"GatedLinearUnits(act_fn={act_fn!r}): expected a function of a tensor, or its name.")
         self.act_fn: Activation | None = act_fn
         self.gated_layer_bias, self.non_gated_layer_bias = gated_layer_bias, non_gated_layer_bias
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments; an activation of torch.nn.functional by its name, which a file can hold."""
+        name = getattr(self.act_fn, "__name__", "")
+        known = {"act_fn": name} if name and getattr(F, name, None) is self.act_fn else {}
+        return {**super().config(), **known}
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
         apply_gated_linear_units(model, optimizers, self.act_fn, self.gated_layer_bias, self.non_gated_layer_bias)

@@ -80,7 +80,7 @@ class GyroDropoutLayer(nn.Module):
             setattr(self, name, None if saved is None else torch.empty_like(saved, device=self.steps.device))
         if prefix + "steps" in state_dict:
             self._count = int(state_dict[prefix + "steps"])
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, sigma={self.sigma}, tau={self.tau}"

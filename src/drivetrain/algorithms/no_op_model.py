@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drivetrain.algorithms.surgery import rebind_units, torch_optimizers
 from drivetrain.algorithms.utils.parts import tensors_of
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
@@ -49,8 +50,9 @@ class NoOpModel(Algorithm):
             return
         state.model = NoOpModelClass(state.model)
         state.loss_fn = None
-        for optimizer in state.optimizers:
+        for optimizer in torch_optimizers(state):
             optimizer.state.clear()
             first, *_ = optimizer.param_groups
             first["params"] = [state.model.weight]
             optimizer.param_groups[:] = [first]
+        rebind_units(state)

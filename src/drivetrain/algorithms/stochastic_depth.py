@@ -98,14 +98,14 @@ class StochasticBottleneck(Skippable):
 class DrawChoices:
     """Draws, before each training pass of a model, which of its blocks to skip."""
 
-    def __init__(self, blocks: list[nn.Module], generator: torch.Generator | None):
+    def __init__(self, blocks: list[Any], generator: torch.Generator | None):
         self.blocks, self.generator = blocks, generator
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not module.training or torch.compiler.is_compiling():
             return
         for block, number in zip(self.blocks, torch.rand(len(self.blocks), generator=self.generator).tolist()):
-            block.is_dropped = number < block.drop_rate  # type: ignore[assignment, operator]
+            block.is_dropped = number < block.drop_rate
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DrawChoices":
         import copy
@@ -153,19 +153,19 @@ def apply_stochastic_depth(
         model.register_forward_pre_hook(DrawChoices(blocks, generator))
 
 
-def set_drop_rates(blocks: list[nn.Module], drop_rate: float, distribution: str) -> None:
+def set_drop_rates(blocks: list[Any], drop_rate: float, distribution: str) -> None:
     """Set how often each block is skipped from now on."""
     for index, block in enumerate(blocks, start=1):
         block.drop_rate = drop_rate * index / len(blocks) if distribution == "linear" else drop_rate
-        block.keep.fill_(1 - block.drop_rate)  # type: ignore[operator, union-attr]
+        block.keep.fill_(1 - block.drop_rate)
 
 
-def stochastic_blocks(model: nn.Module) -> list[nn.Module]:
+def stochastic_blocks(model: nn.Module) -> list[Any]:
     """Return the blocks of a model that can be skipped."""
     return [module for module in model.modules() if isinstance(module, Skippable)]
 
 
-def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list[nn.Module]:
+def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list[Any]:
     """Return the blocks that `target` names."""
     if target == "ResNetBottleneck":
         found = [module for module in model.modules() if _is_bottleneck(module)]
@@ -226,7 +226,7 @@ class StochasticDepth(ModelSurgery):
         if self._warms_up:
             self.events = frozenset({Event.INIT, Event.BATCH_START})
         self._generator = torch.Generator()
-        self._blocks: list[nn.Module] = []
+        self._blocks: list[Any] = []
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_START:
@@ -258,6 +258,11 @@ class StochasticDepth(ModelSurgery):
         else:
             done = float(state.timestamp.get(warmup.unit).value)
         return min(1.0, done / warmup.value)
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments; a class by its name, which a file can hold."""
+        target = self.target_layer_name
+        return {**super().config(), "target_layer_name": target.__name__ if isinstance(target, type) else target}
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self._generator.get_state()}

@@ -40,6 +40,7 @@ class ModelSurgery(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         counts = self.operate(model_of(state, str(self)), torch_optimizers(state))
+        rebind_units(state)
         if counts:
             logger.log_hyperparameters(counts)
 
@@ -54,15 +55,19 @@ def model_of(state: State, who: str) -> nn.Module:
 
 
 def torch_optimizers(state: State) -> list[Optimizer]:
-    """Return the torch optimizers that exist by now: one's own, or those inside units; a description makes its own later."""
-    found: list[Optimizer] = []
+    """Return the state's torch optimizers, which surgery keeps in step; units look their parameters up again instead."""
+    return [one for one in state.optimizers if isinstance(one, Optimizer)]
+
+
+def rebind_units(state: State) -> None:
+    """Let units (`OptimScheduler`, `OptimSet`) find their parameters in the changed model; a description makes its own later."""
     for one in state.optimizers:
         if isinstance(one, Optimizer):
-            found.append(one)
-        else:
-            inner = getattr(one, "optimizers", None) or [getattr(one, "optimizer", None)]
-            found += [each for each in inner if isinstance(each, Optimizer)]
-    return found
+            continue
+        for unit in one.values() if type(one) is dict else (one,):
+            rebind = getattr(unit, "rebind", None) or getattr(unit, "attach", None)
+            if callable(rebind):
+                rebind(state.model)
 
 
 def warn_no_effect(message: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, check_unwrapped, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_whole
 
 _EPSILON = 1e-10
@@ -23,11 +23,14 @@ class WeightStandardizer(nn.Module):
         return (W - mean) / torch.sqrt(var + _EPSILON)
 
 
-def apply_weight_standardization(module: nn.Module, n_last_layers_ignore: int = 0) -> int:
+def apply_weight_standardization(
+    module: nn.Module, n_last_layers_ignore: int = 0, optimizers: Optimizers = None
+) -> int:
     """Standardize the kernels of all convolutions but the last `n_last_layers_ignore`; return how many are.
 
     The last ones in order of execution are meant, which a symbolic trace shows; a model that cannot be traced is taken in the
-    order of definition, with a warning. Parameters stay the same objects, so optimizers need no change.
+    order of definition, with a warning. Parameters stay the same objects, so `optimizers`, which every function of this kind
+    takes, need no change.
     """
     check_whole("apply_weight_standardization", 0, n_last_layers_ignore=n_last_layers_ignore)
     check_unwrapped(module, "apply_weight_standardization")
@@ -51,7 +54,7 @@ def _convolutions(model: nn.Module) -> list[nn.Module]:
 def _is_standardized(conv: nn.Module) -> bool:
     if not parametrize.is_parametrized(conv, "weight"):
         return False
-    return any(isinstance(one, WeightStandardizer) for one in conv.parametrizations["weight"])  # type: ignore[union-attr, index]
+    return any(isinstance(one, WeightStandardizer) for one in conv.parametrizations["weight"])  # type: ignore[index]
 
 
 def _in_order(model: nn.Module) -> list[nn.Module]:

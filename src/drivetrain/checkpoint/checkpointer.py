@@ -37,7 +37,7 @@ from drivetrain.checkpoint.writer import (
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError, unknown_name
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
-from drivetrain.runtime.ranks import get_rank, is_master
+from drivetrain.runtime.ranks import is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import restore_rng
 from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
@@ -138,16 +138,15 @@ class Checkpointer:
         id = self.progress.checkpoint_id() if id is None else id
         path = self.directory / checkpoint_name(id)
         begun = time.perf_counter()
-        snapshot = take_snapshot(
-            self.ctx, rank=get_rank(), metrics=self._metrics(metrics), progress=self.progress.snapshot()
-        )
+        exchange = control_exchange()
+        snapshot = take_snapshot(self.ctx, exchange, metrics=self._metrics(metrics), progress=self.progress.snapshot())
         if self._in_background(snapshot) and not final:
             self._begin(id, snapshot)
             self.last_stall = time.perf_counter() - begun
             logger.info("%s: training was held for %.3f s; the file is written meanwhile", path.name, self.last_stall)
             return path
         try:
-            self._write(id, snapshot, control_exchange())
+            self._write(id, snapshot, exchange)
         except WriteFailedError as error:
             self._count_failure(error, final)
         self.last_stall = time.perf_counter() - begun

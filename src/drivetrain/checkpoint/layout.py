@@ -5,6 +5,7 @@
         manifest.json                written last: without it the folder is no checkpoint
         state.json                   structure and plain values
         tensors.safetensors          tensors that are whole on one rank
+        state-rank-00001.json, ...   the same of other ranks, where they hold different names (pipeline stages)
         shards/*.safetensors         tensors that are split over ranks, one file per rank
         rng-rank-00000.safetensors   random states, and what else belongs to one rank alone
       last, best                     one line each: the name of a folder beside them
@@ -68,6 +69,12 @@ def checkpoint_name(id: object) -> str:
 def rank_file(rank: int) -> str:
     """Return the name of the file that holds what belongs to one rank alone."""
     return f"rng-rank-{rank:05d}.safetensors"
+
+
+def own_file(name: str, rank: int) -> str:
+    """Return the name of a file where each rank has one of its own: rank 0's is the plain name."""
+    stem, dot, suffix = name.partition(".")
+    return name if rank == 0 else f"{stem}-rank-{rank:05d}{dot}{suffix}"
 
 
 def file_inside(folder: Path, relative: str) -> Path:

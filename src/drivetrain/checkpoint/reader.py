@@ -34,14 +34,15 @@ from drivetrain.checkpoint.layout import (
     Manifest,
     checkpoint_folders,
     file_inside,
+    own_file,
     rank_file,
     read_manifest,
     read_pointer,
 )
 from drivetrain.checkpoint.local import RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
-from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
-from drivetrain.runtime.ranks import get_rank
+from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, unknown_name
+from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +171,14 @@ class Reader:
     def _read(self, folder: Path) -> Loaded:
         manifest = read_manifest(folder)
         listed = {entry.path for entry in manifest.files}
-        content = parse_structure(_read_bytes(folder / STATE), STATE)
+        own = self._own_rank(manifest, listed)
+        content = parse_structure(_read_bytes(folder / own_file(STATE, own)), own_file(STATE, own))
         if not isinstance(content, dict) or set(content) != {"kind", "state", "run"}:
             raise CheckpointError(f"{STATE} is not the state of a {FORMAT}")
         if content["kind"] not in ("context", "dict"):
             raise CheckpointError(f"{STATE} holds a state of kind {content['kind']!r}")
-        tensors = read_safetensors(folder / TENSORS, self.map_location) if TENSORS in listed else {}
+        file = own_file(TENSORS, own)
+        tensors = read_safetensors(folder / file, self.map_location) if file in listed else {}
         if sharded := tensor_names(content["state"]) - set(tensors):
             tensors |= self._read_sharded(folder, listed, sharded, content["state"])
         rank = self._rank_state(folder, manifest) if rank_file(0) in listed else None
@@ -187,6 +190,20 @@ class Reader:
             run=unflatten(content["run"], {}),
             rank=rank,
         )
+
+    def _own_rank(self, manifest: Manifest, listed: set[str]) -> int:
+        """Return whose state this rank reads: rank 0's, unless every rank has its own."""
+        if own_file(STATE, 1) not in listed:
+            return 0
+        rank, size = (self.exchange.rank, self.exchange.size) if self.resume else (get_rank(), get_num_processes())
+        if size != manifest.world_size:
+            raise ResumeError(
+                f"checkpoint {manifest.id} was saved by {manifest.world_size} ranks that hold different parts of the "
+                f"model, and there are {size} now. Load it with {manifest.world_size} processes."
+            )
+        if own_file(STATE, rank) not in listed:
+            raise CheckpointError(f"{MANIFEST} does not list {own_file(STATE, rank)}")
+        return rank
 
     def _read_sharded(self, folder: Path, listed: set[str], names: set[str], structure: Any) -> dict[str, Tensor]:
         if not any(path.startswith(f"{SHARDS}/") for path in listed):

@@ -56,20 +56,33 @@ def read_parts(folder: Path, names: Iterable[str], live: Mapping[str, Tensor]) -
     Everything lands in host memory: a restored copy on the device beside the live one could be more than fits.
     """
     reader = HuggingFaceStorageReader(str(folder))
+    try:
+        return _read(reader, folder, names, live)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch's reader trusts its files, and stumbles over a forged header in many ways
+        raise CheckpointError(f"{folder.name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _read(
+    reader: HuggingFaceStorageReader, folder: Path, names: Iterable[str], live: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     stored = reader.read_metadata()
     wanted: dict[str, Any] = {}
     for name in names:
         if name not in stored.state_dict_metadata:
             raise CheckpointError(f"{name} is in none of the files in {folder}. Fall back to an earlier checkpoint.")
-        meta = stored.state_dict_metadata[name]
+        meta: Any = stored.state_dict_metadata[name]
+        if sum(chunk.sizes.numel() for chunk in meta.chunks) != meta.size.numel():
+            raise CheckpointError(f"the parts of {name} in {folder} do not make up the whole of it.")
         counterpart = live.get(name)
-        if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:  # type: ignore[union-attr]
-            local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype)  # type: ignore[union-attr]
+        if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:
+            local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype)
             wanted[name] = DTensor(
                 local, counterpart._spec, requires_grad=False
             )  # from_local would move it to the device
         else:
-            wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype)  # type: ignore[union-attr]
+            wanted[name] = torch.empty(meta.size, dtype=meta.properties.dtype)
     planner = _TensorsOnly(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(wanted, stored, is_coordinator=True)
     reader.set_up_storage_reader(stored, is_coordinator=True)

@@ -4,6 +4,7 @@ A source is a Context (anything with `state_dict()`), or a dict. From a Context 
 takes to continue the run as if nothing had happened; from a dict it keeps the dict.
 """
 
+import hashlib
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.exchange import Exchange
 from drivetrain.checkpoint.local import local_test, rank_tensors
-from drivetrain.checkpoint.tree import flatten
+from drivetrain.checkpoint.tree import FlatState, flatten
 from drivetrain.checkpoint.writer import Snapshot
 from drivetrain.context.codec import pack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError
@@ -20,9 +22,18 @@ from drivetrain.runtime.run import current_run
 
 
 def take_snapshot(
-    source: Any, *, rank: int, metrics: Mapping[str, float] | None = None, progress: Mapping[str, float] | None = None
+    source: Any,
+    exchange: Exchange | None = None,
+    *,
+    metrics: Mapping[str, Any] | None = None,
+    progress: Mapping[str, float] | None = None,
 ) -> Snapshot:
-    """Take a source apart for this rank; tensors are those of the source, not copies."""
+    """Take a source apart for this rank; tensors are those of the source, not copies.
+
+    Ranks that save a Context together meet here. Usually all of them hold the same names and rank 0 keeps the tensors;
+    where they differ (stages of a pipeline) each keeps its own.
+    """
+    exchange = exchange or Exchange()
     is_context = not isinstance(source, Mapping)
     try:
         state = source.state_dict() if is_context else pack(dict(source))
@@ -37,9 +48,11 @@ def take_snapshot(
             f"parameters of the run hold tensors ({', '.join(run.tensors)}). Keep them in the Context."
         )
     flat.structure = {"kind": "context" if is_context else "dict", "state": flat.structure, "run": run.structure}
+    is_own = is_context and not _is_alike(flat, exchange)
     snapshot = Snapshot(
         state=flat.to_json(),
-        tensors=flat.tensors if rank == 0 else {},
+        is_own=is_own,
+        tensors=flat.tensors if exchange.rank == 0 or is_own else {},
         header={
             "run": _run_name(),
             "seed": _seed_of(source),
@@ -56,6 +69,30 @@ def take_snapshot(
     if is_context:
         snapshot.local_tensors, snapshot.local_metadata = rank_tensors(flat.local)
     return snapshot
+
+
+def _is_alike(flat: FlatState, exchange: Exchange) -> bool:
+    """Say whether all ranks hold tensors of the same names, shapes and types."""
+    if exchange.size == 1:
+        return True
+    whole = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
+    sharded = {
+        name: (tuple(tensor.shape), str(tensor.dtype), tensor.device_mesh.mesh.tolist())  # type: ignore[attr-defined]
+        for name, tensor in flat.sharded.items()
+    }
+    digest = hashlib.sha256(repr(sorted((whole | sharded).items())).encode()).hexdigest()
+    exchange.meet("saving a checkpoint")
+    if len(set(exchange.gather(digest))) == 1:
+        return True
+    first: dict[str, Any] = {}
+    for rank, theirs in enumerate(exchange.gather(sharded)):
+        for name, description in theirs.items():
+            if first.setdefault(name, description) != description:
+                raise CheckpointError(
+                    f"{name} is one sharded tensor on rank {rank} and another on a rank before it: {description} and "
+                    f"{first[name]} (shape, type, ranks). Give the parts of the model different names."
+                )
+    return False
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

@@ -23,7 +23,6 @@ from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError
-from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.run import current_run
 
 
@@ -38,12 +37,12 @@ def save_checkpoint(
     """
     directory = checkpoint_directory(path)
     name = checkpoint_name(id)
-    rank = get_rank()
-    snapshot = take_snapshot(state_dict, rank=rank, metrics=None if metric is None else {"metric": metric})
-    together = not isinstance(state_dict, Mapping) or snapshot.is_sharded
-    if not together and rank != 0:
-        return directory / name
-    exchange = control_exchange() if together else Exchange()
+    exchange = control_exchange()
+    snapshot = take_snapshot(state_dict, exchange, metrics=None if metric is None else {"metric": metric})
+    if isinstance(state_dict, Mapping) and not snapshot.is_sharded:
+        if exchange.rank != 0:
+            return directory / name
+        exchange = Exchange()  # rank 0 writes alone
     return write_checkpoint(directory, id, snapshot, exchange, best=None if metric is None else Best("metric"))
 
 

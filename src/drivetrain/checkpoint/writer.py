@@ -37,6 +37,7 @@ from drivetrain.checkpoint.layout import (
     Manifest,
     checkpoint_folders,
     checkpoint_name,
+    own_file,
     rank_file,
     read_manifest,
 )
@@ -59,8 +60,10 @@ class Snapshot:
 
     state: bytes
     """The text of `state.json`; rank 0's is written."""
+    is_own: bool = False
+    """Whether this rank's state differs from the others' and is written too."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Whole tensors; on rank 0 only."""
+    """Whole tensors; on rank 0 only, unless every rank has its own."""
     shards: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of tensors that are split over ranks."""
     shard_metadata: dict[str, str] = field(default_factory=dict)
@@ -188,10 +191,10 @@ def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: Exchan
 
 def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEntry]:
     files = []
-    if rank == 0:
-        files.append(write_bytes(temporary, STATE, snapshot.state))
+    if rank == 0 or snapshot.is_own:
+        files.append(write_bytes(temporary, own_file(STATE, rank), snapshot.state))
         if snapshot.tensors:
-            files.append(write_tensors(temporary, TENSORS, snapshot.tensors))
+            files.append(write_tensors(temporary, own_file(TENSORS, rank), snapshot.tensors))
     if snapshot.shards:
         (temporary / SHARDS).mkdir(exist_ok=True)
         name = f"{SHARDS}/rank-{rank:05d}.safetensors"

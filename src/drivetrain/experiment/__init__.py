@@ -1,1 +1,56 @@
-"""Experiments: describe a run and start it."""
+"""Experiments: turn a function into runs with parameters, a seed, and a folder that says what happened.
+
+    from drivetrain.experiment import experiment
+
+    @experiment
+    def digits(epochs: int = 10, lr: float = 0.1): ...
+
+    digits.run(lr=0.05)         # from Python
+    digits.cli()                # python digits.py --lr 0.05 --resume auto
+
+The package itself can be called, so `@drivetrain.experiment` is the decorator too.
+"""
+
+import importlib
+import sys
+import types
+from typing import Any
+
+from drivetrain.core.lazy import lazy_exports
+
+_find, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".declare": ["experiment", "group", "parameter", "param_group"],
+        ".experiments": ["Experiment", "ExperimentGroup"],
+        ".parameters": ["Parameter", "ParameterGroup"],
+        ".signature": ["Param"],
+        ".proxies": ["current_experiment", "params", "output_dir", "params_file", "random_gen", "subprocess_counter"],
+        ".running": ["new_seed", "TrialPruned"],
+        ".subprocesses": ["launch_subprocess", "is_subprocess", "local_rank"],
+        ".records": ["RunRecord", "read_run", "find_runs"],
+        ".manifest": ["add_to_manifest"],
+        ".sweeps.space": ["Choice", "Uniform", "LogUniform", "IntRange", "param_matrix"],
+        ".sweeps.sweeping": ["sweep", "run_parameter_sweep"],
+        ".sweeps.reporting": ["report"],
+        ".sweeps.result": ["SweepResult", "Trial", "read_sweep"],
+        ".sweeps.samplers": ["Sampler", "GridSampler", "RandomSampler"],
+        ".sweeps.optuna_sampler": ["OptunaSampler"],
+        ".sweeps.executors": ["Executor", "InlineExecutor", "PoolExecutor"],
+        "drivetrain.torch_names": ["torch"],
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module(".core", __name__) if name == "core" else _find(name)
+
+
+class _CallablePackage(types.ModuleType):
+    """A package that is its own decorator."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.experiment(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

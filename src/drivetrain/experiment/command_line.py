@@ -68,7 +68,11 @@ def _own_option(command: Command, name: str, token: str, has_value: bool, parame
     options = {"help": "wants_help", "print_params": "prints_params", "force": "force"}
     if name not in options:
         valid = [parameter.flag for parameter in parameters.values() if not parameter.hidden]
-        valid += [f"--no-{p.flag[2:]}" for p in parameters.values() if p.is_flag] + ["--help", "--print-params", "--force"]
+        valid += [f"--no-{p.flag[2:]}" for p in parameters.values() if p.is_flag] + [
+            "--help",
+            "--print-params",
+            "--force",
+        ]
         near = nearest_name(token.partition("=")[0], valid)
         raise ParameterError(f"unknown option {token.partition('=')[0]}" + (f"; did you mean {near}?" if near else "."))
     if has_value:

@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-SECTION = re.compile(r"^(args|arguments|parameters|params|returns|return|raises|yields|example|examples|note|notes):?\s*$", re.I)
+SECTION = re.compile(
+    r"^(args|arguments|parameters|params|returns|return|raises|yields|example|examples|note|notes):?\s*$", re.I
+)
 ARGUMENT_SECTIONS = {"args", "arguments", "parameters", "params"}
 ENTRY = re.compile(r"^\*{0,2}([A-Za-z_][\w.]*)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 FIELD = re.compile(r"^:param\s+(?:[^:]*\s)?([A-Za-z_][\w.]*)\s*:\s*(.*)$")

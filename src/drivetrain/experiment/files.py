@@ -16,6 +16,14 @@ class Given(NamedTuple):
     is_text: bool = False
 
 
+class GivenTwice(ParameterError):
+    """One parameter under two spellings, `batch-size` and `batch_size`; `keys` is where the second one stands."""
+
+    def __init__(self, message: str, keys: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.keys = keys
+
+
 def flatten(values: Mapping[str, Any], parameters: ParameterSet) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return each value under its full name, with the path of keys it was found at: `opt: {lr: 1}` gives `opt.lr`.
 
@@ -45,7 +53,8 @@ def _flatten(
         if inside and isinstance(value, Mapping):
             _flatten(value, (*path, str(key)), name + ".", parameters, found)
         elif name in found:
-            raise ParameterError(f"{name} is given twice, as {'.'.join(found[name][1])} and {'.'.join((*path, str(key)))}.")
+            keys = (*path, str(key))
+            raise GivenTwice(f"{name} is given twice, as {'.'.join(found[name][1])} and {'.'.join(keys)}.", keys)
         else:
             found[name] = (value, (*path, str(key)))
 
@@ -58,8 +67,8 @@ def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str,
     given: dict[str, Given] = {}
     try:
         flat = flatten(file.data, parameters)
-    except ParameterError as error:
-        raise ParameterError(f"{file.name}: {error}") from None
+    except GivenTwice as error:
+        raise ParameterError(f"{file.name}:{file.line(*error.keys) or 1}: {error}") from None
     for name, (value, keys) in flat.items():
         place = f"{file.name}:{file.line(*keys) or 1}"
         if name not in parameters:

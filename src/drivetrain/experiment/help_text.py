@@ -29,13 +29,15 @@ def experiment_help(program: str, description: str, parameters: ParameterSet, st
     grouped = {parameter.name for group in parameters.groups for parameter in group.parameters}
     common = set(standard)
     own = [p for name, p in parameters.items() if name not in grouped and name not in common]
-    parts = [f"Usage: {program} [--option VALUE ...]"]
+    parts = [textwrap.fill(f"Usage: {program} [--option VALUE ...]", width, subsequent_indent="    ")]
     if description:
         parts.append(_paragraphs(description, width))
     if own:
         parts.append(_section("Parameters", None, own, parameters, width))
     for group in parameters.groups:
-        parts.append(_section(group.name, group.help, [parameters[p.name] for p in group.parameters], parameters, width))
+        parts.append(
+            _section(group.name, group.help, [parameters[p.name] for p in group.parameters], parameters, width)
+        )
     rest = [p for name, p in parameters.items() if name in common and name not in grouped]
     if rest:
         parts.append(_section("Every experiment has", None, rest, parameters, width))
@@ -46,7 +48,8 @@ def experiment_help(program: str, description: str, parameters: ParameterSet, st
 
 def group_help(program: str, description: str, tree: str) -> str:
     """Return the help of a group of experiments."""
-    parts = [f"Usage: {program} EXPERIMENT [--option VALUE ...]    (EXPERIMENT -h lists its options)"]
+    usage = f"Usage: {program} EXPERIMENT [--option VALUE ...]    (EXPERIMENT -h lists its options)"
+    parts = [textwrap.fill(usage, _width(), subsequent_indent="    ", replace_whitespace=False)]
     if description:
         parts.append(_paragraphs(description, _width()))
     return "\n\n".join([*parts, f"Experiments:\n{tree}"])
@@ -54,7 +57,9 @@ def group_help(program: str, description: str, tree: str) -> str:
 
 def params_table(values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     """Return every value with its origin, one a line."""
-    rows = [(name, repr(value) if isinstance(value, str) else str(value), origins[name]) for name, value in values.items()]
+    rows = [
+        (name, repr(value) if isinstance(value, str) else str(value), origins[name]) for name, value in values.items()
+    ]
     widths = [max((len(row[place]) for row in rows), default=0) for place in (0, 1)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}".rstrip() for name, value, origin in rows)
 

@@ -36,7 +36,9 @@ def launch_experiment(experiment: Any, resolved: Resolved, options: dict[str, An
     if options.get("folder") is None and values["resume"] == NEVER:
         # Named here, so that a group that is started again finds the folder of its first attempt.
         options = options | {"folder": run_path(values["output_dir"], experiment.name, values["run_name"])}
-    single = values["nnodes"] == 1 and not resolved.is_declared("master_addr") and not resolved.is_declared("master_port")
+    single = (
+        values["nnodes"] == 1 and not resolved.is_declared("master_addr") and not resolved.is_declared("master_port")
+    )
     try:
         results = launch(
             _run_worker,

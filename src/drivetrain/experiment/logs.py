@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from drivetrain.experiment.run_folder import LOG
 
@@ -20,7 +21,7 @@ COLOURS = {"DEBUG": "35", "INFO": "34", "WARNING": "33", "ERROR": "31", "CRITICA
 class LineFormatter(logging.Formatter):
     """One unwrapped line per record: time, level, rank, name, message."""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def __init__(self, rank: int, *, shows_time: bool, colours: bool):
         super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
@@ -36,7 +37,7 @@ class LineFormatter(logging.Formatter):
         return " ".join(parts)
 
 
-class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+class _ConsoleHandler(logging.StreamHandler):
     """Writes to whatever stderr is at the time, so that it survives a redirection."""
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.addFilter(lambda record: not getattr(record, "file_only", False))
 
     @property
-    def stream(self) -> object:  # type: ignore[override]
+    def stream(self) -> Any:
         return sys.stderr
 
 

@@ -1,5 +1,6 @@
 """Parameters, groups of them, and the list of one experiment, in which no two may answer to one flag."""
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +52,7 @@ class Parameter:
         self.name = name
         self.required, self.is_flag, self.multiple = required, is_flag, multiple
         self.allowed_values = None if allowed_values is None else list(allowed_values)
-        self.default = False if is_flag and default is None and not required else default
+        self.default: Any = False if is_flag and default is None and not required else default
         self.calls_default = callable(default) and not inspect.isclass(default)
         self.allow_from_file, self.resumable, self.hidden = allow_from_file, resumable, hidden
         self.envvar = envvar or None
@@ -101,13 +102,15 @@ class Parameter:
 
     def make_default(self) -> Any:
         """Return the default for one run; a function is called."""
-        return self.default() if self.calls_default else self.default
+        if self.calls_default:
+            return self.default()
+        return copy.copy(self.default) if isinstance(self.default, list | dict | set) else self.default
 
     def describe_default(self) -> str | None:
         """Return the default as help prints it, None where there is none."""
         if self.default_help is not None:
             return self.default_help
-        if self.default is None:
+        if self.default is None and self.required:
             return None
         if self.calls_default:
             return "computed"
@@ -115,9 +118,9 @@ class Parameter:
 
     def with_default(self, default: Any) -> "Parameter":
         """Return the same parameter with another default."""
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, default=default, calls_default=False, default_help=None)
-        return copy
+        other = copy.copy(self)
+        other.default, other.calls_default, other.default_help = default, False, None
+        return other
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r})"

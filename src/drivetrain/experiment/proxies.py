@@ -4,6 +4,7 @@ Each is bound to its value when a run starts and keeps it after the run has ende
 """
 
 import operator
+import os
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError
@@ -44,10 +45,23 @@ class Proxy:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _itself, (target(self),)
 
-    def __fspath__(self) -> str:
-        import os
 
-        return str(os.fspath(target(self)))
+class PathProxy(Proxy):
+    """Stands for a path: `open()` and `os.listdir()` take it. (They would take a number too, so no other proxy is a path.)"""
+
+    __slots__ = ()
+
+    def __fspath__(self) -> str:
+        return os.fspath(target(self))
+
+
+class NumberProxy(Proxy):
+    """Stands for a whole number."""
+
+    __slots__ = ()
+
+    def __index__(self) -> int:
+        return operator.index(target(self))
 
 
 def _itself(value: Any) -> Any:
@@ -59,7 +73,9 @@ def target(proxy: Proxy) -> Any:
     value = object.__getattribute__(proxy, "_value")
     if value is _UNBOUND:
         name = object.__getattribute__(proxy, "_name")
-        raise ExperimentError(f"no experiment has been started, so there is no {name} yet. Use it inside an experiment.")
+        raise ExperimentError(
+            f"no experiment has been started, so there is no {name} yet. Use it inside an experiment."
+        )
     return value
 
 
@@ -70,16 +86,24 @@ def bind(proxy: Proxy, value: Any) -> None:
 
 def _forward(name: str, function: Any) -> None:
     def method(self: Proxy, *args: Any) -> Any:
-        return function(target(self), *(target(arg) if type(arg) is Proxy else arg for arg in args))
+        return function(target(self), *(target(arg) if issubclass(type(arg), Proxy) else arg for arg in args))
 
     method.__name__ = name
     setattr(Proxy, name, method)
 
 
 # Python looks special methods up on the type, so each one is forwarded by name.
-for _name in "lt le eq ne gt ge getitem setitem delitem contains index".split():
+for _name in "lt le eq ne gt ge getitem setitem delitem contains".split():
     _forward(f"__{_name}__", getattr(operator, f"__{_name}__"))
-for _name, _function in {"str": str, "len": len, "iter": iter, "bool": bool, "int": int, "float": float, "hash": hash}.items():
+for _name, _function in {
+    "str": str,
+    "len": len,
+    "iter": iter,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "hash": hash,
+}.items():
     _forward(f"__{_name}__", _function)
 for _name in "add sub mul truediv floordiv mod pow and or xor".split():
     _operation = getattr(operator, f"__{_name}__")
@@ -89,7 +113,7 @@ _forward("__call__", lambda value, *args: value(*args))
 
 current_experiment = Proxy("current_experiment")
 params = Proxy("params")
-output_dir = Proxy("output_dir")
-params_file = Proxy("params_file")
+output_dir = PathProxy("output_dir")
+params_file = PathProxy("params_file")
 random_gen = Proxy("random_gen")
-subprocess_counter = Proxy("subprocess_counter")
+subprocess_counter = NumberProxy("subprocess_counter")

@@ -38,7 +38,8 @@ def given_in_python(values: Mapping[str, Any], parameters: ParameterSet, origin:
     given = {}
     for name, (value, keys) in flatten(values, parameters).items():
         if name not in parameters:
-            raise ParameterError(unknown_parameter(".".join(keys), parameters))
+            place = "" if origin == "run" else f"{origin}: "
+            raise ParameterError(place + unknown_parameter(".".join(keys), parameters))
         given[name] = Given(value, origin)
     return given
 
@@ -65,7 +66,9 @@ def resolve(
             resolved.values[name] = _read(parameter, given)
             resolved.origins[name] = given.origin
         if parameter.required and resolved.values[name] is None:
-            raise ParameterError(f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=...")
+            raise ParameterError(
+                f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
+            )
     for name, parameter in parameters.items():
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
@@ -88,7 +91,9 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
     for path in given.value if isinstance(given.value, list | tuple) else [given.value]:
         if not isinstance(path, str | Path):
             raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
-        found |= {name: entry for name, entry in read_parameter_file(path, parameters).items() if entry.value is not None}
+        found |= {
+            name: entry for name, entry in read_parameter_file(path, parameters).items() if entry.value is not None
+        }
     return found
 
 

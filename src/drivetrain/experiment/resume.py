@@ -48,9 +48,7 @@ def _compared(resolved: Resolved, parameters: ParameterSet) -> dict[str, Any]:
     return {
         name: plain(value)
         for name, value in resolved.values.items()
-        if name not in BOOKKEEPING
-        and not parameters[name].resumable
-        and (name != SEED or resolved.is_declared(SEED))
+        if name not in BOOKKEEPING and not parameters[name].resumable and (name != SEED or resolved.is_declared(SEED))
     }
 
 

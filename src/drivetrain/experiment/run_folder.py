@@ -13,7 +13,13 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
 
-PARAMETERS, MANIFEST, STATUS, LOG, METRICS = "parameters.yaml", "manifest.json", "status.json", "log.txt", "metrics.jsonl"
+PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
+    "parameters.yaml",
+    "manifest.json",
+    "status.json",
+    "log.txt",
+    "metrics.jsonl",
+)
 SWEEPS = "sweeps"
 ARTIFACTS = "artifacts"
 
@@ -44,7 +50,9 @@ def make_folder(folder: Path) -> None:
             f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
         ) from None
     except OSError as error:
-        raise ExperimentError(f"the run folder {folder} cannot be made: {error}. Choose another --output-dir.") from error
+        raise ExperimentError(
+            f"the run folder {folder} cannot be made: {error}. Choose another --output-dir."
+        ) from error
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

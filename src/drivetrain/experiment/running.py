@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,12 +119,24 @@ def _check_device(resolved: Resolved) -> None:
     """Refuse a device that was asked for and is not there, before anything is made."""
     values = resolved.values
     asked = values["device"] if values["device"] not in (None, "auto") else None
-    if asked is None and values["cuda"] and resolved.is_declared("cuda"):
+    if asked is None and values["cuda"] and _insists_on_cuda(resolved):
         asked = "cuda"
     if asked is not None:
         from drivetrain.runtime.device import choose_device
 
         choose_device(asked)
+
+
+def _insists_on_cuda(resolved: Resolved) -> bool:
+    """Say whether CUDA was asked for by hand; the parameter file of an earlier run lists it with every other value."""
+    return resolved.origins.get("cuda") in ("cli", "run")
+
+
+def _new_run(experiment: Any, folder: Path, resolved: Resolved) -> Run:
+    values, origins = resolved.values, dict(resolved.origins)
+    if not _insists_on_cuda(resolved):
+        origins["cuda"] = "default"
+    return Run(folder=folder, seed=values["random_seed"], params=values, name=experiment.name, origins=origins)
 
 
 def _join_world(resolved: Resolved) -> bool:
@@ -208,8 +221,7 @@ def _run_in(
     """Run the main function in its folder."""
     values, record = place.resolved.values, place.beginning.record
     rank = _rank()
-    run = Run(folder=place.folder, seed=values["random_seed"], params=values, name=experiment.name)
-    run.origins = place.resolved.origins
+    run = _new_run(experiment, place.folder, place.resolved)
     if record is not None:
         run.restore = restorer_for(place.folder, place.beginning.checkpoint)
         values["resume"] = AUTO if values["resume"] == NEVER else values["resume"]
@@ -233,7 +245,9 @@ def _run_in(
         ending = _live(experiment, run)
         if status is not None:
             result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
-            status.end(ending.state, exit_code=ending.exit_code, error=_sentence(ending.error), **result, **ending.extra)
+            status.end(
+                ending.state, exit_code=ending.exit_code, error=_sentence(ending.error), **result, **ending.extra
+            )
     if ending.error is not None:
         raise ending.error
     return ending.result
@@ -252,7 +266,9 @@ def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: 
     world = launched_world()
     notes = list(place.beginning.notes)
     if world is not None:
-        notes.append(f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect.")
+        notes.append(
+            f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect."
+        )
     manifest = describe_run(
         experiment=experiment.name,
         source=inspect.getsourcefile(inspect.unwrap(experiment.main_function)),
@@ -291,14 +307,20 @@ def _live(experiment: Any, run: Run) -> Ending:
     except BaseException as error:
         ending = _ending_of(error, run)
     problems = [run.end()]
-    for act in (lambda: app.after_experiment(ending.error), end_subprocesses, lambda: set_deterministic("off")):
+    endings: list[Callable[[], object]] = [
+        getattr(run.recorder, "close", lambda: None),
+        lambda: app.after_experiment(ending.error),
+        end_subprocesses,
+        lambda: set_deterministic("off"),
+    ]
+    for act in endings:
         try:
             act()
-        except Exception as problem:
-            problems.append(problem)
-    problem = next((entry for entry in problems if entry is not None), None)
-    if problem is not None and ending.error is None:
-        ending = _ending_of(problem, run)
+        except Exception as error:
+            problems.append(error)
+    first = next((entry for entry in problems if entry is not None), None)
+    if first is not None and ending.error is None:
+        ending = _ending_of(first, run)
     _log_ending(experiment, ending)
     return ending
 
@@ -342,8 +364,7 @@ def _run_subprocess(experiment: Any, resolved: Resolved) -> Any:
     """Run the main function beside the process that started this one, in its folder."""
     values = resolved.values
     folder = Path(values["subprocess"]).parent
-    run = Run(folder=folder, seed=values["random_seed"], params=values, name=experiment.name)
-    run.origins = resolved.origins
+    run = _new_run(experiment, folder, resolved)
     with ExitStack() as stack:
         set_current_run(run)
         stack.callback(set_current_run, None)

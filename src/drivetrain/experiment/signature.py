@@ -19,7 +19,13 @@ from drivetrain.experiment.parameters import Parameter
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
-LISTS: dict[Any, Callable[[list[Any]], Any]] = {list: list, Sequence: list, set: set, frozenset: frozenset, tuple: tuple}
+LISTS: dict[Any, Callable[[list[Any]], Any]] = {
+    list: list,
+    Sequence: list,
+    set: set,
+    frozenset: frozenset,
+    tuple: tuple,
+}
 MISSING = inspect.Parameter.empty
 NOT_DECLARED = ("default", "defaults")
 """Origins of values that nobody gave for this run."""

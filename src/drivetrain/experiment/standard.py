@@ -25,7 +25,7 @@ def process_count(value: Any) -> int | str:
     """Read a number of processes, or `auto`."""
     if str(value).strip().lower() == "auto":
         return "auto"
-    if isinstance(value, bool) or isinstance(value, float) or int(value) < 1:
+    if isinstance(value, bool | float) or int(value) < 1:
         raise ValueError("give a whole number from 1 on, or auto for one per accelerator")
     return int(value)
 
@@ -39,7 +39,9 @@ def standard_parameters() -> list[Parameter]:
     """Return new standard parameters, in the order help prints them."""
     return [
         Parameter("output_dir", str, "./output", help="Where run folders are made."),
-        Parameter("run_name", str, None, help="Name of the run folder; None: time and a random suffix.", allow_from_file=False),
+        Parameter(
+            "run_name", str, None, help="Name of the run folder; None: time and a random suffix.", allow_from_file=False
+        ),
         Parameter(
             "params_file",
             Path,

@@ -177,7 +177,11 @@ def custom_type(function: Callable[[Any], Any]) -> ValueType:
 
 def declared_type(kind: Any) -> ValueType:
     """Return the type of `parameter(type=...)`: a known type, an annotation, or any function of one value."""
-    if kind in SIMPLE or typing.get_origin(kind) is not None or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+    if (
+        kind in SIMPLE
+        or typing.get_origin(kind) is not None
+        or (isinstance(kind, type) and issubclass(kind, enum.Enum))
+    ):
         return annotated_type(kind)
     if not callable(kind):
         raise BadValue(f"type={kind!r} is neither a type nor a function of one value")

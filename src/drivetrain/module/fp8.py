@@ -74,7 +74,7 @@ class _LinearInFp8(torch.autograd.Function):
         return matmul_fp8(x, weight.t(), FORWARD, FORWARD, recipe, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x = matmul_fp8(grad, weight, GRADIENT, FORWARD, ctx.recipe, x.dtype) if needs_x else None

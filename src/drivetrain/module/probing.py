@@ -62,6 +62,6 @@ def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> Any:
                 if reference is None
                 else torch.empty(shape, dtype=reference.dtype, device=reference.device)
             )
-            return torch.func.functional_call(block, state, (x,), tie_weights=True)
+            return torch.func.functional_call(block, dict[str, Tensor](state), (x,), tie_weights=True)
     finally:
         torch.set_rng_state(generator)

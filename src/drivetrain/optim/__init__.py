@@ -46,9 +46,44 @@ _SCHEDULES = {
     ".function": ["LambdaLr"],
 }
 
-_OPTIMIZERS: dict[str, list[str]] = {}  # one entry per file of optim/optimizers
+_OPTIMIZERS: dict[str, list[str]] = {
+    ".optimizers": [
+        "AdamWScheduleFree",
+        "Cautious",
+        "DecoupledAdamW",
+        "DecoupledSGDW",
+        "Lion",
+        "Lookahead",
+        "MuonHybrid",
+        "SAM",
+        "SAMOptimizer",
+        "SGDScheduleFree",
+        "SOAP",
+    ],
+}
 
-_COMPOSER_SCHEDULERS: dict[str, list[str]] = {}
+_COMPOSER_SCHEDULERS: dict[str, list[str]] = {
+    ".composer_schedulers": [
+        "ComposerScheduler",
+        "ConstantScheduler",
+        "ConstantWithWarmupScheduler",
+        "CosineAnnealingScheduler",
+        "CosineAnnealingWarmRestartsScheduler",
+        "CosineAnnealingWithWarmupScheduler",
+        "ExponentialScheduler",
+        "InverseSqrtScheduler",
+        "LinearScheduler",
+        "LinearWithWarmupScheduler",
+        "MultiStepScheduler",
+        "MultiStepWithWarmupScheduler",
+        "OneCycleScheduler",
+        "PolynomialScheduler",
+        "PolynomialWithWarmupScheduler",
+        "StepScheduler",
+        "WSDScheduler",
+        "compile_composer_scheduler",
+    ],
+}
 
 _get_export, __dir__ = lazy_exports(__name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS, **_COMPOSER_SCHEDULERS})
 

@@ -25,8 +25,8 @@ _PLAIN = frozenset(
 class _Page:
     """Places for values of one device, in the order of one stream."""
 
-    def __init__(self, device: torch.device, stream: Any):
-        self.device, self.stream, self.used = device, stream, 0
+    def __init__(self, key: Any, device: torch.device, stream: Any):
+        self.key, self.stream, self.used = key, stream, 0
         with torch.inference_mode(False):  # else the page could not be written outside of it
             self.memory = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, device=device)
             self.host = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, pin_memory=stream is not None)
@@ -129,11 +129,11 @@ class DeviceBuffer:
         if value.dtype not in _PLAIN:
             value = value.float()
         stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
-        key = (value.device, stream)
+        key = (value.device, stream and stream.cuda_stream)  # cheaper to compare than the stream itself
         page = self._open.get(key)
         if page is None:
             free = self._free.get(key)
-            page = self._open[key] = free.pop() if free else _Page(value.device, stream)
+            page = self._open[key] = free.pop() if free else _Page(key, value.device, stream)
         slot = page.put(value)
         if page.used == PLACES:
             self._send(self._open.pop(key))
@@ -169,4 +169,4 @@ class DeviceBuffer:
     def _reuse(self, pages: list[_Page]) -> None:
         for page in pages:
             page.used = 0
-            self._free.setdefault((page.device, page.stream), []).append(page)
+            self._free.setdefault(page.key, []).append(page)

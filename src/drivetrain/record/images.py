@@ -42,7 +42,9 @@ def check_image(image: Any) -> Any:
     """Return an image as a tensor or array of two or three dimensions, or say why it is none; values are not read."""
     if type(image).__module__.partition(".")[0] == "PIL":
         has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
-        return np.asarray(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA" if has_alpha else "RGB"))
+        return np.asarray(
+            image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA" if has_alpha else "RGB")
+        )
     if not isinstance(image, torch.Tensor):
         try:
             image = np.asarray(image)
@@ -82,7 +84,9 @@ def encode_image(image: Any, tag: str, told: set[str]) -> bytes:
         low, high = float(image.min()), float(image.max())
         if not (low >= -1e-3 and high <= 1 + 1e-3) and tag not in told:  # NaN also ends up here
             told.add(tag)
-            logger.warning("image %r: values from %g to %g are cut off at 0 and 1; scale them to [0, 1] first.", tag, low, high)
+            logger.warning(
+                "image %r: values from %g to %g are cut off at 0 and 1; scale them to [0, 1] first.", tag, low, high
+            )
         image = (np.clip(np.nan_to_num(image), 0, 1) * 255 + 0.5).astype(np.uint8)
     return encode_png(image)
 
@@ -97,14 +101,23 @@ def encode_png(pixels: np.ndarray) -> bytes:
     filtered[0, 1:] = rows[0]
     np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(filtered.tobytes(), 6)) + _chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + _chunk(b"IHDR", header)
+        + _chunk(b"IDAT", zlib.compress(filtered.tobytes(), 6))
+        + _chunk(b"IEND", b"")
+    )
 
 
 def check_figure(figure: Any) -> Any:
     """Return a matplotlib Figure, or say what was given instead."""
     matplotlib = sys.modules.get("matplotlib.figure")  # a Figure cannot exist before it is loaded
     if matplotlib is None or not isinstance(figure, matplotlib.Figure):
-        hint = " Pass its figure: axes.figure." if hasattr(figure, "get_figure") else " Arrays and PIL images go to image()."
+        hint = (
+            " Pass its figure: axes.figure."
+            if hasattr(figure, "get_figure")
+            else " Arrays and PIL images go to image()."
+        )
         raise ConfigError(f"figure() was given a {type(figure).__name__}; expected a matplotlib Figure.{hint}")
     return figure
 

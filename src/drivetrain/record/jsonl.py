@@ -63,7 +63,12 @@ class JsonlSink:
 
     def histogram(self, tag: str, histogram: Histogram, step: int, time: float) -> None:
         """Take a histogram."""
-        counted = {"low": histogram.low, "high": histogram.high, "counts": histogram.counts, "nonfinite": histogram.nonfinite}
+        counted = {
+            "low": histogram.low,
+            "high": histogram.high,
+            "counts": histogram.counts,
+            "nonfinite": histogram.nonfinite,
+        }
         self._add("histogram", tag, counted, step, time)
 
     def text(self, tag: str, text: str, step: int, time: float) -> None:
@@ -98,7 +103,9 @@ class JsonlSink:
         self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
 
 
-def read_metrics(path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(
+    path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None
+) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl`, or of the folder that holds it, in the order of recording.
 
     Rows that a resume superseded are left out, and so is a last line that was cut short. A row has `step`, `time`, `kind`,

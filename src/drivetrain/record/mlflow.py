@@ -7,7 +7,8 @@ import importlib.util
 import os
 import time as clock
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,8 @@ class MlflowSink:
         """Start a run, or continue the one that was saved."""
         from mlflow import MlflowClient
 
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if uri is None:
-            # MLflow asks for this consent before it uses its folder store.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (folder / "mlruns").resolve().as_uri()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it would rather have a database, which is the user's to decide
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        with _folder_store_allowed():
             client = MlflowClient(tracking_uri=uri)
             if resume is not None and resume.run_id is not None:
                 self.run_id = resume.run_id
@@ -120,6 +116,21 @@ class MlflowSink:
             file = Path(aside) / name
             file.write_bytes(content)
             self._client.log_artifact(self.run_id, str(file), folder)
+
+
+@contextmanager
+def _folder_store_allowed() -> Iterator[None]:
+    """Give MLflow the consent that it asks for before it uses a folder store, and take it back; a database is the user's to choose."""
+    name = "MLFLOW_ALLOW_FILE_STORE"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "true")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _key(tag: str) -> str:

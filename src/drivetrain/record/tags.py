@@ -20,7 +20,9 @@ def check_tag(tag: object) -> str:
     try:
         tag.encode()
     except UnicodeEncodeError as error:
-        raise ConfigTypeError(f"the tag {tag!r} is not valid text ({error.reason}); it cannot be written as UTF-8.") from None
+        raise ConfigTypeError(
+            f"the tag {tag!r} is not valid text ({error.reason}); it cannot be written as UTF-8."
+        ) from None
     return tag
 
 
@@ -30,7 +32,9 @@ def safe_name(tag: str) -> str:
     >>> safe_name("train/loss"), safe_name("../x"), safe_name('a,"b"')
     ('train.loss', '%2E%2E.x', 'a%2C%22b%22')
     """
-    parts = ["".join(char if char.isalnum() or char in "_-" else _escaped(char) for char in part) for part in tag.split("/")]
+    parts = [
+        "".join(char if char.isalnum() or char in "_-" else _escaped(char) for char in part) for part in tag.split("/")
+    ]
     name = ".".join(parts)
     if name.startswith("."):  # hidden, or the folder above
         name = "%2F" + name[1:]

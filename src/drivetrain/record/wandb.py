@@ -27,9 +27,7 @@ class WandbSink:
 
     remote = True
 
-    def __init__(
-        self, package: Literal["wandb", "trackio"] = "wandb", *, project: str | None = None, **settings: Any
-    ):
+    def __init__(self, package: Literal["wandb", "trackio"] = "wandb", *, project: str | None = None, **settings: Any):
         if package not in _PACKAGES:
             raise ConfigError(unknown_name("tracker", package, _PACKAGES))
         if importlib.util.find_spec(package) is None:

@@ -27,6 +27,11 @@ TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 class PairForm:
     """`(inputs, targets, ...)` with a loss function."""
 
+    def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
+        """Compute what a loss hook returns."""
+        outputs, targets = trainer.forward(batch[0]), batch[1]
+        return {"loss": trainer.compute_loss(outputs, targets), "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
+
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch[0],), {}
 
@@ -37,7 +42,18 @@ class PairForm:
         return outputs
 
 
-class UnpackForm(PairForm):
+class OtherForm(PairForm):
+    """What the other forms share: any arguments, and targets that may be absent."""
+
+    def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
+        """Compute what a loss hook returns."""
+        args, kwargs = self.arguments(batch)
+        outputs, targets = trainer.forward(*args, **kwargs), self.targets(batch)
+        loss = trainer.compute_loss(outputs if trainer.loss_func is None else self.predictions(outputs), targets)
+        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
+
+
+class UnpackForm(OtherForm):
     """A tuple spread over the arguments of a model that returns its own loss."""
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -47,7 +63,7 @@ class UnpackForm(PairForm):
         return batch[1] if len(batch) > 1 else None
 
 
-class MappingForm(PairForm):
+class MappingForm(OtherForm):
     """Named entries; those that are targets for the loss function are not given to the model."""
 
     def __init__(self, target: str | None, keep_target: bool):
@@ -68,7 +84,7 @@ class MappingForm(PairForm):
         return outputs if logits is None else logits
 
 
-class WholeForm(PairForm):
+class WholeForm(OtherForm):
     """The batch as one argument of a model with its own `loss(outputs, batch)`."""
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

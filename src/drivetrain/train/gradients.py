@@ -25,13 +25,24 @@ class Gradients:
         """Whether the backward of the batch in hand averages over ranks."""
         self.unit_weight: Count = 1.0
         self._loader: Any = None
+        self._is_simple = False  # every batch is an update of one optimizer on one process: nothing to count
 
     def use_loader(self, loader: Any) -> None:
         """Take sample counts from a loader that knows them."""
         self._loader = loaders.smart_loader(loader)
 
+    def settle(self) -> None:
+        """Decide once, before the loop, whether there is anything to count."""
+        window = self.window
+        window.is_plain = window.is_plain and self._trainer._microbatch_size is None
+        self._is_simple = window.is_plain and self._trainer._units is None
+        if self._is_simple:
+            window.opens = window.closes = self.synchronises = True
+
     def open(self, last: bool) -> None:
         """Take a batch into the window; the units of an `OptimSet` decide about theirs."""
+        if self._is_simple:
+            return
         window, units = self.window, self._trainer._units
         window.begin(last)
         self.synchronises = window.closes
@@ -39,6 +50,11 @@ class Gradients:
             clock = self._trainer.state.clock
             plan = units.begin_batch(clock.batch + 1, clock.epoch + 1, last=last)
             window.closes, self.synchronises = plan.closes, plan.ddp_sync
+
+    def close(self) -> None:
+        """Forget the window: its update is done."""
+        if not self._is_simple:
+            self.window.reset()
 
     def refer_to(self, items: Count) -> None:
         """Fix the count that weights are relative to, once per run and alike on all ranks."""
@@ -73,7 +89,8 @@ class Gradients:
         if trainer._units is not None:
             trainer._units.finish_gradients()
             return
-        trainer._accelerator.unscale(trainer.optimizer)
+        if getattr(trainer._accelerator, "scaler", None) is not None:
+            trainer._accelerator.unscale(trainer.optimizer)
         if window.is_plain:
             return
         total = loaders.sum_over_ranks(window.items, trainer.device) if window.everywhere is None else None

@@ -20,6 +20,7 @@ class Keeper:
         self._saved_at: tuple[int, int] | None = None
         self.checkpointer: Any = None
         self._every: Interval | None = None
+        self.saves_inside_epochs = False
         if settings.checkpoint_dir is None:
             return
         from drivetrain.checkpoint.checkpointer import Checkpointer
@@ -34,6 +35,7 @@ class Keeper:
         if settings.checkpoint_every is not None:
             every = parse_time("checkpoint_every", settings.checkpoint_every)
             self._every = Interval(every, trainer.state.max_duration)
+            self.saves_inside_epochs = not self._every.is_per_epoch
 
     def start(self) -> None:
         """Count intervals from where the run stands."""
@@ -43,6 +45,7 @@ class Keeper:
     def when_whole(self, save: Callable[[], None]) -> None:
         """Save as soon as the state is whole."""
         self._waiting.append(save)
+        self._trainer._boundary_work = True
 
     def at_batch_end(self, run_ends: bool) -> None:
         """Save what is due between two batches."""

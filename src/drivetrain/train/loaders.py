@@ -157,11 +157,11 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def mover(trainer: Any, loader: Any) -> Callable[[Any], Any]:
-    """Return what brings a batch of this loader to the device: nothing, where it is there already."""
+def mover(trainer: Any, loader: Any) -> Callable[[Any], Any] | None:
+    """Return what brings a batch of this loader to the device; None where it is there already."""
     smart = smart_loader(loader)
     if (smart is not None and smart.move_output) or torch.device(trainer.device).type == "cpu":
-        return lambda batch: batch
+        return None
     return partial(move_to_device, trainer.device, non_blocking=True)
 
 

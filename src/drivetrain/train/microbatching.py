@@ -18,7 +18,8 @@ from drivetrain.train.batches import batch_size_of, split_batch
 
 def find_microbatch_size(trainer: Any) -> int | None:
     """Return the number of rows that fit beside model and optimizer, or None when the whole batch does."""
-    batch = loaders.mover(trainer, trainer._train_dataloader)(next(iter(trainer._train_dataloader)))
+    move, batch = loaders.mover(trainer, trainer._train_dataloader), next(iter(trainer._train_dataloader))
+    batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
     generators, buffers = capture_rng(), {name: b.clone() for name, b in trainer.model.named_buffers()}
     try:

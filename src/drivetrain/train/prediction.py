@@ -24,7 +24,7 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
         fire(Event.PREDICT_START)
         with torch.no_grad():
             for batch in loader:
-                state.batch = move(batch)
+                state.batch = batch if move is None else move(batch)
                 fire(Event.PREDICT_BATCH_START)
                 fire(Event.PREDICT_BEFORE_FORWARD)
                 output = trainer.calculate_predict_batch(state.batch)

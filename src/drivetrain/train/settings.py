@@ -126,6 +126,7 @@ class RunLimits:
             ends.append(settings.max_duration)
         self.ends = tuple(ends)
         self._inside_epoch = tuple(end for end in ends if end.unit is not TimeUnit.EPOCH)
+        self.end_inside_epochs = bool(self._inside_epoch)
         self.planned: Time | None = None
 
     def reached(self, clock: Clock) -> bool:

@@ -78,15 +78,23 @@ def prepare_loop(trainer: Any) -> None:
     trainer._gradients.use_loader(trainer._train_dataloader)
     trainer._sample_source = loaders.smart_loader(trainer._train_dataloader)
     reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
+    trainer._may_pad = trainer._sample_source is not None and trainer._gradients.window.world > 1
     trainer._wants_index = reads_index and trainer._sample_source is not None
     trainer._ddp = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
     trainer._microbatch_size = choose_microbatch_size(trainer)
-    trainer._gradients.window.is_plain &= trainer._microbatch_size is None
+    trainer._gradients.settle()
     trainer._listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     trainer._saw_forward = trainer._saw_loss = False
     trainer._eval_every = None
     if trainer._eval_dataloader is not None:
         trainer._eval_every = evaluation_inside_epochs(settings, state)
+    trainer._boundary_work = bool(
+        trainer._vote is not None
+        or trainer._eval_every is not None
+        or trainer._limits.end_inside_epochs
+        or (trainer._keeper is not None and trainer._keeper.saves_inside_epochs)
+        or engine.plugins  # a guest may shorten the run by changing state.max_duration
+    )
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)
     state.clock.start()

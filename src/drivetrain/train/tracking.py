@@ -184,7 +184,12 @@ class LossTracker:
         self._known: float | None = None
 
     def update(self, loss_batch_value: float | Tensor, batch_size: int | float | Tensor = 1) -> None:
-        """Take in the mean loss of `batch_size` samples; nothing is read from the device."""
+        """Take in the mean loss of `batch_size` samples; nothing is read from a device."""
+        if type(batch_size) is int and type(loss_batch_value) is Tensor and loss_batch_value.is_cpu and not loss_batch_value.ndim:
+            self._last = self._known = value = loss_batch_value.item()  # on the host already: nothing waits
+            self._sum += value * batch_size
+            self._count += batch_size
+            return
         if not isinstance(loss_batch_value, Tensor):
             if isinstance(batch_size, Tensor):
                 loss_batch_value = batch_size.new_full((), loss_batch_value, dtype=_sum_dtype(batch_size.device))

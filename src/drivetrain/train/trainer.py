@@ -27,7 +27,7 @@ from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import BatchForm, batch_size_of, carried_loss, find_form, join_outputs, split_batch
+from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, find_form, join_outputs, split_batch
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps
 from drivetrain.train.checks import check_batch_output, check_loss
@@ -127,6 +127,7 @@ class Trainer:
         self._eval_dl_kwargs: dict[str, Any] | None = None
         self._loss_tracker = LossTracker()
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics)
+        self._has_train_metrics = bool(self._train_metrics)
         self._count_items = loaders.item_counter(count_items)
         self._form: BatchForm | None = None
         self._form_type: type | None = None
@@ -535,17 +536,17 @@ class Trainer:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in the run's precision and let algorithms see its outputs."""
-        precision = self._accelerator.precision
-        if precision.autocast_dtype is None or self._in_region:
-            outputs = self.model(*args, **kwargs)
+        state = self.state
+        if self._accelerator.precision.autocast_dtype is None or self._in_region:
+            outputs = state.model(*args, **kwargs)
         else:
             with self._accelerator.autocast():
-                outputs = self.model(*args, **kwargs)
+                outputs = state.model(*args, **kwargs)
             outputs = loaders.to_float32(outputs)
-        self.state.outputs = outputs
+        state.outputs = outputs
         self._saw_forward = True
         self._fire(self._after_forward)
-        return self.state.outputs
+        return state.outputs
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
         """Compute the loss of outputs and targets, after algorithms had their say about both."""
@@ -565,7 +566,7 @@ class Trainer:
             loss = self._own_loss(outputs, state.batch)
         else:
             loss = carried_loss(outputs)
-        if isinstance(loss, Mapping):
+        if type(loss) is not Tensor and isinstance(loss, Mapping):
             state.losses = dict(loss)
             return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
         return loss
@@ -577,28 +578,23 @@ class Trainer:
 
     def _calculate_batch_loss(self, batch: Any) -> dict[str, Any]:
         """The default of both loss hooks: model and loss as one autocast region."""
-        form = self._form if type(batch) is self._form_type else self._form_of(batch)
-        args, kwargs = form.arguments(batch)  # type: ignore[union-attr]
+        form = self._form_of(batch)
         if self._accelerator.precision.autocast_dtype is None:
-            return self._model_and_loss(form, batch, args, kwargs)
+            return form.run(self, batch)
         self._in_region = True
         try:
             with self._accelerator.autocast():
-                return self._model_and_loss(form, batch, args, kwargs)
+                return form.run(self, batch)
         finally:
             self._in_region = False
 
-    def _model_and_loss(self, form: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        outputs = self.forward(*args, **kwargs)
-        targets = form.targets(batch)
-        loss = self.compute_loss(form.predictions(outputs) if self.state.loss_fn is not None else outputs, targets)
-        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
-
     def _form_of(self, batch: Any) -> BatchForm:
-        if type(batch) is not self._form_type or self._form is None:
-            self._form, self._form_type = find_form(batch, self.model, self.loss_func is not None), type(batch)
-            own = getattr(unwrap(self.model), "loss", None) if isinstance(self.model, nn.Module) else None
-            self._own_loss = own if type(self._form).__name__ == "WholeForm" else None
+        """Return how batches of this type meet the model; decided when the type changes."""
+        if type(batch) is self._form_type and self._form is not None:
+            return self._form
+        self._form, self._form_type = find_form(batch, self.model, self.loss_func is not None), type(batch)
+        own = getattr(unwrap(self.model), "loss", None) if isinstance(self.model, nn.Module) else None
+        self._own_loss = own if isinstance(self._form, WholeForm) else None
         return self._form
 
     # ------------------------------------------------------------------ the training run
@@ -673,11 +669,11 @@ class Trainer:
             closes = gradients.window.closes
             if closes:
                 self._update()
-            clock.next_batch(self._samples(), self._tokens(state.batch), closes)
+            clock.next_batch(self._samples(), self._tokens(state.batch) if self._count_tokens is not None else 0, closes)
             fire(Event.BATCH_END)
             self._inside_step = False
             fire(Event.BATCH_CHECKPOINT)
-            if self._at_boundary():
+            if (self._boundary_work or self._signals.requested or self._stop) and self._at_boundary():
                 return True
         return False
 
@@ -704,9 +700,9 @@ class Trainer:
         fire(Event.AFTER_LOSS)
         if state.loss is not output["loss"]:
             state.batch_output = output = {**output, "loss": state.loss}
-        size = 0 if self._is_padding() else output["batch_size"]
-        self._update_loss_tracker(state.loss.detach(), size)
-        if self._train_metrics and size:
+        size = 0 if self._may_pad and self._is_padding() else output["batch_size"]
+        self._update_loss_tracker(state.loss, size)
+        if self._has_train_metrics and size:
             self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
         if announce:
             fire(Event.STEP_OUTPUT)
@@ -733,7 +729,7 @@ class Trainer:
         if self._schedules_each_step:
             self.scheduler_step()
         self.optimizer_zero_grad()
-        self._gradients.window.reset()
+        self._gradients.close()
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
@@ -743,7 +739,7 @@ class Trainer:
         if limit is None:
             for batch, last in loaders.look_ahead(loader):
                 state.step = clock.batch_in_epoch
-                yield move(batch), last
+                yield (batch if move is None else move(batch)), last
                 fire(Event.BEFORE_DATALOADER)
             return
         if clock.batch_in_epoch >= limit:
@@ -752,8 +748,9 @@ class Trainer:
             state.step = step = clock.batch_in_epoch
             if self._wants_index:
                 state.sample_index = self._sample_source.sample_index
-            yield move(batch), step + 1 >= limit
-            if step + 1 >= limit:
+            last = step + 1 >= limit
+            yield (batch if move is None else move(batch)), last
+            if last:
                 return
             fire(Event.BEFORE_DATALOADER)
 
@@ -791,6 +788,7 @@ class Trainer:
     _limits: RunLimits
     _eval_every: Callable[[Any], bool] | None = None
     _eval_after_epoch = False
+    _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
 
     def _clip_gradients(self) -> None:
         """Clip once per update, by norm or by value."""
@@ -854,7 +852,7 @@ class Trainer:
             move = loaders.mover(self, dl)
             with torch.no_grad():
                 for batch in dl:
-                    state.batch = move(batch)
+                    state.batch = batch if move is None else move(batch)
                     fire(Event.EVAL_BATCH_START)
                     fire(Event.EVAL_BEFORE_FORWARD)
                     output = self.calculate_eval_batch_loss(state.batch)
@@ -927,16 +925,16 @@ class Trainer:
 
     def _is_padding(self) -> bool:
         """Whether the batch in hand only keeps this rank in step with others that still have samples."""
-        source = self._sample_source
-        return self._gradients.window.world > 1 and source is not None and source.batch_info.size == 0
+        return self._sample_source.batch_info.size == 0
 
     def _tokens(self, batch: Any) -> int:
-        """Return how many tokens of all processes the batch holds; 0 for data that is not text."""
-        return self._count_tokens(batch) * self._gradients.window.world if self._count_tokens is not None else 0
+        """Return how many tokens of all processes the batch holds."""
+        assert self._count_tokens is not None
+        return self._count_tokens(batch) * self._gradients.window.world
 
     _count_tokens: Callable[[Any], int] | None = None
     _sample_source: Any = None
-    _wants_index = False
+    _wants_index = _may_pad = False
 
     def _step_epoch_scheduler(self) -> None:
         """Step a scheduler that counts epochs; one that watches a metric gets it."""

@@ -72,8 +72,8 @@ def with_transform(dataset: Any, transform: Transform) -> Any:
 
     The transform stands before the first step that makes tensors, in a copy of the dataset's own.
     """
+    changed: Any = copy.copy(dataset)
     if isinstance(dataset, Subset):
-        changed = copy.copy(dataset)
         changed.dataset = with_transform(dataset.dataset, transform)
         return changed
     if not hasattr(dataset, "transform"):
@@ -82,7 +82,6 @@ def with_transform(dataset: Any, transform: Transform) -> Any:
                 f"{type(dataset).__name__} is a stream without a `transform`: put {transform} into its own code, or give it that attribute."
             )
         return TransformedDataset(dataset, transform)
-    changed = copy.copy(dataset)
     changed.transform = _extended(dataset.transform, transform)
     paired = getattr(dataset, "transforms", None)
     if hasattr(paired, "transform"):  # torchvision keeps the same transform a second time, beside the target's

@@ -12,12 +12,14 @@ Generator = torch.Generator | None
 
 def draw_uniform(low: float, high: float, generator: Generator = None) -> float:
     """Return a number between `low` and `high`."""
-    return low + (high - low) * float(torch.rand((), dtype=torch.float64, **_from(generator)))
+    return low + (high - low) * float(
+        torch.rand((), dtype=torch.float64, generator=generator, device=_place(generator))
+    )
 
 
 def draw_integer(low: int, high: int, generator: Generator = None) -> int:
     """Return a whole number from `low` to `high - 1`."""
-    return int(torch.randint(low, high, (), **_from(generator)))
+    return int(torch.randint(low, high, (), generator=generator, device=_place(generator)))
 
 
 def draw_coin(generator: Generator = None) -> bool:
@@ -32,21 +34,20 @@ def draw_beta(alpha: float, generator: Generator = None) -> float:
 
 def draw_weights(count: int, alpha: float, generator: Generator = None) -> list[float]:
     """Return `count` weights that sum to one, a sample of the symmetric Dirichlet distribution."""
-    device = "cpu" if generator is None else generator.device
-    concentration = torch.full((count,), alpha, dtype=torch.float64, device=device)
+    concentration = torch.full((count,), alpha, dtype=torch.float64, device=_place(generator))
     return torch._sample_dirichlet(concentration, generator).tolist()
 
 
 def draw_permutation(count: int, device: torch.device | str, generator: Generator = None) -> Tensor:
     """Return the numbers 0..count-1 in random order, on `device`."""
-    return torch.randperm(count, **_from(generator)).to(device, non_blocking=True)
+    return torch.randperm(count, generator=generator, device=_place(generator)).to(device, non_blocking=True)
 
 
 def draw_subset(count: int, keep: int, device: torch.device | str, generator: Generator = None) -> Tensor:
     """Return `keep` of the numbers 0..count-1 in ascending order, on `device`."""
-    chosen = torch.randperm(count, **_from(generator))[:keep].sort().values
+    chosen = torch.randperm(count, generator=generator, device=_place(generator))[:keep].sort().values
     return chosen.to(device, non_blocking=True)
 
 
-def _from(generator: Generator) -> dict[str, torch.Generator | torch.device]:
-    return {} if generator is None else {"generator": generator, "device": generator.device}
+def _place(generator: Generator) -> torch.device:
+    return torch.device("cpu") if generator is None else generator.device

@@ -6,6 +6,7 @@ With interpolated losses, the loss that is trained on becomes `w L(y) + (1 - w) 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drivetrain.algorithms.utils.losses import check_loss_is_outside, check_soft_targets, logits_for, loss_with_targets
@@ -46,7 +47,7 @@ class PairMixing(Algorithm):
 
         def mixed(one: Tensor, target: Tensor) -> Tensor:
             dense = ensure_targets_one_hot(one, target)
-            return dense * own + take_rows(dense, self._rows) * (1 - own)
+            return torch.lerp(take_rows(dense, self._rows), dense, own)
 
         return map_tensors(mixed, logits, targets)
 

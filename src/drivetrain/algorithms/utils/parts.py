@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigTypeError
 
 
-def map_tensors(function: Callable[[Tensor], Any], part: Any, *others: Any) -> Any:
+def map_tensors(function: Callable[..., Any], part: Any, *others: Any) -> Any:
     """Return the part with `function` applied to each tensor, beside the tensors at the same place of the other parts."""
     if isinstance(part, Tensor):
         return function(part, *others)
@@ -68,8 +67,3 @@ def check_floating(x: Tensor, who: str) -> None:
 def is_image_like(target: Any, image: Tensor) -> bool:
     """Say whether a target has the height and width of the images, as segmentation masks do."""
     return isinstance(target, Tensor) and target.ndim > 2 and target.shape[-2:] == image.shape[-2:]
-
-
-def is_floating(tensor: Tensor) -> bool:
-    """Say whether a tensor can carry gradients."""
-    return torch.is_floating_point(tensor) or torch.is_complex(tensor)

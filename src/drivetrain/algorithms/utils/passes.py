@@ -75,12 +75,14 @@ def without_trace(state: State) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    device = state.device
-    devices = [] if device.type == "cpu" else [device]
+    accelerator = None if state.device.type == "cpu" else torch.get_device_module(state.device)
+    generators = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-            yield
+        yield
     finally:
+        torch.set_rng_state(generators[0])
+        if accelerator is not None:
+            accelerator.set_rng_state(generators[1])
         with torch.no_grad():
             for buffers, name, buffer, before in kept:
                 buffers[name] = buffer.copy_(before)

@@ -44,7 +44,7 @@ def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augme
         levels = (image.float() * 255).round().clamp(0, 255).to(torch.uint8)
         return (operate(tensor_ops, levels, level, generator).float() / 255).to(image.dtype)
 
-    del augment.__wrapped__  # type: ignore[attr-defined]  # its signature is not the one to show
+    del augment.__wrapped__  # its signature is not the one to show
     return augment
 
 
@@ -191,7 +191,9 @@ def check_image(image: Any, who: str) -> None:
     if not isinstance(image, Tensor):
         return
     if image.ndim not in (3, 4):
-        raise ConfigTypeError(f"{who}: a tensor of shape {tuple(image.shape)} is no image (C, H, W), nor a batch of them.")
+        raise ConfigTypeError(
+            f"{who}: a tensor of shape {tuple(image.shape)} is no image (C, H, W), nor a batch of them."
+        )
     tensor_ops.check_channels(image)
     if image.is_floating_point() and image.device.type == "cpu" and image.numel():
         low, high = (float(edge) for edge in torch.aminmax(image.detach().float()))

@@ -1,0 +1,109 @@
+"""Layer freezing (Brock et al., 2017, arXiv 1706.04983): early layers converge first, so stop training them first.
+
+A frozen layer's weights get no gradient any more, which saves their part of the backward pass. The last layer is never frozen.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import model_of
+from drivetrain.algorithms.utils.checks import check_fraction, elapsed_fraction
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.wrapping import unwrap, wrap_ddp
+
+
+def freeze_layers(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    current_duration: float,
+    freeze_start: float = 0.5,
+    freeze_level: float = 1.0,
+) -> tuple[int, float]:
+    """Freeze the layers that are due at a point of the run and take them out of the optimizers.
+
+    Returns how many layers are frozen and which fraction of them.
+    """
+    layers = _layers(model)
+    depth, fraction = _depth(len(layers), current_duration, freeze_start, freeze_level)
+    frozen = {p for p in _freeze(layers[:depth])}
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+        for group in optimizer.param_groups:
+            if "param_names" in group:
+                named = zip(group["param_names"], group["params"])
+                group["param_names"] = [name for name, p in named if p not in frozen]
+            group["params"] = [p for p in group["params"] if p not in frozen]
+        for parameter in frozen:
+            optimizer.state.pop(parameter, None)
+    return depth, fraction
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the leaf modules that have parameters, in the order of definition, without the last one."""
+    leaves = [m for m in unwrap(model).modules() if not list(m.children()) and next(m.parameters(), None) is not None]
+    return leaves[:-1]
+
+
+def _depth(layers: int, elapsed: float, start: float, level: float) -> tuple[int, float]:
+    fraction = 0.0
+    if elapsed > start:
+        fraction = level * (elapsed - start) / (1 - start)
+    return int(round(fraction * layers, 9)), fraction
+
+
+def _freeze(layers: list[nn.Module]) -> Iterable[nn.Parameter]:
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.requires_grad = False
+            parameter.grad = None
+            yield parameter
+
+
+class LayerFreezing(Algorithm):
+    """Freezes more and more layers from `freeze_start` on, up to `freeze_level` of them at the end.
+
+    The optimizer keeps its groups, so that its state stays aligned and a resumed run goes on as it was: it also acts after loading,
+    to freeze what was frozen. A model in DDP is wrapped anew, because DDP waits for every gradient it knows.
+    """
+
+    events = frozenset({Event.AFTER_LOAD, Event.EPOCH_END})
+    writes = ("model",)
+
+    def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0):
+        check_fraction("LayerFreezing", freeze_start=freeze_start, freeze_level=freeze_level)
+        if freeze_start == 1:
+            raise ConfigError("LayerFreezing(freeze_start=1): nothing would ever be frozen. Give a fraction below 1.")
+        self.freeze_start, self.freeze_level = freeze_start, freeze_level
+        self._frozen = 0
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model = model_of(state, str(self))
+        layers = _layers(model)
+        if is_fully_sharded(unwrap(model)):
+            raise ConfigError("LayerFreezing cannot freeze parts of a sharded model. Train it without sharding, or freeze before.")
+        depth, fraction = self._frozen, self._frozen / max(1, len(layers))
+        if event is Event.EPOCH_END:
+            depth, fraction = _depth(len(layers), elapsed_fraction(state, str(self)), self.freeze_start, self.freeze_level)
+            logger.log_metrics(
+                {"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction}
+            )
+        newly = depth > self._frozen
+        list(_freeze(layers[:depth]))
+        self._frozen = max(self._frozen, depth)
+        if newly and isinstance(state.model, DistributedDataParallel):
+            state.model = wrap_ddp(unwrap(state.model, keep_compile=True), state.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many layers are frozen."""
+        return {"frozen": self._frozen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the number back; the layers are frozen once everything is loaded."""
+        self._frozen = state["frozen"]

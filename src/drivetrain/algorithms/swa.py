@@ -1,0 +1,194 @@
+"""Stochastic weight averaging (Izmailov et al., 2018, arXiv 1803.05407): the mean of the weights seen late in training.
+
+Averaging begins at `swa_start` and ends at `swa_end`, where the mean takes the model's place. Batch norms then get the statistics
+of a pass over training data, since the mean's activations were never seen.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import model_of, torch_optimizers
+from drivetrain.algorithms.utils.checks import check_choice, check_whole
+from drivetrain.algorithms.utils.rhythm import Rhythm, has_come
+from drivetrain.algorithms.utils.statistics import measure_batch_norms
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.module.average import AveragedWeights
+
+_STRATEGIES = ("linear", "cos")
+
+
+def annealed_rate(start: float, end: float, share: float, strategy: str) -> float:
+    """Return the learning rate on its way from `start` to `end`.
+
+    >>> annealed_rate(1.0, 0.0, 0.25, "linear"), round(annealed_rate(1.0, 0.0, 0.25, "cos"), 4)
+    (0.75, 0.8536)
+    """
+    reached = share if strategy == "linear" else (1 - math.cos(math.pi * share)) / 2
+    return start + (end - start) * reached
+
+
+class SWA(Algorithm):
+    """Averages the weights from `swa_start` to `swa_end` and then goes on with the mean.
+
+    With `schedule_swa_lr` the learning rate moves to `swa_lr` (None: stays where it is) over `anneal_steps` updates of the average,
+    and the run's own scheduler rests from then on.
+    """
+
+    writes = ("model", "optimizers", "schedulers")
+    tags = frozenset({"average"})
+    conflicts = {
+        "EMA": "both average the weights. Use one of them",
+        "ScheduleFree": "schedule-free training averages the weights itself. Leave SWA out",
+    }
+
+    def __init__(
+        self,
+        swa_start: str | Time = "0.7dur",
+        swa_end: str | Time = "0.97dur",
+        update_interval: str | Time = "1ep",
+        schedule_swa_lr: bool = False,
+        anneal_strategy: Literal["linear", "cos"] = "linear",
+        anneal_steps: int = 10,
+        swa_lr: float | None = None,
+    ):
+        self.swa_start, self.swa_end = ensure_time(swa_start, TimeUnit.EPOCH), ensure_time(swa_end, TimeUnit.EPOCH)
+        self.update_interval = ensure_time(update_interval, TimeUnit.EPOCH)
+        self._check_times()
+        check_choice("SWA", "anneal_strategy", anneal_strategy, _STRATEGIES)
+        check_whole("SWA", 1, anneal_steps=anneal_steps)
+        if swa_lr is not None and not swa_lr >= 0:
+            raise ConfigError(f"SWA(swa_lr={swa_lr!r}): expected a learning rate of at least 0.")
+        self.schedule_swa_lr, self.anneal_strategy = schedule_swa_lr, anneal_strategy
+        self.anneal_steps, self.swa_lr = anneal_steps, swa_lr
+        self._update_event = Event.EPOCH_END if self.update_interval.unit is TimeUnit.EPOCH else Event.BATCH_END
+        self.events = frozenset({Event.INIT, self._update_event, Event.FIT_END})
+        self._rhythm = Rhythm(self.update_interval)
+        self._average: AveragedWeights | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._first_rates: list[float] | None = None
+        self.swa_completed = False
+        self._state: State | None = None
+
+    def _check_times(self) -> None:
+        start, end, every = self.swa_start, self.swa_end, self.update_interval
+        if start.unit is not end.unit or start.unit not in (TimeUnit.DURATION, TimeUnit.EPOCH):
+            raise ConfigError(
+                f"SWA(swa_start={str(start)!r}, swa_end={str(end)!r}): expected both as fractions of the run ('0.7dur') or both in epochs."
+            )
+        if not start < end:
+            raise ConfigError(f"SWA(swa_start={str(start)!r}, swa_end={str(end)!r}): the start must come before the end.")
+        if every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or not every.value > 0:
+            raise ConfigError(f"SWA(update_interval={str(every)!r}): expected batches or epochs, such as '100ba' or '1ep'.")
+
+    @property
+    def swa_started(self) -> bool:
+        """Whether the mean has its first member."""
+        return self._average is not None or self._restored is not None
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model = model_of(state, str(self))
+        self._state = state
+        if event is Event.INIT:
+            return
+        self._restore_average(model)
+        if event is Event.FIT_END:
+            if self.swa_started and not self.swa_completed:
+                self._complete(model)
+            if self.swa_completed:
+                measure_batch_norms(state)  # of the final weights: steps after the swap have moved them
+        elif not self.swa_completed and self._rhythm.is_due(state):
+            self._rhythm.tick(state)
+            self._update(state, model)
+
+    def _update(self, state: State, model: nn.Module) -> None:
+        if has_come(self.swa_end, state, str(self)):
+            if self.swa_started:
+                self._complete(model)
+                if self._update_event is Event.EPOCH_END:
+                    measure_batch_norms(state)  # for the evaluation that follows
+        elif has_come(self.swa_start, state, str(self)):
+            if self._average is None:
+                self._average = AveragedWeights(model)
+            self._average.update_mean(model)
+            if self.schedule_swa_lr:
+                self._anneal(state)
+
+    def _complete(self, model: nn.Module) -> None:
+        assert self._average is not None
+        self._average.copy_to(model)
+        self._average, self.swa_completed = None, True
+
+    def _anneal(self, state: State) -> None:
+        assert self._average is not None
+        groups = [group for optimizer in torch_optimizers(state) for group in optimizer.param_groups]
+        if self._first_rates is None:
+            self._first_rates = [float(group["lr"]) for group in groups]
+            self._rest_schedulers(state)
+        share = min(1.0, self._average.num_updates / self.anneal_steps)
+        for group, first in zip(groups, self._first_rates):
+            rate = annealed_rate(first, first if self.swa_lr is None else self.swa_lr, share, self.anneal_strategy)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _rest_schedulers(self, state: State) -> None:
+        state.schedulers = tuple(_Resting(one) for one in state.schedulers)
+
+    def _restore_average(self, model: nn.Module) -> None:
+        """Put a loaded mean in place, now that the model is there."""
+        if self._restored is not None:
+            self._average = AveragedWeights(model)
+            self._average.load_state_dict(self._restored)
+            self._restored = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean and how far it has come."""
+        return {
+            "average": self._restored if self._average is None else self._average.state_dict(),
+            "done_at": self._rhythm.done_at,
+            "completed": self.swa_completed,
+            "first_rates": self._first_rates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back; the mean is put in place when the model is there, the scheduler rests from now on if it did."""
+        self._average, self._restored, self._rhythm.done_at = None, state["average"], state["done_at"]
+        self.swa_completed, self._first_rates = state["completed"], state["first_rates"]
+        if self._first_rates is not None and self._state is not None:
+            self._rest_schedulers(self._state)
+
+
+class _Resting:
+    """A scheduler that no longer changes the rates, but is saved and restored as before."""
+
+    def __init__(self, scheduler: Any):
+        self.scheduler = scheduler.scheduler if isinstance(scheduler, _Resting) else scheduler
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose rates it no longer changes."""
+        return self.scheduler.optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates as they are."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scheduler at rest."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it its state back."""
+        self.scheduler.load_state_dict(state)

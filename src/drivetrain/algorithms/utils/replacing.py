@@ -1,0 +1,50 @@
+"""Putting an optimizer of an algorithm's own in the place of the one the Trainer was given.
+
+Algorithms do not import optimizers; the Trainer installs `state.make_optimizer(name, groups, **settings)` for them.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.params import named_trainable
+
+
+def own_optimizer(state: State, who: str) -> Optimizer:
+    """Return the one torch optimizer of the run, or say what is there instead."""
+    optimizers = state.optimizers
+    if len(optimizers) == 1 and isinstance(optimizers[0], Optimizer):
+        return optimizers[0]
+    given = ", ".join(type(one).__name__ for one in optimizers) or "none"
+    raise ConfigError(
+        f"{who} works with a single torch optimizer; this run has {given}. Give the Trainer one optimizer, such as "
+        "torch.optim.AdamW(model.parameters())."
+    )
+
+
+def make_optimizer(state: State, name: str, groups: Any, **settings: Any) -> Optimizer:
+    """Return a new optimizer of that name from the factory that the Trainer installed."""
+    if state.make_optimizer is None:
+        raise ConfigError(f"there is no factory for the optimizer {name!r}: state.make_optimizer is set by the Trainer.")
+    return state.make_optimizer(name, groups, **settings)
+
+
+def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer with the names of their parameters, and their other settings."""
+    names = {id(parameter): name for name, parameter in named_trainable(model)}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        members = [(names[id(p)], p) for p in group["params"] if id(p) in names]
+        if members:
+            groups.append({"params": members, **settings})
+    return groups
+
+
+def refuse_begun(optimizer: Optimizer, who: str) -> None:
+    """Refuse to replace an optimizer that has taken steps: what it has learnt would be lost without a word."""
+    if optimizer.state:
+        raise ConfigError(f"{who} replaces the {type(optimizer).__name__}, which has taken steps already. Give the Trainer a new one.")

@@ -1,0 +1,152 @@
+"""What `drivetrain doctor` finds on this machine: packages, devices, processes, disk, and what a run would use."""
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.experiment.cli.checks import Check
+from drivetrain.experiment.reports.html import size_text
+
+REQUIRED = ("torch", "numpy", "PyYAML", "rich", "safetensors", "pydantic")
+OPTIONAL = {
+    "scikit-learn": ("demo", "the demo's data"),
+    "matplotlib": ("demo", "figures and plots of schedules"),
+    "tensorboard": ("tensorboard", "recording for TensorBoard"),
+    "wandb": ("wandb", "recording to Weights & Biases"),
+    "mlflow-skinny": ("mlflow", "recording to MLflow"),
+    "optuna": ("optuna", "sweeps with TPE and pruning"),
+    "torchmetrics": ("metrics", "metrics from torchmetrics"),
+    "torchvision": ("vision", "some augmentations and models"),
+    "transformers": ("text", "training Hugging Face models"),
+    "timm": ("vision", "timm's models"),
+}
+"""Packages that are loaded only by what needs them: the extra that installs each, and what it is for."""
+
+LEAST_TORCH = (2, 11)
+LEAST_DISK = 2_000_000_000
+LEAST_SHARED_MEMORY = 256_000_000
+GROUP_NAME = "gloo"
+
+
+def check_machine(output_dir: str = "output") -> Iterator[Check]:
+    """Yield one check after the other."""
+    yield from _packages()
+    yield from _devices()
+    yield from _processes()
+    yield from _places(output_dir)
+    yield from _tools()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> Iterator[Check]:
+    from drivetrain import __version__
+
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Check(is_good=sys.version_info >= (3, 11), name="Python", found=f"{python}, {sys.executable}", remedy="")
+    yield Check(is_good=True, name="drivetrain", found=f"{__version__}, {Path(__file__).parents[2]}")
+    for package in REQUIRED:
+        version = _version(package)
+        remedy = "" if version else f"pip install {package}"
+        yield Check(is_good=version is not None, name=package, found=version or "not installed, and it is required", remedy=remedy)
+    version = _version("torch")
+    if version is not None and _numbers(version) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        yield Check(is_good=False, name="torch", found=f"{version} is older than {least}", remedy=f"pip install 'torch>={least}'")
+    for package, (extra, purpose) in OPTIONAL.items():
+        version = _version(package) or (_version("mlflow") if package.startswith("mlflow") else None)
+        found = f"{version} ({purpose})" if version else f"not installed ({purpose})"
+        yield Check(is_good=True if version else None, name=package, found=found, remedy="" if version else f"pip install 'drivetrain[{extra}]'")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+
+
+def _devices() -> Iterator[Check]:
+    import torch
+
+    from drivetrain.runtime.device import choose_device, usable_cpus
+
+    threads = os.environ.get("OMP_NUM_THREADS")
+    told = f", OMP_NUM_THREADS={threads}" if threads else ""
+    yield Check(is_good=True, name="CPUs", found=f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        built = torch.backends.cuda.is_built()
+        remedy = "check the driver with nvidia-smi" if built else "install a build of torch with CUDA to use a GPU"
+        yield Check(is_good=None, name="accelerator", found="none", remedy=remedy)
+    elif accelerator.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            found = f"{properties.name}, {size_text(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
+            yield Check(is_good=True, name=f"cuda:{index}", found=found)
+    else:
+        yield Check(is_good=True, name=accelerator.type, found=f"{torch.accelerator.device_count()} device(s)")
+    try:
+        yield Check(is_good=True, name="a run will use", found=str(choose_device("auto")))
+    except DrivetrainError as error:
+        yield Check(is_good=False, name="a run will use", found=str(error))
+
+
+def _processes() -> Iterator[Check]:
+    import torch.distributed as dist
+
+    from drivetrain.runtime.environment import launched_world
+
+    try:
+        world = launched_world()
+    except DrivetrainError as error:
+        yield Check(is_good=False, name="launcher", found=str(error))
+        return
+    if world is None:
+        yield Check(is_good=True, name="launcher", found="none: a run is one process unless --distributed or `drivetrain launch` say otherwise")
+    else:
+        yield Check(is_good=True, name="launcher", found=f"{world.launcher}: rank {world.rank} of {world.world_size}")
+    if not dist.is_available():
+        yield Check(is_good=False, name="process group", found="this build of torch has no torch.distributed", remedy="install another build")
+        return
+    backends = [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    if dist.is_initialized():
+        yield Check(is_good=True, name="process group", found=f"{dist.get_backend()}, {dist.get_world_size()} processes")
+        return
+    try:
+        dist.init_process_group(GROUP_NAME, store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        remedy = "set GLOO_SOCKET_IFNAME to the name of a network interface"
+        yield Check(is_good=False, name="process group", found=f"{GROUP_NAME} cannot start: {error}", remedy=remedy)
+        return
+    yield Check(is_good=True, name="process group", found=f"{GROUP_NAME} starts; backends: {', '.join(backends)}")
+
+
+def _places(output_dir: str) -> Iterator[Check]:
+    place = Path(output_dir).resolve()
+    existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    remedy = "make room, or choose another --output-dir" if free < LEAST_DISK else ""
+    yield Check(is_good=free >= LEAST_DISK, name="free disk", found=f"{size_text(free)} in {existing}", remedy=remedy)
+    writable = os.access(existing, os.W_OK)
+    remedy = "" if writable else "choose another --output-dir"
+    yield Check(is_good=writable, name="output folder", found=f"{place} can{'' if writable else 'not'} be written", remedy=remedy)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        enough = free >= LEAST_SHARED_MEMORY
+        remedy = "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
+        yield Check(is_good=enough or None, name="shared memory", found=f"{size_text(free)} free in {shared}", remedy=remedy)
+
+
+def _tools() -> Iterator[Check]:
+    for tool, purpose in {"git": "records commit and changes of a run", "c++": "torch.compile on the CPU"}.items():
+        path = shutil.which(tool) or (shutil.which("g++") or shutil.which("clang++") if tool == "c++" else None)
+        yield Check(is_good=True if path else None, name=tool, found=f"{path} ({purpose})" if path else f"not found ({purpose})")

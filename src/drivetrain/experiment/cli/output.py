@@ -1,0 +1,90 @@
+"""What verbs print: tables that fit the terminal, marked lines, or JSON for scripts; colours only where they are wanted."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+PLAIN_WIDTH = 160
+"""Width of tables that go to a file or a pipe, where no terminal says how wide it is."""
+STATE_STYLES = {"finished": "green", "running": "blue", "failed": "red", "lost": "red", "interrupted": "yellow"}
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print the same data as JSON")
+
+
+def console() -> Any:
+    """Return a console that obeys NO_COLOR, COLUMNS and redirections, and takes no text for markup."""
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
+    return Console(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", styles: dict[str, str] | None = None) -> None:
+    """Print a table; the last column gives way first, and cells equal to a key of `styles` get that style."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(head), pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, overflow="fold", no_wrap=0 < place < len(head) - 1 and len(head) < 6)
+    for row in rows:
+        texts = [value if isinstance(value, str) else plain_text(value) for value in row]
+        table.add_row(*(Text(text, style=(styles or {}).get(text, "")) for text in texts))
+    console().print(table)
+
+
+def print_lines(*lines: str, style: str = "") -> None:
+    """Print lines as they are, unbroken, so that paths can be copied."""
+    from rich.text import Text
+
+    for line in lines:
+        console().print(Text(line, style=style), soft_wrap=True)
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON; NaN and infinities become strings, because JSON has none."""
+    print(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str))
+
+
+def _without_nan(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {str(name): _without_nan(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_without_nan(value) for value in data]
+    return data
+
+
+def plain_text(value: Any) -> str:
+    """Return a value as a table shows it."""
+    from drivetrain.experiment.reports.scales import short
+
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return short(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Return a curve in one line of text.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▅▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    picked = [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)] if len(finite) > width else finite
+    low, reach = min(finite), max(finite) - min(finite)
+    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / reach * 7) if reach else 0] for value in picked)

@@ -1,0 +1,147 @@
+"""`drivetrain doctor TARGET --resume-check N`: does this program, killed and resumed, end where it would have ended?
+
+A function that returns a Trainer is checked by `verify_resume`. An experiment is started three times, each in a process of its
+own: once for N steps; once until it has saved after half of them and is then killed; and once more to resume that run and do the rest.
+The two last checkpoints must hold the same, to the bit.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.experiment.cli.checks import Check
+from drivetrain.experiment.cli.targets import find_target
+
+LEAST_STEPS = 4
+SECONDS = 600
+SEED = 20_240_229
+NOT_STATE = ("_wct", "elapsed", "seconds", "time")
+"""Names of plain values that tell how long something took, which differs from run to run."""
+
+
+def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:
+    """Yield the verdict for a target."""
+    if num_steps < LEAST_STEPS:
+        raise ConfigError(f"--resume-check {num_steps}: expected at least {LEAST_STEPS} steps, half before and half after the kill.")
+    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
+
+    found = find_target(target)
+    if isinstance(found, Experiment | ExperimentGroup):
+        yield from _check_experiment(target, num_steps, words)
+    elif callable(found):
+        yield _check_factory(found, target, num_steps)
+    else:
+        raise ConfigError(f"{target} is a {type(found).__name__}; expected an experiment, or a function that returns a Trainer.")
+
+
+def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Check:
+    """Check a function that returns a Trainer, or a Trainer, its training data and a dict of further arguments of `train`."""
+    from drivetrain.train.trainer import Trainer
+    from drivetrain.train.verification import verify_resume
+
+    made = build()
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], Trainer) or len(parts) > 3:
+        raise ConfigError(
+            f"{target}() returned {type(made).__name__}. Expected a Trainer made with train_dataloader=..., or (trainer, train_dataset), or "
+            "(trainer, train_dataset, {arguments of train})."
+        )
+    dataset = parts[1] if len(parts) > 1 else None
+    options = dict(parts[2]) if len(parts) > 2 else {}
+
+    def fresh() -> Any:
+        again = build()
+        return again[0] if isinstance(again, tuple) else again
+
+    verdict = verify_resume(fresh, dataset, num_steps, **options)
+    remedy = "" if verdict.is_exact else "give what differs a state, or --deterministic strict on a GPU"
+    return Check(is_good=verdict.is_exact, name="resume", found=str(verdict), remedy=remedy)
+
+
+def _check_experiment(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:
+    half = num_steps // 2
+    with tempfile.TemporaryDirectory(prefix="drivetrain-resume-check-") as place:
+        whole, broken = Path(place, "whole"), Path(place, "broken")
+        outcome = _start(target, words, whole, "stop", num_steps)
+        if outcome is not None:
+            yield Check(is_good=False, name=f"{num_steps} steps", found=outcome)
+            return
+        yield Check(is_good=True, name=f"{num_steps} steps", found="done without interruption")
+        outcome = _start(target, words, broken, "kill", half)
+        if outcome is not None:
+            yield Check(is_good=False, name=f"kill after {half} steps", found=outcome)
+            return
+        yield Check(is_good=True, name="kill -9", found=f"one step after the checkpoint of step {half}")
+        outcome = _start(target, words, broken, "stop", num_steps - half)
+        if outcome is not None:
+            yield Check(is_good=False, name="resume", found=outcome)
+            return
+        yield _verdict(whole, broken, num_steps)
+
+
+def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: int) -> str | None:
+    """Run a part of the experiment in its own process; return what went wrong, None if it ended as it should."""
+    from drivetrain.experiment.cli.resume_child import ENDED_EARLY
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [sys.executable, "-m", "drivetrain.experiment.cli.resume_child", target, str(folder), ending, str(num_steps), str(SEED), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {SECONDS} s; ask for fewer steps"
+    if done.returncode == ENDED_EARLY:
+        return f"the experiment ended before {num_steps} steps were done; ask for fewer, or train for longer"
+    if done.returncode != {"stop": 143, "kill": -9}[ending]:
+        last = "\n".join(done.stderr.strip().splitlines()[-12:])
+        return f"it ended with status {done.returncode}:\n{last}"
+    return None
+
+
+def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
+    from drivetrain.core.errors import CheckpointError
+
+    try:
+        a, b = _newest(whole), _newest(broken)
+    except CheckpointError as error:
+        return Check(is_good=False, name="resume", found=f"no checkpoint to compare: {error}", remedy="use a Trainer or a Checkpointer")
+    for name in dict.fromkeys((*a, *b)):
+        if not _same(a.get(name), b.get(name)):
+            found = f"bit-exact: no; first difference: {name}"
+            return Check(is_good=False, name="resume", found=found, remedy="give what differs a state, or --deterministic strict on a GPU")
+    return Check(is_good=True, name="resume", found=f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)")
+
+
+def _newest(folder: Path) -> dict[str, Any]:
+    """Return everything in the newest checkpoint of a run, by path."""
+    from drivetrain.checkpoint.reader import Reader
+
+    loaded = Reader().read_newest(folder / "checkpoints")
+    rng = {} if loaded.rank is None else loaded.rank.rng
+    return _flat({"state": loaded.state, "random numbers": rng})
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return {} if isinstance(value, float) and any(word in path for word in NOT_STATE) else {path: value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= _flat(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        # NaN equals nothing, itself included, so bytes are compared.
+        return a.shape == b.shape and a.dtype == b.dtype and bytes(a.contiguous().view(torch.uint8).numpy()) == bytes(b.contiguous().view(torch.uint8).numpy())
+    return type(a) is type(b) and repr(a) == repr(b)

@@ -1,0 +1,160 @@
+"""`drivetrain run`: run an experiment, say beforehand with what and where, and afterwards what came of it."""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import DrivetrainError, ExperimentError, ParameterError
+from drivetrain.experiment.cli.output import STATE_STYLES, add_json_option, print_json, print_lines, print_table
+from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
+from drivetrain.experiment.cli.verbs import BAD_INPUT, FAILED
+
+OPTIONS_HELP = "options of the experiment; --help after TARGET lists them"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run`."""
+    add_json_option(parser)
+    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="--option VALUE", help=OPTIONS_HELP)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Run an experiment in this process, or on several if its options say so."""
+    experiment, words = find_experiment(arguments.target, arguments.options)
+    return start_words(experiment, words, program=f"drivetrain run {arguments.target}", as_json=arguments.json)
+
+
+def start_words(experiment: Any, words: list[str], *, program: str, as_json: bool) -> int:
+    """Start an experiment with the options of a command line."""
+    from drivetrain.experiment.command_line import parse
+    from drivetrain.experiment.experiments import Experiment
+    from drivetrain.experiment.resolve import resolve
+
+    if not isinstance(experiment, Experiment):  # a group that was asked for its help
+        experiment.cli(words, program=program)
+        return 0
+    try:
+        command = parse(words, experiment.parameters)
+        if command.wants_help or command.prints_params:
+            experiment.cli(words, exit_on_error=False, program=program)
+            return 0
+        resolved = resolve(experiment.parameters, command.given, experiment.defaults)
+    except ParameterError as error:
+        print(f"Error: {error}\nUsage: {program} [--option VALUE ...]    (-h lists all options)", file=sys.stderr)
+        return BAD_INPUT
+    return start(experiment, resolved, argv=[*program.split(), *words], force=command.force, as_json=as_json)
+
+
+def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = False, as_json: bool = False) -> int:
+    """Start an experiment with resolved parameters and return the exit status."""
+    from drivetrain.experiment.running import run_experiment
+
+    folder, is_new = choose_folder(experiment, resolved, force)
+    if not as_json:
+        _print_beginning(experiment, resolved, folder)
+    began = time.time()
+    try:
+        run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
+    except KeyboardInterrupt:
+        _print_ending(folder, as_json)
+        return 130
+    except SystemExit as stop:
+        _print_ending(folder, as_json)
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except Exception as error:
+        if isinstance(error, DrivetrainError) and not _has_begun(folder, began):
+            raise  # refused before anything was done: bad input
+        _print_failure(error, folder)
+        _print_ending(folder, as_json)
+        return FAILED
+    _print_ending(folder, as_json)
+    return 0
+
+
+def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bool]:
+    """Return the folder the run will be in, and whether it is a new one."""
+    from drivetrain.experiment.resolve import Resolved
+    from drivetrain.experiment.resume import choose_beginning
+    from drivetrain.experiment.run_folder import run_path
+
+    copy = Resolved(dict(resolved.values), dict(resolved.origins))  # looking ahead must not change what the run is given
+    record = choose_beginning(experiment.name, copy, experiment.parameters, force=force).record
+    if record is not None:
+        return record.folder, False
+    folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
+    if folder.exists():
+        raise ExperimentError(
+            f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
+        )
+    return folder, True
+
+
+def _print_beginning(experiment: Any, resolved: Any, folder: Path) -> None:
+    print_lines(f"experiment  {experiment.name}", f"run folder  {folder}")
+    values = resolved.values
+    if values["distributed"]:
+        print_lines(f"processes   {values['nproc_per_node']} on each of {values['nnodes']} node(s), {values['max_restarts']} restarts allowed")
+    print_lines(f"device      {_device(values)}")
+    given = [(name, values[name], resolved.origins[name]) for name in values if resolved.is_declared(name)]
+    if given:
+        print_table(["parameter", "value", "from"], given)
+
+
+def _device(values: dict[str, Any]) -> str:
+    from drivetrain.experiment.launching import wants_cpu
+    from drivetrain.runtime.device import choose_device
+
+    return "cpu" if wants_cpu(values) else str(choose_device(values["device"]))
+
+
+def _has_begun(folder: Path, began: float) -> bool:
+    from drivetrain.experiment.run_folder import STATUS, read_json
+
+    heartbeat = read_json(folder / STATUS).get("heartbeat")
+    return isinstance(heartbeat, int | float) and heartbeat >= began - 1
+
+
+def _print_failure(error: Exception, folder: Path) -> None:
+    rank = getattr(error, "rank", None)
+    if rank is None:
+        traceback.print_exception(error)
+        return
+    from drivetrain.experiment.logs import log_file
+
+    print(f"Error: {error}", file=sys.stderr)
+    print(f"rank {rank} failed first; its log: {log_file(folder, rank)}", file=sys.stderr)
+
+
+def _print_ending(folder: Path, as_json: bool) -> None:
+    from drivetrain.experiment.records import is_run, read_run
+    from drivetrain.experiment.reports.gather import read_checkpoints
+    from drivetrain.experiment.reports.html import duration
+
+    if not is_run(folder):
+        return
+    record = read_run(folder)
+    checkpoints = read_checkpoints(record.checkpoints_path, "off")
+    best = next((line for line in checkpoints if line.is_best), None)
+    kept = best or next((line for line in checkpoints if line.is_last), None)
+    data = {
+        "state": record.state,
+        "result": record.result,
+        "seconds": record.status.get("seconds"),
+        "restarts": record.status.get("restarts"),
+        "plan": record.manifest.get("plan"),
+        "best_checkpoint" if best else "last_checkpoint": None if kept is None else str(record.checkpoints_path / kept.name),
+        "run_folder": str(folder),
+        "error": record.status.get("error"),
+    }
+    if as_json:
+        print_json(data)
+        return
+    data["seconds"] = duration(data["seconds"])
+    rows = [(name.replace("_", " ").replace("seconds", "duration"), value) for name, value in data.items() if value not in (None, 0)]
+    print_table(["", ""], rows, styles=STATE_STYLES)
+    hint = "report" if record.state == "finished" else "resume"
+    print_lines(f"next: drivetrain {hint} {folder}")

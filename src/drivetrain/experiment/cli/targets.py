@@ -1,0 +1,126 @@
+"""Finding what a TARGET names: `file.py`, `file.py:name` or `package.module:name`."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError, nearest_name
+
+TARGET_HELP = "file.py, file.py:name or package.module:name"
+
+
+def find_target(target: str) -> Any:
+    """Return what a target names: an experiment, a group, or another attribute of the module."""
+    place, _, name = _split(target)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    return _attribute(module, name, target) if name else _only_experiment(module, target)
+
+
+def find_experiment(target: str, words: list[str]) -> tuple[Any, list[str]]:
+    """Return the experiment a target names and the remaining words; in a group the first word names the experiment."""
+    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
+
+    found, rest = find_target(target), list(words)
+    while isinstance(found, ExperimentGroup):
+        if rest[:1] in (["-h"], ["--help"]):
+            return found, rest
+        found = found._find(rest[0] if rest else None)
+        rest = rest[1:]
+    if not isinstance(found, Experiment):
+        raise ExperimentError(
+            f"{target} is a {type(found).__name__}, not an experiment. Put @experiment above its function, or name another one."
+        )
+    return found, rest
+
+
+def _split(target: str) -> tuple[str, str, str]:
+    place, separator, name = target.rpartition(":")
+    if not separator or name.endswith(".py"):
+        return target, "", ""
+    return place, separator, name
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Load a file as Python would when it imports it: its folder is where further imports are looked for."""
+    if not path.is_file():
+        near = nearest_name(path.name, [entry.name for entry in path.parent.glob("*.py")]) if path.parent.is_dir() else None
+        hint = f" Did you mean {path.parent / near}?" if near else f" Expected {TARGET_HELP}."
+        raise ExperimentError(f"there is no file {path}.{hint}")
+    path = path.resolve()
+    root, name = _import_name(path)
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) and Path(str(loaded.__file__)).resolve() == path:
+        return loaded
+    _look_in(root)
+    spec = importlib.util.find_spec(name) if loaded is None and name.replace(".", "_").isidentifier() else None
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+        return importlib.import_module(name)
+    from drivetrain.experiment.references import load_file
+
+    module: ModuleType = load_file(str(path), f"target_{path.stem}")  # its own name is taken by another module
+    return module
+
+
+def _import_name(path: Path) -> tuple[Path, str]:
+    """Return where a file's outermost package lies and the dotted name the file has from there."""
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(parts)
+
+
+def _load_module(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        found = None
+    if found is None:
+        raise ExperimentError(f"there is no module {name!r}. Expected {TARGET_HELP}; a file's path ends in .py.")
+    return importlib.import_module(name)
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _experiments(module: ModuleType) -> dict[str, Any]:
+    """Return the experiments and groups a module defines by itself, by attribute; members of its groups are left to those."""
+    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
+
+    kinds = (Experiment, ExperimentGroup)
+    # type() rather than isinstance(): a live name such as `params` answers isinstance() for what it stands for.
+    found = {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
+    own = {name: value for name, value in found.items() if value.main_function.__module__ == module.__name__} or found
+    members = {id(entry) for value in own.values() if isinstance(value, ExperimentGroup) for entry in value.experiments}
+    return {name: value for name, value in own.items() if id(value) not in members}
+
+
+def _only_experiment(module: ModuleType, target: str) -> Any:
+    found = _experiments(module)
+    different = {id(value): value for value in found.values()}
+    if len(different) == 1:
+        return next(iter(different.values()))
+    if not found:
+        raise ExperimentError(f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name.")
+    raise ExperimentError(f"{target} defines several experiments: {', '.join(found)}. Say which: {target}:{next(iter(found))}.")
+
+
+def _attribute(module: ModuleType, name: str, target: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    from drivetrain.experiment.experiments import Experiment, ExperimentGroup
+
+    every = [value for value in vars(module).values() if issubclass(type(value), (Experiment, ExperimentGroup))]
+    found = next((value for value in every if value.name == name), None)
+    if found is not None:
+        return found
+    valid = [value.name for value in every] or [entry for entry in vars(module) if not entry.startswith("_")]
+    near = nearest_name(name, valid)
+    hint = f" Did you mean {near!r}?" if near else f" It has: {', '.join(valid) or 'nothing'}."
+    raise ExperimentError(f"{target}: there is no {name!r} in it.{hint}")

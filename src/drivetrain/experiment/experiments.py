@@ -1,0 +1,249 @@
+"""Experiments, and groups of them: what the decorators make of a function."""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ParameterError, nearest_name
+from drivetrain.experiment.command_line import Command, exit_with_error, parse, program_name
+from drivetrain.experiment.docstrings import description_of
+from drivetrain.experiment.help_text import experiment_help, group_help, params_table, usage_line
+from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet
+from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
+from drivetrain.experiment.signature import CallSignature
+from drivetrain.experiment.standard import standard_parameters
+
+MEMO = "__drivetrain_parameters__"
+"""Attribute under which decorators below `@experiment` leave their parameters on the function."""
+
+
+def default_name(function: Callable[..., Any]) -> str:
+    """Return the name an experiment has by default: `my_model` is `my-model`."""
+    return function.__name__.lower().replace("_", "-")
+
+
+class _WithParameters:
+    """What an experiment and a group have in common."""
+
+    def __init__(self, main_function: Callable[..., Any], name: str | None):
+        if not callable(main_function):
+            raise ParameterError(
+                f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
+            )
+        if name is not None and (not isinstance(name, str) or not name or any(sign in name for sign in "/\\\0")):
+            raise ParameterError(f"experiment name {name!r}: expected a plain name, which also names a folder.")
+        self.main_function = main_function
+        self.name = name or default_name(main_function)
+        self.parameters = ParameterSet()
+        functools.update_wrapper(self, main_function, updated=())  # type: ignore[arg-type]
+
+    def add_parameter(self, param: Parameter) -> None:
+        """Add one parameter."""
+        self.parameters.add(param)
+
+    def get_parameters(self) -> list[Parameter]:
+        """Return all parameters, in order of declaration."""
+        return list(self.parameters.values())
+
+    def add_param_group(self, param_group: ParameterGroup) -> None:
+        """Add a group of parameters."""
+        self.parameters.add_group(param_group)
+
+    def get_param_groups(self) -> list[ParameterGroup]:
+        """Return the parameter groups."""
+        return list(self.parameters.groups)
+
+    def inherit(self, sources: Any) -> None:
+        """Take over the parameters of experiments, groups or decorated functions."""
+        for source in sources if isinstance(sources, list | tuple) else [sources]:
+            if isinstance(source, _WithParameters):
+                self.parameters.inherit(source.get_parameters(), source.get_param_groups())
+            elif hasattr(source, MEMO):
+                memo = getattr(source, MEMO)
+                groups = [entry for entry in memo if isinstance(entry, ParameterGroup)]
+                self.parameters.inherit([entry for entry in memo if isinstance(entry, Parameter)], groups)
+            else:
+                raise ParameterError(
+                    f"{self.name}: inherit_params got {source!r}. Expected an experiment, a group, a function with "
+                    "@parameter decorators, or a list of those."
+                )
+
+    def add_memo(self) -> None:
+        """Add what decorators below left on the function."""
+        for entry in getattr(self.main_function, MEMO, []):
+            (self.add_param_group if isinstance(entry, ParameterGroup) else self.add_parameter)(entry)
+
+
+class Experiment(_WithParameters):
+    """A function with parameters that can be run: from Python, from a command line, in a process of its own."""
+
+    def __init__(
+        self, main_function: Callable[..., Any], name: str | None = None, defaults: Mapping[str, Any] | None = None
+    ):
+        super().__init__(main_function, name)
+        self.defaults = dict(defaults or {})
+        self.signature = CallSignature(main_function)
+        for parameter in standard_parameters():
+            self.add_parameter(parameter)
+
+    def add_signature(self) -> None:
+        """Declare the parameters of the function's signature; a name declared already only gets its default."""
+        for parameter in self.signature.parameters:
+            if parameter.name not in self.parameters:
+                self.add_parameter(parameter)
+            elif parameter.default is not None:
+                self.parameters.replace_default(parameter.name, parameter.default)
+
+    def check_defaults(self) -> None:
+        """Refuse defaults of a wrong type; unknown names wait for the first use, as decorators above may still add them."""
+        for name, value in self.defaults.items():
+            if name in self.parameters and value is not None:
+                self.parameters[name].read(value, is_text=False, where=f"{self.name}: defaults")
+
+    def run(self, params: Mapping[str, Any] | None = None, **values: Any) -> Any:
+        """Run in this process and return what the main function returns: `digits.run(lr=0.1)` or `digits.run({"lr": 0.1})`."""
+        return self._start(self.resolve({**(params or {}), **values}))
+
+    def __call__(self, params: Mapping[str, Any] | None = None, **values: Any) -> Any:
+        return self.run(params, **values)
+
+    def resolve(self, params: Mapping[str, Any]) -> Resolved:
+        """Return the value and origin of every parameter, as a run with these would have them."""
+        return resolve(self.parameters, given_in_python(params, self.parameters), self.defaults)
+
+    def resume(self, folder: str | Path, params: Mapping[str, Any] | None = None, *, force: bool = False) -> Any:
+        """Continue a run, or one of its checkpoints; `params` may change what is resumable, or anything with `force`."""
+        return self._start(self.resolve({**(params or {}), "resume": str(folder)}), force=force)
+
+    def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
+        """Run with the options of a command line; a bad one is explained and ends the program with status 2."""
+        program = program or program_name()
+        try:
+            command = parse(sys.argv[1:] if argv is None else argv, self.parameters)
+            if command.wants_help:
+                self._print(self.help(program), exit_on_error)
+                return None
+            resolved = resolve(self.parameters, command.given, self.defaults)
+        except ParameterError as error:
+            if not exit_on_error:
+                raise
+            exit_with_error(error, usage_line(program))
+        if command.prints_params:
+            self._print(params_table(resolved.values, resolved.origins), exit_on_error)
+            return None
+        return self._start_command(resolved, command, argv)
+
+    def help(self, program: str | None = None) -> str:
+        """Return the help text."""
+        standard = [parameter.name for parameter in standard_parameters()]
+        return experiment_help(program or program_name(), description_of(self.main_function), self.parameters, standard)
+
+    def run_in_new_process(self, params: Mapping[str, Any]) -> BaseProcess:
+        """Run in a new process and return its handle; the caller waits for it."""
+        from drivetrain.experiment.subprocesses import run_in_new_process
+
+        return run_in_new_process(self, dict(params))
+
+    def _start_command(self, resolved: Resolved, command: Command, argv: Sequence[str] | None) -> Any:
+        line = None if argv is None else [program_name(), *map(str, argv)]
+        return self._start(resolved, force=command.force, argv=line)
+
+    def _start(self, resolved: Resolved, **options: Any) -> Any:
+        from drivetrain.experiment.running import run_experiment
+
+        return run_experiment(self, resolved, **options)
+
+    @staticmethod
+    def _print(text: str, exits: bool) -> None:
+        print(text)
+        if exits:
+            raise SystemExit(0)
+
+    def __repr__(self) -> str:
+        return f"Experiment({self.name!r})"
+
+
+class ExperimentGroup(_WithParameters):
+    """Experiments under one command, which inherit the group's parameters; its function is never called."""
+
+    def __init__(self, main_function: Callable[..., Any], name: str | None = None):
+        super().__init__(main_function, name)
+        self.experiments: list[Experiment | ExperimentGroup] = []
+
+    def add_experiment(self, experiment: "Experiment | ExperimentGroup") -> None:
+        """Add an experiment or a group; names must differ."""
+        if any(experiment.name == other.name for other in self.experiments):
+            raise ParameterError(
+                f"the group {self.name!r} has an experiment {experiment.name!r} already. Rename one of them."
+            )
+        self.experiments.append(experiment)
+
+    def experiment(
+        self,
+        name: Any = None,
+        inherit_params: Any = None,
+        defaults: Mapping[str, Any] | None = None,
+        inherit_params_from_group: bool = True,
+    ) -> Any:
+        """Declare an experiment of this group: `@group.experiment` or `@group.experiment(...)`."""
+        from drivetrain.experiment.declare import declare_experiment
+
+        group = self if inherit_params_from_group else None
+        make = lambda function, own: declare_experiment(
+            function, own, inherit_params, defaults, inherit_first=group, member_of=self
+        )
+        return make(name, None) if callable(name) else lambda function: make(function, name)
+
+    def group(self, name: Any = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
+        """Declare a group within this group: `@group.group` or `@group.group(...)`."""
+        from drivetrain.experiment.declare import declare_group
+
+        outer = self if inherit_params_from_group else None
+        make = lambda function, own: declare_group(function, own, inherit_params, inherit_first=outer, member_of=self)
+        return make(name, None) if callable(name) else lambda function: make(function, name)
+
+    def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
+        """Run the experiment that the first argument names."""
+        program = program or program_name()
+        arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+        try:
+            if arguments and arguments[0] in ("-h", "--help"):
+                Experiment._print(self.help(program), exit_on_error)
+                return None
+            chosen = self._find(arguments[0] if arguments else None)
+        except ParameterError as error:
+            if not exit_on_error:
+                raise
+            exit_with_error(error, f"Usage: {program} EXPERIMENT [--option VALUE ...]")
+        return chosen.cli(arguments[1:], exit_on_error, program=f"{program} {chosen.name}")
+
+    def help(self, program: str | None = None) -> str:
+        """Return the help text."""
+        return group_help(program or program_name(), description_of(self.main_function), self.tree("  "))
+
+    def tree(self, indent: str = "") -> str:
+        """Return the names of all experiments within, one a line, with the first line of what each does."""
+        lines = []
+        for entry in self.experiments:
+            about = description_of(entry.main_function).partition("\n")[0]
+            lines.append(f"{indent}{entry.name}" + (f"    {about}" if about else ""))
+            if isinstance(entry, ExperimentGroup):
+                lines += [entry.tree(indent + "  ")] if entry.experiments else []
+        return "\n".join(lines)
+
+    def _find(self, name: str | None) -> "Experiment | ExperimentGroup":
+        found = next((entry for entry in self.experiments if entry.name == name), None)
+        if found is not None:
+            return found
+        if name is None or name.startswith("-"):
+            what = "the first argument names the experiment" + (f", got {name}" if name else "")
+        else:
+            near = nearest_name(name, [entry.name for entry in self.experiments])
+            what = f"there is no experiment {name!r}" + (f"; did you mean {near!r}?" if near else "")
+        raise ParameterError(f"{what.rstrip('.')}\nExperiments:\n{self.tree('  ')}")
+
+    def __repr__(self) -> str:
+        return f"ExperimentGroup({self.name!r})"

@@ -1,0 +1,16 @@
+"""The report: one HTML file with everything a run or several runs left behind, readable without network or server.
+
+`gather` reads run folders into plain values, `scales` and `chart` draw curves as SVG, `sections` writes the parts of the page, `page` puts
+them together and into a file.
+"""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".page": ["write_report", "make_page"],
+        ".gather": ["RunData", "gather_run"],
+        ".chart": ["Curve", "draw_chart"],
+    },
+)

@@ -1,0 +1,235 @@
+"""What a run folder holds, as plain values: the record, curves, pictures, checkpoints and the end of the log.
+
+Nothing here fails because a run did: a file that is missing or damaged becomes a note.
+"""
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import CheckpointError, StateError
+from drivetrain.experiment.records import RunRecord, read_run
+from drivetrain.experiment.reports.scales import Point
+
+PICTURE_FOLDERS = ("images", "figures")
+PICTURE_TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".gif": "image/gif",
+    ".webp": "image/webp",
+}
+LOG_LINES = 40
+LOG_TAIL = 64 * 1024
+"""Bytes from the end of a log in which its last lines are looked for."""
+SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An image or figure file of a run."""
+
+    path: Path
+    tag: str
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointLine:
+    """One checkpoint as tables show it."""
+
+    name: str
+    progress: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    size: int = 0
+    problem: str | None = None
+    """Why it cannot be used; None when it is valid as far as it was checked."""
+    is_best: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSummary:
+    """The last and the best value of one metric."""
+
+    tag: str
+    last: float
+    best: float
+    best_step: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Everything a report or a table says about one run."""
+
+    record: RunRecord
+    series: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    histograms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    pictures: tuple[Picture, ...] = ()
+    checkpoints: tuple[CheckpointLine, ...] = ()
+    log_tail: str = ""
+    notes: tuple[str, ...] = ()
+    """What could not be read, and why."""
+
+    @property
+    def name(self) -> str:
+        """Experiment and folder, which together name a run."""
+        return f"{self.record.experiment}/{self.record.folder.resolve().name}"
+
+    def metrics(self) -> list[MetricSummary]:
+        """Return last and best value of every metric."""
+        return [summarize(tag, points) for tag, points in self.series.items()]
+
+
+def gather_run(folder: str | Path, *, verify: str = "size") -> RunData:
+    """Read a run folder; `verify` is how carefully checkpoints are checked: off, size or full."""
+    record = read_run(folder)
+    notes: list[str] = []
+    rows = _rows(record.metrics_path, notes)
+    texts: dict[str, str] = {}
+    histograms: dict[str, dict[str, Any]] = {}
+    summary: dict[str, Any] = {}
+    for row in rows:
+        kind, tag, value = row["kind"], str(row["tag"]), row["value"]
+        if kind == "text":
+            texts[tag] = str(value)
+        elif kind == "histogram" and isinstance(value, dict):
+            histograms[tag] = {"step": row["step"], **value}
+        elif kind == "summary" and isinstance(value, dict):
+            summary |= value
+    return RunData(
+        record=record,
+        series=gather_series(rows),
+        texts=texts,
+        histograms=histograms,
+        summary=summary,
+        pictures=tuple(find_pictures(record.folder)),
+        checkpoints=tuple(read_checkpoints(record.checkpoints_path, verify)),
+        log_tail=tail(record.log_path),
+        notes=tuple(notes),
+    )
+
+
+def read_series(record: RunRecord) -> dict[str, tuple[Point, ...]]:
+    """Return steps and values of every scalar of a run; none where nothing readable was recorded."""
+    return gather_series(_rows(record.metrics_path, []))
+
+
+def gather_series(rows: list[dict[str, Any]]) -> dict[str, tuple[Point, ...]]:
+    """Return the scalars among rows of metrics, by tag."""
+    series: dict[str, list[Point]] = {}
+    for row in rows:
+        if row["kind"] == "scalar" and isinstance(row["value"], int | float):
+            series.setdefault(str(row["tag"]), []).append((row["step"], float(row["value"])))
+    return {tag: tuple(points) for tag, points in series.items()}
+
+
+def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    from drivetrain.record.jsonl import read_metrics
+
+    try:
+        return read_metrics(path)
+    except FileNotFoundError:
+        return []
+    except (OSError, StateError) as error:
+        notes.append(f"the metrics cannot be read: {error}")
+        return []
+
+
+def summarize(tag: str, points: tuple[Point, ...]) -> MetricSummary:
+    """Return the last and the best value of a metric; the name says whether small or large is good."""
+    finite = [(step, value) for step, value in points if math.isfinite(value)] or [points[-1]]
+    smaller = any(word in tag.lower() for word in SMALLER_IS_BETTER)
+    best_step, best = (min if smaller else max)(finite, key=lambda point: point[1])
+    return MetricSummary(tag=tag, last=points[-1][1], best=best, best_step=best_step, count=len(points))
+
+
+def main_metric(series: dict[str, tuple[Point, ...]]) -> str | None:
+    """Return the metric that tells most about a run: of evaluation rather than training, and a score rather than a loss."""
+
+    def rank(tag: str) -> tuple[bool, bool, str]:
+        words = tag.lower()
+        evaluated = any(word in words for word in ("eval", "val", "test"))
+        scored = any(word in words for word in ("acc", "f1", "auc", "score", "iou", "bleu"))
+        return not evaluated, not (scored or "loss" in words), words if scored else "~" + words
+
+    return min(series, key=rank, default=None)
+
+
+def find_pictures(folder: Path) -> list[Picture]:
+    """Return the pictures of a run, tag by tag, the newest of each first."""
+    found = []
+    for kind in PICTURE_FOLDERS:
+        for path in sorted((folder / kind).rglob("*")):
+            if path.suffix.lower() in PICTURE_TYPES and path.is_file() and not path.is_symlink():
+                relative = path.relative_to(folder / kind)
+                step = relative.stem.partition("-")[0]
+                tag = relative.parent.as_posix() if len(relative.parts) > 1 else relative.stem
+                found.append(Picture(path=path, tag=_tag(tag), step=int(step) if step.isdecimal() else None))
+    return sorted(found, key=lambda picture: (picture.tag, -(picture.step or 0), picture.path.name))
+
+
+def _tag(name: str) -> str:
+    """Return a tag from the file name the recorder made of it."""
+    from urllib.parse import unquote
+
+    return unquote(name.replace(".", "/"))
+
+
+def read_checkpoints(directory: Path, verify: str = "size") -> list[CheckpointLine]:
+    """Return the checkpoints of a run in order of sequence, damaged ones last with the reason."""
+    from drivetrain.checkpoint.layout import BEST, LAST, checkpoint_folders, read_manifest
+
+    pointers = {pointer: _pointer(directory, pointer) for pointer in (LAST, BEST)}
+    good: list[tuple[int, CheckpointLine]] = []
+    bad: list[CheckpointLine] = []
+    for folder in checkpoint_folders(directory):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            bad.append(CheckpointLine(name=folder.name, problem=str(error)))
+            continue
+        line = CheckpointLine(
+            name=folder.name,
+            progress=dict(manifest.progress),
+            metrics=dict(manifest.metrics),
+            size=manifest.size,
+            problem=_problem(folder, verify),
+            is_last=folder == pointers[LAST],
+            is_best=folder == pointers[BEST],
+        )
+        good.append((manifest.sequence, line))
+    return [line for _, line in sorted(good, key=lambda entry: entry[0])] + bad
+
+
+def _problem(folder: Path, verify: str) -> str | None:
+    if verify == "off":
+        return None
+    from drivetrain.checkpoint.reader import check_verify, problem_with
+
+    return problem_with(folder, check_verify(verify))
+
+
+def _pointer(directory: Path, pointer: str) -> Path | None:
+    from drivetrain.checkpoint.layout import read_pointer
+
+    try:
+        return read_pointer(directory, pointer)
+    except CheckpointError:  # told where checkpoints are verified
+        return None
+
+
+def tail(path: Path, lines: int = LOG_LINES) -> str:
+    """Return the last lines of a text file; nothing when there is none."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LOG_TAIL))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,268 @@
+"""The sections of the page. Each takes the runs, one or several, and returns HTML; several stand side by side."""
+
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import Any
+
+from drivetrain.experiment.reports.chart import Curve, draw_chart
+from drivetrain.experiment.reports.gather import MetricSummary, RunData, main_metric
+from drivetrain.experiment.reports.html import (
+    block,
+    cell,
+    duration,
+    folded,
+    moment,
+    number,
+    row,
+    section,
+    size_text,
+    table,
+)
+from drivetrain.experiment.reports.scales import short
+
+SPLITS = re.compile(r"^(training|train|evaluation|eval|validation|valid|val|test)[/_.]")
+NOT_TRAINING = ("eval", "val", "test")
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Return how runs are called side by side: by folder, with the experiment where they differ in that."""
+    several = len({run.record.experiment for run in runs}) > 1
+    return [run.name if several else run.record.folder.resolve().name for run in runs]
+
+
+def differs(values: Sequence[Any]) -> bool:
+    """Say whether not all values are the same."""
+    return any(value != values[0] for value in values[1:])
+
+
+def summary_cards(run: RunData) -> str:
+    """Return the numbers one looks for first."""
+    record, cards = run.record, []
+    summaries = {entry.tag: entry for entry in run.metrics()}
+    leading = main_metric(run.series)
+    shown = [leading] if leading else []
+    shown += [
+        tag
+        for tag in summaries
+        if tag not in shown and tag in ("train_loss_epoch", "train/loss", "eval_loss_epoch", "eval/loss")
+    ]
+    for tag in shown[:3]:
+        entry = summaries[tag]
+        cards.append((short(entry.last), f"{tag}, last; best {short(entry.best)} at {short(entry.best_step)}"))
+    cards += [(number(value), name) for name, value in list(run.summary.items())[:3]]
+    if isinstance(record.status.get("step"), int):
+        cards.append((f"{record.status['step']:,}", "steps"))
+    cards.append((duration(record.status.get("seconds")), "duration"))
+    cards.append(
+        (
+            ", ".join(map(str, record.manifest.get("devices") or ["unknown"])),
+            f"{record.manifest.get('processes', 1)} process(es)",
+        )
+    )
+    parts = "".join(
+        f'<div class="card"><b>{escape(str(value))}</b><span>{escape(label)}</span></div>' for value, label in cards
+    )
+    return f'<div class="cards">{parts}</div>'
+
+
+def overview(runs: Sequence[RunData]) -> str:
+    """Return one line per run, for several runs."""
+    rows = []
+    for name, run in zip(names_of(runs), runs):
+        record = run.record
+        state = f'<span class="badge {escape(record.state)}">{escape(record.state)}</span>'
+        cells = (state, moment(record.started), duration(record.status.get("seconds")), escape(str(record.folder)))
+        rows.append(row(name, cells, cell_kind=""))
+    return section("Runs", table(["run", "state", "started", "duration", "folder"], rows))
+
+
+def errors(runs: Sequence[RunData]) -> str:
+    """Return what went wrong, in the runs and in reading them."""
+    parts = []
+    for name, run in zip(names_of(runs), runs):
+        told = [str(run.record.status["error"])] if run.record.status.get("error") else []
+        told += run.notes
+        parts += [block(f"{name}: {text}" if len(runs) > 1 else text, "wrapped error") for text in told]
+    return section("Errors", *parts)
+
+
+def curves(runs: Sequence[RunData]) -> str:
+    """Return a chart per quantity: training and evaluation of the same quantity share one, and so do all runs."""
+    charts: dict[str, list[tuple[int, str]]] = {}
+    for place, run in enumerate(runs):
+        for tag in run.series:
+            charts.setdefault(SPLITS.sub("", tag), []).append((place, tag))
+    names, figures = names_of(runs), []
+    for title, members in charts.items():
+        tags = list(dict.fromkeys(tag for _, tag in members))
+        lines = []
+        for place, tag in members:
+            label = tag if len(runs) == 1 else names[place] if len(tags) == 1 else f"{names[place]}: {tag}"
+            is_dashed = len(runs) > 1 and len(tags) > 1 and tag.startswith(NOT_TRAINING)
+            color = tags.index(tag) if len(runs) == 1 else place
+            lines.append(Curve(label=label, points=runs[place].series[tag], color=color, is_dashed=is_dashed))
+        figures.append(draw_chart(lines, tags[0] if len(tags) == 1 else title))
+    return section("Curves", f'<div class="charts">{"".join(figures)}</div>' if figures else "")
+
+
+def metrics(runs: Sequence[RunData]) -> str:
+    """Return last and best values."""
+    if len(runs) == 1:
+        rows = [_metric_row(entry) for entry in runs[0].metrics()]
+        head = ["metric", "last", "best", "at step", "values"]
+        return section("Metrics", table(head, rows, numbers_from=1) if rows else "")
+    found = [{entry.tag: entry for entry in run.metrics()} for run in runs]
+    rows = []
+    for tag in dict.fromkeys(tag for entries in found for tag in entries):
+        last = [short(entries[tag].last) if tag in entries else "–" for entries in found]
+        best = [short(entries[tag].best) if tag in entries else "–" for entries in found]
+        rows.append(row(f"{tag} (last)", last, _same(last), "number"))
+        rows.append(row(f"{tag} (best)", best, _same(best), "number"))
+    return section("Metrics", _compared(["metric", *names_of(runs)], rows, numbers_from=1) if rows else "")
+
+
+def _metric_row(entry: MetricSummary) -> str:
+    return row(
+        entry.tag,
+        [short(entry.last), short(entry.best), short(entry.best_step), f"{entry.count:,}"],
+        cell_kind="number",
+    )
+
+
+def _same(values: Sequence[Any]) -> str:
+    return "differs" if differs(values) else "same"
+
+
+def _compared(head: list[str], rows: list[str], *, numbers_from: int | None = None) -> str:
+    switch = '<label class="only-differing"><input type="checkbox"> only what differs</label>'
+    return switch + table(head, rows, numbers_from=numbers_from)
+
+
+def parameters(runs: Sequence[RunData]) -> str:
+    """Return every parameter with its value and, for one run, where it came from; given ones come first."""
+    given = {
+        name for run in runs for name, origin in run.record.origins.items() if origin not in ("default", "defaults")
+    }
+    every = dict.fromkeys(name for run in runs for name in run.record.parameters)
+    ordered = sorted(every, key=lambda name: name not in given)
+    if len(runs) == 1:
+        record = runs[0].record
+        rows = [
+            row(
+                name,
+                [cell(record.parameters[name]), escape(record.origins.get(name, ""))],
+                "set" if name in given else "",
+            )
+            for name in ordered
+        ]
+        return section("Parameters", table(["parameter", "value", "from"], rows) if rows else "")
+    rows = []
+    for name in ordered:
+        values = [run.record.parameters.get(name, "–") for run in runs]
+        rows.append(row(name, map(cell, values), _same(values)))
+    return section("Parameters", _compared(["parameter", *names_of(runs)], rows) if rows else "")
+
+
+def plan(runs: Sequence[RunData]) -> str:
+    """Return the plan each run's strategy chose."""
+    import json
+
+    parts = []
+    for name, run in zip(names_of(runs), runs):
+        chosen = run.record.manifest.get("plan")
+        if chosen:
+            text = chosen if isinstance(chosen, str) else json.dumps(chosen, indent=2, ensure_ascii=False)
+            parts.append((f"<h3>{escape(name)}</h3>" if len(runs) > 1 else "") + block(text))
+    return section("Plan", *parts)
+
+
+ENVIRONMENT: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+    ("host", lambda manifest: (manifest.get("host") or {}).get("name")),
+    ("system", lambda manifest: (manifest.get("host") or {}).get("system")),
+    ("processor", lambda manifest: (manifest.get("host") or {}).get("processor")),
+    ("CPUs", lambda manifest: (manifest.get("host") or {}).get("cpus")),
+    ("devices", lambda manifest: ", ".join(map(str, manifest.get("devices") or []))),
+    ("processes", lambda manifest: manifest.get("processes")),
+    ("launcher", lambda manifest: manifest.get("launcher")),
+    ("Python", lambda manifest: (manifest.get("host") or {}).get("python")),
+    ("torch", lambda manifest: (manifest.get("packages") or {}).get("torch")),
+    ("drivetrain", lambda manifest: (manifest.get("packages") or {}).get("drivetrain")),
+    ("seed", lambda manifest: manifest.get("seed")),
+    ("commit", lambda manifest: (manifest.get("git") or {}).get("commit")),
+    ("branch", lambda manifest: (manifest.get("git") or {}).get("branch")),
+    ("source", lambda manifest: manifest.get("source")),
+    ("command", lambda manifest: " ".join(map(str, manifest.get("argv") or []))),
+)
+"""What the environment table says, and where it is in a manifest."""
+
+
+def environment(runs: Sequence[RunData]) -> str:
+    """Return machine, versions and code, with packages and uncommitted changes to unfold."""
+    manifests = [run.record.manifest for run in runs]
+    rows = []
+    for name, read in ENVIRONMENT:
+        values = [read(manifest) for manifest in manifests]
+        if any(value not in (None, "") for value in values):
+            texts = ["–" if value in (None, "") else cell(value) for value in values]
+            rows.append(row(name, texts, _same(values) if len(runs) > 1 else ""))
+    if not rows:
+        return ""
+    head = ["", *names_of(runs)]
+    body = table(["", ""], rows) if len(runs) == 1 else _compared(head, rows)
+    return section("Environment", body, _packages(manifests, head), *_diffs(runs))
+
+
+def _packages(manifests: Sequence[dict[str, Any]], head: list[str]) -> str:
+    found = [manifest.get("packages") or {} for manifest in manifests]
+    rows = []
+    for name in sorted({name for packages in found for name in packages}, key=str.lower):
+        values = [packages.get(name, "–") for packages in found]
+        rows.append(row(name, map(cell, values), _same(values) if len(found) > 1 else ""))
+    return folded(f"Packages ({len(rows)})", table(["package", *head[1:]], rows)) if rows else ""
+
+
+def _diffs(runs: Sequence[RunData]) -> list[str]:
+    parts = []
+    for name, run in zip(names_of(runs), runs):
+        diff = (run.record.manifest.get("git") or {}).get("diff")
+        if diff:
+            title = "Uncommitted changes" + (f" of {name}" if len(runs) > 1 else "")
+            parts.append(folded(title, f'<pre class="block">{colored_diff(diff)}</pre>'))
+    return parts
+
+
+def colored_diff(diff: str) -> str:
+    """Return a git diff with added and removed lines marked."""
+    kinds = {"+": "added", "-": "removed"}
+    lines = [
+        f'<span class="{kinds[line[0]]}">{escape(line)}</span>' if line[:1] in kinds else escape(line)
+        for line in diff.splitlines()
+    ]
+    return "\n".join(lines)
+
+
+def checkpoints(runs: Sequence[RunData]) -> str:
+    """Return the checkpoints of each run with what is known about them."""
+    parts = []
+    for name, run in zip(names_of(runs), runs):
+        rows = []
+        for line in run.checkpoints:
+            marks = ", ".join(word for word, holds in (("last", line.is_last), ("best", line.is_best)) if holds)
+            progress = [number(line.progress.get(unit, "–")) for unit in ("ep", "st", "sp")]
+            verdict = "valid" if line.problem is None else f"damaged: {line.problem}"
+            rows.append(row(line.name, [*progress, size_text(line.size), marks, cell(verdict)], cell_kind=""))
+        if rows:
+            heading = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
+            parts.append(heading + table(["checkpoint", "epoch", "step", "samples", "size", "", "state"], rows))
+    return section("Checkpoints", *parts)
+
+
+def texts_and_log(runs: Sequence[RunData]) -> str:
+    """Return recorded texts and the last lines of each log."""
+    parts = []
+    for name, run in zip(names_of(runs), runs):
+        owner = f"{name}: " if len(runs) > 1 else ""
+        parts += [folded(f"{owner}{tag}", block(text, "wrapped")) for tag, text in run.texts.items()]
+        parts.append(folded(f"{owner}last lines of the log", block(run.log_tail)))
+    return section("Log", *parts)

@@ -1,0 +1,260 @@
+"""Where trials run: in this process one after the other, or in processes of their own with GPUs of their own."""
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.experiment.records import read_run
+from drivetrain.experiment.references import Reference, reference_to
+from drivetrain.experiment.running import TrialPruned, run_experiment
+from drivetrain.experiment.subprocesses import END_SECONDS, end_with_parent, leave_launched_world
+from drivetrain.experiment.sweeps.reporting import reporting_to
+from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Outcome, Trial
+
+NAMES = ("inline", "pool")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+Pruner = Callable[[Trial, float, int], bool]
+
+
+@dataclass
+class TrialWork:
+    """What every trial of a sweep has in common."""
+
+    experiment: Any
+    fixed: dict[str, Any]
+    sweep: str
+    should_prune: Pruner
+
+    def call(self, trial: Trial, experiment: Any = None) -> Any:
+        """Run a trial in this process, in its folder, and return what the experiment returns."""
+        experiment = experiment or self.experiment
+        resolved = experiment.resolve(self.fixed | trial.params)
+        place = {"sweep": self.sweep, "index": trial.index, "attempt": trial.attempts}
+        return run_experiment(experiment, resolved, folder=trial.run_dir, trial=place)
+
+
+class Executor:
+    """Runs trials; `slots` of them at a time."""
+
+    slots = 1
+
+    def start(self, work: TrialWork) -> None:
+        """Prepare for the trials of one sweep."""
+        self.work = work
+
+    def submit(self, trial: Trial) -> "Future[Outcome]":
+        """Begin a trial and return the future of its outcome; called when a slot is free."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what still runs."""
+
+
+class InlineExecutor(Executor):
+    """Runs each trial in this process; an interruption ends the sweep, which can be resumed."""
+
+    def submit(self, trial: Trial) -> "Future[Outcome]":
+        """Run a trial and return its outcome as a future that is done."""
+        future: Future[Outcome] = Future()
+        began = time.monotonic()
+        try:
+            with reporting_to(lambda value, step: self.work.should_prune(trial, value, step)):
+                outcome = Outcome(FINISHED, self.work.call(trial))
+        except TrialPruned as pruned:
+            outcome = Outcome(PRUNED, error=str(pruned))
+        except SystemExit as stop:
+            if stop.code in STOPPED:
+                raise
+            outcome = Outcome(FAILED, error=f"SystemExit: {stop.code}")
+        except Exception as error:
+            outcome = Outcome(FAILED, error=f"{type(error).__name__}: {error}")
+        outcome.seconds = time.monotonic() - began
+        future.set_result(outcome)
+        return future
+
+
+class PoolExecutor(Executor):
+    """Runs each trial in a fresh process, several at a time; with `gpus_per_trial` no two of them see the same GPU."""
+
+    def __init__(self, num_processes: int = 1, gpus_per_trial: int | None = None):
+        if type(num_processes) is not int or num_processes < 1:
+            raise ConfigError(
+                f"num_processes: {num_processes!r} is not a number of processes. Give a whole number from 1 on."
+            )
+        self.slots = num_processes
+        self._gpus_per_trial = gpus_per_trial
+        self._free: list[str] = []
+        if gpus_per_trial is not None:
+            self._free = list(visible_gpus())
+            if type(gpus_per_trial) is not int or not 1 <= gpus_per_trial <= len(self._free):
+                raise ConfigError(
+                    f"gpus_per_trial: {gpus_per_trial!r} GPUs per trial were asked for, and this process sees {len(self._free)} "
+                    f"({VISIBLE}={os.environ.get(VISIBLE)!r}). Give a number from 1 to {max(1, len(self._free))}, or None."
+                )
+            self.slots = min(num_processes, len(self._free) // gpus_per_trial)
+        self._processes: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def start(self, work: TrialWork) -> None:
+        """Check that a new process will find the experiment."""
+        super().start(work)
+        self._reference = reference_to(work.experiment)
+
+    def submit(self, trial: Trial) -> "Future[Outcome]":
+        """Start a process for a trial."""
+        import multiprocessing
+
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        share = TrialWork(None, self.work.fixed, self.work.sweep, _never)
+        process = context.Process(
+            target=_run_trial, args=(self._reference, share, trial, theirs), name=f"trial {trial.index}"
+        )
+        with self._lock:
+            gpus = [self._free.pop(0) for _ in range(self._gpus_per_trial or 0)]
+        try:
+            with _visible_to_child(gpus if self._gpus_per_trial else None):
+                process.start()
+        except BaseException:
+            self._give_back(gpus)
+            raise
+        theirs.close()
+        future: Future[Outcome] = Future()
+        self._processes[trial.index] = process
+        watcher = threading.Thread(target=self._watch, args=(trial, process, ours, gpus, future), daemon=True)
+        watcher.start()
+        return future
+
+    def close(self) -> None:
+        """Ask the processes that still run to end, and kill those that do not."""
+        for process in list(self._processes.values()):
+            if process.is_alive():
+                process.terminate()
+        for process in list(self._processes.values()):
+            process.join(END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _watch(self, trial: Trial, process: Any, pipe: Connection, gpus: list[str], future: "Future[Outcome]") -> None:
+        """Answer a trial's reports until its process has ended, then say how."""
+        began = time.monotonic()
+        try:
+            while True:
+                value, step = pipe.recv()
+                pipe.send(self.work.should_prune(trial, value, step))
+        except (EOFError, OSError):
+            pass
+        try:
+            process.join()
+            outcome = outcome_of(trial.run_dir, process.exitcode)
+            outcome.seconds = time.monotonic() - began
+            self._give_back(gpus)
+            self._processes.pop(trial.index, None)
+            future.set_result(outcome)
+        except Exception as error:
+            future.set_exception(error)
+        finally:
+            pipe.close()
+
+    def _give_back(self, gpus: Sequence[str]) -> None:
+        with self._lock:
+            self._free.extend(gpus)
+
+
+def _never(trial: Trial, value: float, step: int) -> bool:
+    return False
+
+
+def visible_gpus() -> list[str]:
+    """Return the CUDA devices this process may use, by the names a child would be given, without starting CUDA."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() and name.strip() != "-1"]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+class _visible_to_child:
+    """Let a process that is started within see the given GPUs only; this process's own environment is put back at once."""
+
+    def __init__(self, gpus: Sequence[str] | None):
+        self._gpus = gpus
+
+    def __enter__(self) -> None:
+        self._before = os.environ.get(VISIBLE)
+        if self._gpus is not None:
+            os.environ[VISIBLE] = ",".join(self._gpus)
+
+    def __exit__(self, *error: object) -> None:
+        if self._gpus is None:
+            return
+        if self._before is None:
+            os.environ.pop(VISIBLE, None)
+        else:
+            os.environ[VISIBLE] = self._before
+
+
+def _run_trial(reference: Reference, work: TrialWork, trial: Trial, pipe: Connection) -> None:
+    """Be the process of one trial."""
+    leave_launched_world()
+    end_with_parent(signal.SIGTERM)
+
+    def ask(value: float, step: int) -> bool:
+        pipe.send((value, step))
+        return bool(pipe.recv())
+
+    try:
+        with reporting_to(ask):
+            work.call(trial, reference.load())
+    except TrialPruned:
+        return
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def outcome_of(folder: Path | None, exit_code: int | None) -> Outcome:
+    """Return how a trial's process ended, by what it wrote into its run folder."""
+    status: dict[str, Any] = {}
+    if folder is not None and (folder / "status.json").is_file():
+        status = read_run(folder).status
+    if exit_code == 0 and status.get("state") == FINISHED:
+        return Outcome(PRUNED if status.get("pruned") else FINISHED, status.get("result"))
+    if exit_code is not None and exit_code < 0:
+        try:
+            how = f"killed by {signal.Signals(-exit_code).name}"
+        except ValueError:
+            how = f"killed by signal {-exit_code}"
+    else:
+        how = f"the process ended with exit code {exit_code}"
+    return Outcome(FAILED, error=str(status.get("error") or how))
+
+
+def make_executor(executor: "str | Executor", num_processes: int | None, gpus_per_trial: int | None) -> Executor:
+    """Return the executor a user asked for, by name or as an object."""
+    if not isinstance(executor, str):
+        return executor
+    if executor == "pool":
+        return PoolExecutor(
+            num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
+        )
+    if executor not in NAMES:
+        raise ConfigError(unknown_name("executor", executor, NAMES))
+    if num_processes not in (None, 1) or gpus_per_trial is not None:
+        raise ConfigError(
+            "executor 'inline' runs one trial at a time in this process. Use executor='pool' for several."
+        )
+    return InlineExecutor()

@@ -1,0 +1,269 @@
+"""The loop of a sweep: samplers propose, executors run, the journal remembers."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
+from drivetrain.experiment.locking import FolderLock, is_locked
+from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
+from drivetrain.experiment.sweeps.executors import Executor, TrialWork, make_executor
+from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
+from drivetrain.experiment.sweeps.result import SweepResult
+from drivetrain.experiment.sweeps.samplers import Sampler, make_sampler
+from drivetrain.experiment.sweeps.space import Space, check_space, make_space
+from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Outcome, Trial
+
+logger = logging.getLogger("drivetrain")
+
+ORPHAN_SECONDS = 45.0
+"""How long a resumed sweep waits for a trial that outlived the process that had started it."""
+
+
+def sweep(
+    experiment: Any,
+    space: Any,
+    *,
+    sampler: str | Sampler = "grid",
+    executor: str | Executor = "inline",
+    n_trials: int | None = None,
+    objective: str | None = None,
+    direction: Literal["min", "max"] = "min",
+    params: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    num_processes: int | None = None,
+    gpus_per_trial: int | None = None,
+    retries: int = 0,
+    on_failure: Literal["raise", "return"] = "raise",
+    resume: str | Path | None = None,
+    on_change: Callable[[SweepResult], object] | None = None,
+) -> SweepResult:
+    """Run an experiment once for every set of parameters that a sampler proposes.
+
+    `space` is a list of parameter dicts, or `{name: Choice(...) | Uniform(a, b) | LogUniform(a, b) | IntRange(a, b)}`; `params`
+    are the same for all trials. The objective is the returned number, or the entry `objective` of the returned dict or of the
+    Recorder's summary. `resume` is the folder of a sweep to take up again. Trials that fail stop no other; at the end they raise
+    a `SweepError` unless `on_failure="return"`. `on_change` is called with the result so far whenever something happened.
+    """
+    if direction not in ("min", "max"):
+        raise ConfigError(unknown_name("direction", direction, ["min", "max"]))
+    if on_failure not in ("raise", "return"):
+        raise ConfigError(unknown_name("choice", on_failure, ["raise", "return"], where="on_failure"))
+    if type(retries) is not int or retries < 0:
+        raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
+    fixed, wanted = dict(params or {}), make_space(space)
+    check_space(experiment, wanted, fixed)
+    chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, direction=direction)
+    runner = make_executor(executor, num_processes, gpus_per_trial)
+    header = {
+        "schema": SCHEMA,
+        "experiment": experiment.name,
+        "space": wanted.describe(),
+        "params": plain(fixed),
+        "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
+        "seed": seed,
+        "n_trials": n_trials,
+        "objective": objective,
+        "direction": direction,
+    }
+    trials = [] if resume is None else _earlier_trials(Path(resume), header)
+    folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
+    with FolderLock(folder) as lock:
+        if not lock.acquire():
+            raise ConfigError(f"the sweep {folder} is still running in another process. Wait for it to end.")
+        loop = _Loop(experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change)
+        result = loop.run(header if resume is None else None)
+    if result.failed and on_failure == "raise":
+        listing = "\n".join(f"  trial {t.index} {plain(t.params)}: {t.error}" for t in result.failed)
+        raise SweepError(
+            f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {folder}\n{listing}",
+            result,
+        )
+    return result
+
+
+def run_parameter_sweep(
+    experiment: Any,
+    list_of_params: Sequence[Mapping[str, Any]],
+    max_num_processes: int = 1,
+    num_gpus_per_process: int | None = None,
+    *,
+    retries: int = 0,
+    on_failure: Literal["raise", "return"] = "raise",
+) -> SweepResult:
+    """Run an experiment once for each dict of parameters, in up to `max_num_processes` processes at a time."""
+    return sweep(
+        experiment,
+        list(list_of_params),
+        executor="pool",
+        num_processes=max_num_processes,
+        gpus_per_trial=num_gpus_per_process,
+        retries=retries,
+        on_failure=on_failure,
+    )
+
+
+def _new_folder(experiment: Any, space: Space, fixed: Mapping[str, Any]) -> Path:
+    """Make the folder of a new sweep, in the output folder that its trials are given."""
+    first = dict(space.points[0]) if space.points else {name: axis.examples()[0] for name, axis in space.axes.items()}
+    output_dir = experiment.resolve({**fixed, **first}).values["output_dir"]
+    folder = Path(output_dir).resolve() / experiment.name / SWEEPS / fresh_name()
+    make_folder(folder)
+    return folder
+
+
+def _earlier_trials(folder: Path, header: Mapping[str, Any]) -> list[Trial]:
+    """Return the trials of the sweep that is resumed, which must be the same sweep."""
+    earlier, trials = read_journal(folder)
+    now = json.loads(json.dumps(header))
+    for name in ("experiment", "space", "params", "sampler", "seed", "objective", "direction"):
+        if earlier.get(name) != now[name]:
+            raise ParameterError(
+                f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Resume it as it was, or "
+                "start a new one."
+            )
+    return trials
+
+
+class _Loop:
+    """One sweep at work."""
+
+    def __init__(
+        self,
+        experiment: Any,
+        fixed: dict[str, Any],
+        folder: Path,
+        sampler: Sampler,
+        executor: Executor,
+        trials: list[Trial],
+        objective: str | None,
+        direction: str,
+        retries: int,
+        on_change: Callable[[SweepResult], object] | None,
+    ):
+        self.folder, self.sampler, self.executor = folder, sampler, executor
+        self.trials = {trial.index: trial for trial in trials}
+        self.objective, self.direction, self.retries, self.on_change = objective, direction, retries, on_change
+        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune)
+        self.waiting: deque[Trial] = deque()
+        self.running: dict[Future[Outcome], Trial] = {}
+
+    def run(self, header: Mapping[str, Any] | None) -> SweepResult:
+        """Run until nothing is left to do."""
+        self.journal = Journal(self.folder)
+        try:
+            if header is not None:
+                self.journal.write("sweep", **header)
+            self.executor.start(self.work)
+            self._take_up()
+            while self._fill() or self.running:
+                done, _ = wait(self.running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    self._settle(self.running.pop(future), future.result())
+        finally:
+            self.executor.close()
+            self.journal.close()
+        return self._result()
+
+    def _take_up(self) -> None:
+        """Go on where an earlier part of the sweep stopped: skip what is over, first run what was begun."""
+        for trial in self.trials.values():
+            self.sampler.replay(trial)
+            if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
+                trial.status = ASKED
+                self.waiting.append(trial)
+                _wait_for_orphan(trial)
+
+    def _fill(self) -> bool:
+        """Start trials while there are free slots; False when none was left to start and none runs."""
+        while len(self.running) < self.executor.slots:
+            trial = self.waiting.popleft() if self.waiting else self.sampler.ask()
+            if trial is None:
+                break
+            if trial.index not in self.trials:
+                self.trials[trial.index] = trial
+                self.journal.write(ASKED, index=trial.index, params=trial.params)
+            self._begin(trial)
+        return bool(self.running)
+
+    def _begin(self, trial: Trial) -> None:
+        trial.attempts += 1
+        trial.status = RUNNING
+        if trial.run_dir is None or trial.attempts > 2:
+            # The first retry continues from the trial's checkpoint; if that fails too, the next begins from nothing.
+            suffix = f"-{trial.attempts}" if trial.attempts > 1 else ""
+            trial.run_dir = self.folder / f"trial-{trial.index:04d}{suffix}"
+        self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
+        self._changed()
+        self.running[self.executor.submit(trial)] = trial
+
+    def _settle(self, trial: Trial, outcome: Outcome) -> None:
+        trial.status, trial.error = outcome.status, outcome.error
+        trial.seconds += outcome.seconds
+        if outcome.status == FINISHED:
+            assert trial.run_dir is not None
+            trial.metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
+            trial.value = self._value(outcome.result, trial)
+            if trial.value is None and self.objective is not None:
+                known = ", ".join(trial.metrics) or "no numbers"
+                trial.status = FAILED
+                trial.error = (
+                    f"the objective {self.objective!r} is missing from what the experiment returned ({known})."
+                )
+        self.journal.settle(trial)
+        if trial.status == FAILED and trial.attempts <= self.retries:
+            logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)
+            self.waiting.append(trial)
+        else:
+            self.sampler.tell(trial)
+        self._changed()
+
+    def _value(self, result: Any, trial: Trial) -> float | None:
+        if self.objective is not None:
+            return trial.metrics.get(self.objective)
+        number = plain(result)
+        return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
+
+    def _result(self) -> SweepResult:
+        ordered = [self.trials[index] for index in sorted(self.trials)]
+        return SweepResult(ordered, direction=self.direction, folder=self.folder)
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self._result())
+
+
+def _wait_for_orphan(trial: Trial) -> None:
+    """Let a trial end whose sweep was killed: its process notices, saves, and frees its lock."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while trial.run_dir is not None and is_locked(trial.run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _numbers(result: Any) -> dict[str, float]:
+    found = plain(result) if isinstance(result, Mapping) else {}
+    return {
+        name: value for name, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _summary(metrics: Path) -> dict[str, float]:
+    """Return the Recorder's summary of a run: lines of kind `summary` with a tag and a value, or a dict of values."""
+    found: dict[str, float] = {}
+    if metrics.is_file():
+        for line in metrics.read_bytes().splitlines():
+            if b'"summary"' not in line:
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and entry.get("kind") == "summary":
+                value = entry.get("value")
+                found |= _numbers(value if isinstance(value, Mapping) else {str(entry.get("tag")): value})
+    return found

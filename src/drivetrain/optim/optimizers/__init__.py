@@ -1,0 +1,21 @@
+"""Optimizers that torch does not have, one file each; all of them are `torch.optim.Optimizer`s.
+
+They work on lists of tensors at once, read nothing back from the device, keep plain numbers and tensors as their state, and
+treat sharded parameters shard by shard where the arithmetic allows it.
+"""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".muon_hybrid": ["MuonHybrid"],
+        ".schedule_free": ["AdamWScheduleFree", "SGDScheduleFree"],
+        ".decoupled": ["DecoupledAdamW", "DecoupledSGDW"],
+        ".lion": ["Lion"],
+        ".lookahead": ["Lookahead"],
+        ".sharpness": ["SAM=SAMOptimizer", "SAMOptimizer"],
+        ".shampoo": ["SOAP"],
+        ".caution": ["Cautious"],
+    },
+)

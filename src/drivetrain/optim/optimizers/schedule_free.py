@@ -1,0 +1,226 @@
+"""Schedule-free learning (Defazio et al., 2024, arXiv 2405.15682): an average of the iterates replaces the schedule.
+
+Three sequences belong to every weight. Gradients are taken at y and move z; x averages z and is what is evaluated;
+y = (1 - beta) z + beta x. Only z is stored beside the parameter, which holds y while training and x after `eval()`. The training
+weights are kept aside meanwhile, so that `train()` goes on from exactly the y that was left.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.optim.optimizers.stepping import (
+    check_betas,
+    check_count,
+    check_number,
+    copy_of,
+    evaluate,
+    local_parts,
+    state_of,
+    with_gradients,
+    zeros_of,
+)
+
+
+class _ScheduleFree(Optimizer):
+    """The averaging that both optimizers share; a subclass says in which direction z moves."""
+
+    _interpolation: ClassVar[str]
+    """The group's entry that holds beta."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]):
+        name = type(self).__name__
+        if isinstance(defaults["lr"], Tensor):
+            raise ConfigError(f"{name}(lr=...): expected a number; the averaging weights need the rate on the host.")
+        check_number(name, lr=defaults["lr"], weight_decay=defaults["weight_decay"])
+        check_number(name, r=defaults["r"], weight_lr_power=defaults["weight_lr_power"])
+        check_count(name, 0, warmup_steps=defaults["warmup_steps"])
+        # Numbers of the run live in the groups, so that they are saved and restored with them.
+        progress = {"k": 0, "lr_max": 0.0, "weight_sum": 0.0, "train_mode": True}
+        self._training_weights: dict[Tensor, Tensor] = {}
+        self._has_warned = False
+        super().__init__(params, {**defaults, **progress})
+        for group in self.param_groups:
+            if not self._beta(group) > 0:
+                raise ConfigError(
+                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be told from z and y without a part of x in "
+                    "y. Give a number above 0; 0.9 is usual."
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._training_weights = {}  # those of another moment
+        self.__dict__.setdefault("_has_warned", False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the parameters hold y, the weights that are trained, and not x, the ones to evaluate."""
+        return all(group["train_mode"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Let the parameters hold the averaged weights x."""
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                continue
+            moved = [p for p in group["params"] if "z" in self.state.get(p, {})]
+            self._training_weights.update({p: copy_of(p) for p in moved})
+            self._blend(moved, 1 - 1 / self._beta(group))
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Let the parameters hold the training weights y again."""
+        for group in self.param_groups:
+            if group["train_mode"]:
+                continue
+            kept = [p for p in group["params"] if p in self._training_weights]
+            if kept:
+                torch._foreach_copy_(local_parts(kept), local_parts(self._training_weights[p] for p in kept))
+            # A state saved in evaluation mode brings no y along: it is worked out, up to rounding.
+            others = [p for p in group["params"] if p not in self._training_weights and "z" in self.state.get(p, {})]
+            self._blend(others, 1 - self._beta(group))
+            group["train_mode"] = True
+        self._training_weights = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move z by the gradient at y, average it into x, and set y between the two."""
+        if not self.training:
+            raise RuntimeError(f"{type(self).__name__} is in evaluation mode: call train() before the next forward pass.")
+        loss = evaluate(closure)
+        for group in self.param_groups:
+            lr, share = self._advance(group)
+            parameters = with_gradients(group, type(self).__name__)
+            if not parameters:
+                continue
+            z = local_parts(state_of(self, parameters, "z", copy_of))
+            y = local_parts(parameters)
+            directions = self._directions(group, parameters, y)
+            # y' = (1 - beta) z' + beta x', written without x: x is determined by y and z.
+            torch._foreach_lerp_(y, z, share)
+            torch._foreach_add_(y, directions, alpha=lr * (self._beta(group) * (1 - share) - 1))
+            torch._foreach_add_(z, directions, alpha=-lr)
+        return loss
+
+    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        raise NotImplementedError
+
+    def _advance(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Count the step; return its learning rate and the weight of the new z in the average."""
+        group["k"] += 1
+        warmup = group["warmup_steps"]
+        lr = group["lr"] * (min(1.0, group["k"] / warmup) if warmup else 1.0)
+        if lr < group["lr_max"] and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{type(self).__name__}: the learning rate falls from {group['lr_max']:g} to {lr:g}. The average replaces a decaying "
+                "schedule; use a constant rate, with warmup_steps if need be.",
+                stacklevel=4,
+            )
+        group["lr_max"] = max(group["lr_max"], lr)
+        weight = group["k"] ** group["r"] * group["lr_max"] ** group["weight_lr_power"]
+        group["weight_sum"] += weight
+        return lr, weight / group["weight_sum"] if group["weight_sum"] else 0.0
+
+    def _blend(self, parameters: list[Tensor], weight: float) -> None:
+        if parameters:
+            torch._foreach_lerp_(local_parts(parameters), local_parts(self.state[p]["z"] for p in parameters), weight)
+
+    def _beta(self, group: dict[str, Any]) -> float:
+        value = group[self._interpolation]
+        return value[0] if isinstance(value, tuple | list) else value
+
+
+class AdamWScheduleFree(_ScheduleFree):
+    """AdamW without a schedule; `eval()` before evaluating or saving weights, `train()` before training on.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = AdamWScheduleFree([weight], lr=0.1)
+    >>> for _ in range(3):
+    ...     weight.grad = weight.detach().clone()
+    ...     optimizer.step()
+    >>> optimizer.eval()
+    """
+
+    _interpolation = "betas"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ):
+        check_number("AdamWScheduleFree", eps=eps)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": check_betas("AdamWScheduleFree", betas=betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "warmup_steps": warmup_steps,
+                "r": r,
+                "weight_lr_power": weight_lr_power,
+            },
+        )
+
+    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        beta2, gradients = group["betas"][1], local_parts(p.grad for p in parameters if p.grad is not None)
+        squares = local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of))
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_div_(scales, math.sqrt(1 - beta2 ** group["k"]))
+        torch._foreach_add_(scales, group["eps"])
+        directions = torch._foreach_div(gradients, scales)
+        if group["weight_decay"]:
+            torch._foreach_add_(directions, y, alpha=group["weight_decay"])
+        return list(directions)
+
+
+class SGDScheduleFree(_ScheduleFree):
+    """SGD without a schedule; its learning rate is usually large, about 10 times that of SGD with momentum."""
+
+    _interpolation = "momentum"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+    ):
+        check_number("SGDScheduleFree", 0.0, 1.0, momentum=momentum)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "warmup_steps": warmup_steps,
+                "r": r,
+                "weight_lr_power": weight_lr_power,
+            },
+        )
+
+    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        gradients = local_parts(p.grad for p in parameters if p.grad is not None)
+        if not group["weight_decay"]:
+            return gradients
+        return list(torch._foreach_add(gradients, y, alpha=group["weight_decay"]))

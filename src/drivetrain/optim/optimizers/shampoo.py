@@ -1,0 +1,121 @@
+"""SOAP (Vyas et al., 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
+
+For a matrix gradient G two averages are kept, of G G^T and of G^T G. Their eigenvectors are the axes along which Adam's second
+moment is taken; they change slowly, so they are refreshed by one QR step every few updates. Vectors, and sides longer than
+`max_dim`, keep their own axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.optim.optimizers.stepping import check_betas, check_count, check_number, evaluate, with_gradients
+
+_SIDES = ("left", "right")
+
+
+class SOAP(Optimizer):
+    """Adam in a rotated basis; the first step only initialises the basis and changes no weight."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_dim: int = 10000,
+    ):
+        if not isinstance(lr, Tensor):
+            check_number("SOAP", lr=lr)
+        check_number("SOAP", eps=eps, weight_decay=weight_decay)
+        check_count("SOAP", 1, precondition_frequency=precondition_frequency, max_dim=max_dim)
+        defaults = {
+            "lr": lr,
+            "betas": check_betas("SOAP", betas=betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_dim": max_dim,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = evaluate(closure)
+        for group in self.param_groups:
+            for parameter in with_gradients(group, "SOAP"):
+                if is_dtensor(parameter):
+                    raise ConfigError("SOAP rotates whole matrices and does not work on sharded parameters. Use MuonHybrid or AdamW.")
+                self._update(group, parameter)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+        state = self.state[parameter]
+        assert parameter.grad is not None
+        gradient = parameter.grad.flatten(1) if parameter.ndim > 2 else parameter.grad
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        if not state:
+            self._begin(state, gradient, group)
+            return
+        state["updates"] += 1
+        count = state["updates"]
+        momentum = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        rotated = _rotate(gradient, state)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(rotated, rotated, value=1 - beta2)
+        scale = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        update = _rotate(_rotate(momentum, state).div_(scale), state, back=True)
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.sub_(update.view_as(parameter) * (lr / (1 - beta1**count)))
+        _average(state, gradient, beta2)
+        if count % group["precondition_frequency"] == 0:
+            _refresh(state)
+
+    def _begin(self, state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> None:
+        state["updates"] = 0
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        if gradient.ndim == 2:
+            for side, size in zip(_SIDES, gradient.shape):
+                if size <= group["max_dim"]:
+                    state[side] = gradient.new_zeros(size, size)
+        _average(state, gradient, group["betas"][1])
+        for side in _SIDES:
+            if side in state:
+                state[f"{side}_basis"] = torch.linalg.eigh(state[side].float())[1].flip(1).to(gradient)
+
+
+def _average(state: dict[str, Any], gradient: Tensor, beta: float) -> None:
+    if "left" in state:
+        state["left"].lerp_(gradient @ gradient.mT, 1 - beta)
+    if "right" in state:
+        state["right"].lerp_(gradient.mT @ gradient, 1 - beta)
+
+
+def _rotate(matrix: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:
+    """Return a matrix in the eigenbases, or from there back; a side without a basis stays."""
+    if "left_basis" in state:
+        basis = state["left_basis"]
+        matrix = (basis if back else basis.mT) @ matrix
+    if "right_basis" in state:
+        basis = state["right_basis"]
+        matrix = matrix @ (basis.mT if back else basis)
+    return matrix.clone() if matrix is state["exp_avg"] else matrix
+
+
+def _refresh(state: dict[str, Any]) -> None:
+    """Bring the bases up to date by one step of orthogonal iteration, and the second moment into their order."""
+    for dim, side in enumerate(_SIDES):
+        if side not in state:
+            continue
+        average, basis = state[side].float(), state[f"{side}_basis"].float()
+        order = torch.einsum("ij,ik,kj->j", basis, average, basis).argsort(descending=True)
+        state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
+        state[f"{side}_basis"] = torch.linalg.qr(average @ basis[:, order])[0].to(state[side])

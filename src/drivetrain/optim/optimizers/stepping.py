@@ -1,0 +1,104 @@
+"""What the optimizers here share: checking settings, collecting tensors that have a gradient, and torch's own steps.
+
+Everything elementwise is done on the part of a tensor that this rank holds, so a sharded parameter costs no communication.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.distributed_tensors import local_part
+
+ParamGroup = dict[str, Any]
+
+
+def check_number(who: str, lowest: float = 0.0, below: float | None = None, **values: Any) -> None:
+    """Refuse a setting that is not a number from `lowest` on (and below another one, where given)."""
+    for name, value in values.items():
+        wanted = f"of at least {lowest:g}" if below is None else f"from {lowest:g} to below {below:g}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not value >= lowest or (below is not None and not value < below):
+            raise ConfigError(f"{who}({name}={value!r}): expected a number {wanted}.")
+
+
+def check_count(who: str, lowest: int, **values: Any) -> None:
+    """Refuse a setting that is not a whole number of at least `lowest`."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+            raise ConfigError(f"{who}({name}={value!r}): expected a whole number of at least {lowest}.")
+
+
+def check_betas(who: str, **pairs: Any) -> tuple[float, float]:
+    """Refuse anything but two numbers from 0 to below 1."""
+    ((name, pair),) = pairs.items()
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ConfigError(f"{who}({name}={pair!r}): expected two numbers, such as (0.9, 0.99).")
+    check_number(who, 0.0, 1.0, **{f"{name}[0]": pair[0], f"{name}[1]": pair[1]})
+    return float(pair[0]), float(pair[1])
+
+
+def with_gradients(group: Mapping[str, Any], who: str) -> list[Tensor]:
+    """Return the parameters of a group that have a gradient; sparse ones are refused."""
+    found = [p for p in group["params"] if p.grad is not None]
+    if any(p.grad.layout is not torch.strided for p in found):
+        raise RuntimeError(f"{who} needs dense gradients, and one is sparse. Use sparse=False in the embedding, or SparseAdam.")
+    return found
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return what this rank holds of each tensor."""
+    return [local_part(tensor) for tensor in tensors]
+
+
+def state_of(optimizer: Optimizer, parameters: list[Tensor], name: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return one entry of the state for each parameter, made on first use."""
+    entries = []
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if name not in state:
+            state[name] = make(parameter)
+        entries.append(state[name])
+    return entries
+
+
+def zeros_of(parameter: Tensor) -> Tensor:
+    """Return zeros laid out like a parameter, sharded where it is."""
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def copy_of(parameter: Tensor) -> Tensor:
+    """Return a copy laid out like a parameter, sharded where it is."""
+    return parameter.detach().clone(memory_format=torch.preserve_format)
+
+
+def bare_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Return a torch optimizer's own step without the hooks around it, for a subclass whose step has run them already."""
+    return inspect.unwrap(cls.step)
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Call a closure with gradients switched on, as every optimizer does first, and return its loss."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def subtract(parameters: list[Tensor], updates: list[Tensor], rate: float | Tensor) -> None:
+    """Move parameters by -rate * update; a rate on the device is not read back. `updates` may be overwritten."""
+    if isinstance(rate, Tensor):
+        torch._foreach_mul_(updates, rate)
+        torch._foreach_sub_(parameters, updates)
+    else:
+        torch._foreach_add_(parameters, updates, alpha=-rate)
+
+
+def shrink(parameters: list[Tensor], rate: float | Tensor) -> None:
+    """Decay parameters: multiply them by 1 - rate."""
+    if isinstance(rate, Tensor) or rate != 0:
+        torch._foreach_mul_(parameters, 1 - rate)

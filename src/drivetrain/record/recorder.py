@@ -1,0 +1,369 @@
+"""The Recorder: one object a program tells what it measures.
+
+A call costs microseconds and never waits for the device: values stay there, in a buffer, and are read together every few seconds
+(`buffer`, `stream`). Files are written by rank 0 alone, however many processes call it.
+"""
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
+from drivetrain.core.time import Time
+from drivetrain.record.console import ConsoleSink
+from drivetrain.record.csv_files import CsvSink
+from drivetrain.record.histogram import count_values
+from drivetrain.record.images import check_figure, check_image, encode_figure
+from drivetrain.record.jsonl import JsonlSink
+from drivetrain.record.mlflow import MlflowSink
+from drivetrain.record.outlet import Outlet
+from drivetrain.record.sink import Resume, Row, plain
+from drivetrain.record.stream import Stream, kept
+from drivetrain.record.tags import check_tag
+from drivetrain.record.tensorboard import TensorBoardSink, is_installed
+from drivetrain.record.wandb import WandbSink
+from drivetrain.runtime.ranks import is_master
+from drivetrain.runtime.run import current_run
+
+_NAMED_SINKS: dict[str, Callable[[], Any]] = {
+    "wandb": WandbSink,
+    "trackio": lambda: WandbSink("trackio"),
+    "mlflow": MlflowSink,
+}
+_open_folders: "weakref.WeakValueDictionary[Path, Recorder]" = weakref.WeakValueDictionary()
+
+
+class Recorder:
+    """Records numbers, images, figures, histograms and texts of a run.
+
+    >>> import tempfile
+    >>> recorder = Recorder(tempfile.mkdtemp(), tensorboard=False)
+    >>> for loss in (0.5, 0.25):
+    ...     recorder.scalar("train/loss", loss)
+    ...     recorder.step()
+    >>> recorder.count, recorder.last("train/loss")
+    (2, 0.25)
+    >>> recorder.close()
+
+    Without `output_dir` the files go to the folder of the current run; a second Recorder of a run gets a folder of its own within
+    it. `sinks` takes names ("wandb", "trackio", "mlflow") and objects with some of a sink's methods.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        tensorboard: bool | Literal["auto"] = "auto",
+        file: bool = True,
+        console: bool = False,
+        *,
+        sinks: Iterable[Any] = (),
+        flush_every: str | float | timedelta = "5s",
+    ):
+        journal = JsonlSink()
+        outlets = [Outlet(journal)]
+        if file:
+            outlets.append(Outlet(CsvSink()))
+        if _wants_tensorboard(tensorboard):
+            outlets.append(Outlet(TensorBoardSink()))
+        if console:
+            outlets.append(Outlet(ConsoleSink()))
+        outlets += [Outlet(sink) for sink in _made_sinks(sinks)]
+        every = _seconds(flush_every)
+        self._folder = _claimed_folder(output_dir)
+        _open_folders[self._folder] = self
+        run = current_run()
+        if run is not None and run.recorder is None:
+            run.recorder = self
+        self._count = 0
+        self._recorded = False  # something, since the last step
+        self._tags: set[str] = set()
+        self._stream = Stream(self._folder, journal, outlets, every, bool(file))
+        self._stream.due = time.monotonic() + every
+        # Whatever is still on the device is written when the Recorder is dropped, or when the program ends.
+        self._finalizer = weakref.finalize(self, self._stream.close)
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def count(self) -> int:
+        """The step that what is recorded belongs to."""
+        return self._count
+
+    @count.setter
+    def count(self, count: int) -> None:
+        if count == self._count:
+            return
+        if isinstance(count, bool) or not hasattr(count, "__index__") or count.__index__() < 0:
+            raise ConfigTypeError(f"count = {count!r} is not possible; expected a whole number from 0 on.")
+        self._end_step(int(count))
+
+    def step(self) -> None:
+        """End a step: `count` grows by one."""
+        self._end_step(self._count + 1)
+
+    def _end_step(self, next_count: int) -> None:
+        stream = self._stream
+        ended, self._count = self._count, next_count
+        if stream.wants_steps and self._recorded:
+            stream.rows.append(Row("step", "", None, ended, time.monotonic()))
+            stream.show()
+        self._recorded = False
+        if time.monotonic() >= stream.due:
+            stream.turn()
+
+    # ------------------------------------------------------------------ recording
+
+    def scalar(self, tag: str, value: Any) -> None:
+        """Record one number; a tensor is copied on its device and read later."""
+        if tag not in self._tags:
+            self._tags.add(check_tag(tag))
+        if isinstance(value, Tensor):
+            value = self._taken(tag, value)
+        elif type(value) is not float:
+            value = _number(tag, value)
+        self._add("scalar", tag, value)
+
+    def scalars(self, values: Mapping[str, Any]) -> None:
+        """Record several numbers."""
+        for tag, value in values.items():
+            self.scalar(tag, value)
+
+    def figure(self, tag: str, fig: Any) -> None:
+        """Record a matplotlib Figure as it looks now."""
+        check_tag(tag)
+        check_figure(fig)
+        if self._stream.writes():
+            self._add("figure", tag, encode_figure(fig))
+
+    def image(self, tag: str, image: Any) -> None:
+        """Record an image: PIL, or a tensor or array (H, W), (C, H, W), (H, W, C) of bytes or of floats in [0, 1]."""
+        check_tag(tag)
+        checked = check_image(image)
+        if self._stream.writes():
+            self._add("image", tag, kept(self._stream.buffer, checked))
+
+    def histogram(self, tag: str, values: Any, bins: int = 64) -> None:
+        """Record how the values of a tensor or array are spread; counted on its device."""
+        check_tag(tag)
+        values = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        counted = count_values(values, bins)
+        if self._stream.writes():
+            self._add("histogram", tag, tuple(map(self._stream.buffer.keep, counted)))
+
+    def text(self, tag: str, text: str) -> None:
+        """Record a text."""
+        check_tag(tag)
+        if not isinstance(text, str):
+            raise ConfigTypeError(f"text({tag!r}) was given a {type(text).__name__}; expected a str.")
+        self._add("text", tag, text)
+
+    def params(self, params: Mapping[str, Any]) -> None:
+        """Record the settings of the run."""
+        self._add("params", "params", _plain_mapping("params", params))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Record results of the run; tensors are read at once, which waits for their device."""
+        self._add("summary", "summary", _plain_mapping("summary", values))
+
+    def last(self, tag: str) -> float:
+        """Return the number recorded last under `tag` by this process; waits for the device."""
+        self._stream.read()
+        if tag not in self._stream.last:
+            raise ConfigError(unknown_name("tag", tag, self._stream.last or ["(nothing is recorded yet)"]))
+        return self._stream.last[tag]
+
+    # ------------------------------------------------------------------ what loggers of a Trainer are called
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Record numbers at a step."""
+        if step is not None:
+            self.count = step
+        self.scalars(metrics)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Record the settings of the run."""
+        self.params(hyperparameters)
+
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+        """Record one image, or a batch or list of them under numbered tags."""
+        if step is not None:
+            self.count = step
+        if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4:
+            for place, image in enumerate(images):
+                self.image(f"{name}/{place}", image)
+        else:
+            self.image(name, images)
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder that the files go to."""
+        return self._folder
+
+    def silence(self) -> None:
+        """Write nothing from now on, for good; `last` still works."""
+        self._stream.silence()
+
+    def ddp(self) -> Self:
+        """Become one of several processes: all but rank 0 fall silent."""
+        if not is_master():
+            self.silence()
+        return self
+
+    def flush(self) -> None:
+        """Write everything recorded so far; waits for the device."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Write everything and close the files; nothing can be recorded afterwards."""
+        self._finalizer()
+        if _open_folders.get(self._folder) is self:
+            del _open_folders[self._folder]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return count, last values, place in the journal and ids of external runs; everything recorded is written first."""
+        if not self._stream.is_closed:
+            self.flush()
+        return {
+            "count": self._count,
+            "last": dict(self._stream.last),
+            "lines": self._stream.position(),
+            "runs": self._stream.run_ids(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state: rows written after it was saved are superseded."""
+        count = state.get("count")
+        if type(count) is not int or count < 0:
+            raise StateError(f"the state of a Recorder has count={count!r}; expected a whole number from 0 on.")
+        stream = self._stream
+        if stream.is_open:  # end this life first
+            stream.flush()
+            stream.close_sinks()
+        stream.restored = Resume(step=count, lines=state.get("lines"))
+        stream.restored_runs = dict(state.get("runs") or {})
+        stream.last = dict(state.get("last") or {})
+        self._count, self._recorded = count, False
+
+    # ------------------------------------------------------------------ within
+
+    def _add(self, kind: str, tag: str, value: Any) -> None:
+        stream, now = self._stream, time.monotonic()
+        if stream.is_closed:
+            raise ExperimentError(
+                f"{kind}({tag!r}): this Recorder is closed. Record before close() or before the end of its run, or make a new one."
+            )
+        stream.rows.append(Row(kind, tag, value, self._count, now))
+        self._recorded = True
+        if now >= stream.due:
+            stream.turn()
+
+    def _taken(self, tag: str, value: Tensor) -> Any:
+        """Return the number of a CPU tensor, or a copy of a device tensor that is read later."""
+        if value.numel() != 1:
+            raise ConfigError(
+                f"scalar({tag!r}) was given a tensor of shape {tuple(value.shape)}; expected one element. Record its mean(), or use "
+                "histogram() for the spread."
+            )
+        if value.is_complex():
+            raise ConfigError(f"scalar({tag!r}) was given a complex number; record its real part or its size (abs).")
+        if hasattr(value, "full_tensor"):
+            raise ConfigError(
+                f"scalar({tag!r}) was given a distributed tensor; record value.full_tensor(), computed on every rank."
+            )
+        if value.device.type == "cpu":
+            number = value.item()
+            return int(number) if type(number) is bool else number
+        return self._stream.buffer.put(value)
+
+
+def _number(tag: str, value: Any) -> float | int:
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    size = getattr(value, "size", None)
+    if hasattr(value, "item") and size in (1, None):
+        number = value.item()
+        if isinstance(number, int | float):
+            return int(number) if isinstance(number, bool) else number
+    given = f"an array of shape {value.shape}" if hasattr(value, "shape") else f"{value!r}"
+    raise ConfigTypeError(f"scalar({tag!r}) was given {given}; expected one number.")
+
+
+def _plain_mapping(name: str, values: Any) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigTypeError(f"{name}() was given a {type(values).__name__}; expected a dict of names and values.")
+    return plain(values)
+
+
+def _wants_tensorboard(tensorboard: object) -> bool:
+    if tensorboard == "auto":
+        return is_installed()
+    if not isinstance(tensorboard, bool):
+        raise ConfigError(f"tensorboard={tensorboard!r} is not possible; expected True, False or 'auto'.")
+    return tensorboard
+
+
+def _made_sinks(sinks: Any) -> list[Any]:
+    if isinstance(sinks, str) or not isinstance(sinks, Iterable):
+        raise ConfigTypeError(f"sinks={sinks!r} is not possible; expected a list or tuple, such as sinks=({sinks!r},).")
+    made = []
+    for sink in sinks:
+        if isinstance(sink, str):
+            if sink not in _NAMED_SINKS:
+                raise ConfigError(unknown_name("sink", sink, _NAMED_SINKS, where="sinks"))
+            sink = _NAMED_SINKS[sink]()
+        made.append(sink)
+    return made
+
+
+def _seconds(flush_every: Any) -> float:
+    if isinstance(flush_every, str | timedelta):
+        seconds = float(Time.from_timedelta(flush_every).value)
+    elif isinstance(flush_every, int | float) and not isinstance(flush_every, bool):
+        seconds = float(flush_every)
+    else:
+        raise ConfigTypeError(f"flush_every={flush_every!r} is not possible; expected a time such as '5s'.")
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"flush_every={flush_every!r} is not possible; expected a time from 0 on, such as '5s'.")
+    return seconds
+
+
+def _claimed_folder(output_dir: str | Path | None) -> Path:
+    """Return the folder of a new Recorder, which no other open one writes to."""
+    if output_dir is not None:
+        folder = Path(output_dir).absolute()
+        if folder in _open_folders:
+            raise ConfigError(
+                f"output_dir={str(output_dir)!r} belongs to a Recorder that is still open. Use that one, close() it, or give this one "
+                "another folder."
+            )
+        return folder
+    run = current_run()
+    if run is None:
+        raise ExperimentError(
+            "Recorder() needs a place to write to, and no experiment is running. Give it one, Recorder('runs/first'), or make it inside "
+            "an experiment."
+        )
+    place = run.next_index("recorder")
+    folder = (run.folder if place == 0 else run.folder / f"recorder-{place}").absolute()
+    earlier = _open_folders.get(folder)
+    if earlier is not None:  # of the same run before it was resumed in this process
+        earlier.close()
+    return folder

@@ -1,0 +1,191 @@
+"""Rows in the order of recording, from the call that records them to the sinks.
+
+A row waits until its value has left the device. `turn` sends what has collected on its way and delivers what has arrived, without
+waiting; `flush` waits. Sinks are opened with the first row, so a Recorder that is never used leaves no trace, and one that is
+given a saved state first opens them as a resume.
+"""
+
+import os
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.record.buffer import Arrival, DeviceBuffer, Slot
+from drivetrain.record.histogram import read_histogram
+from drivetrain.record.images import Picture, encode_image
+from drivetrain.record.jsonl import FILE_NAME, JsonlSink
+from drivetrain.record.outlet import Outlet
+from drivetrain.record.sink import Resume, Row
+from drivetrain.record.tags import picture_path
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.ranks import get_rank, is_distributed
+
+_GLANCE = 0.05  # seconds between looks for values that are on their way
+
+
+class Stream:
+    """What one Recorder has recorded and not yet delivered, and where it goes."""
+
+    def __init__(self, folder: Path, journal: JsonlSink, outlets: list[Outlet], every: float, keeps_files: bool):
+        self.folder, self.journal, self.outlets = folder, journal, outlets
+        self.buffer = DeviceBuffer()
+        self.rows: list[Row] = []
+        self.last: dict[str, Any] = {}
+        self.due = 0.0
+        self.is_silent = self.is_closed = False
+        self.wants_steps = any(outlet.takes("step") for outlet in outlets)
+        """Whether some sink is to be served at every step."""
+        self.restored: Resume | None = None
+        self.restored_runs: dict[str, str] = {}
+        self._every, self._keeps_files = every, keeps_files
+        self._on_the_way: deque[tuple[list[Row], Arrival]] = deque()
+        self.is_open = False
+        self._resume: Resume | None = None
+        self._process = os.getpid()
+        self._told: set[str] = set()
+        self._pictures: dict[tuple[str, str], int] = {}
+        self._pictures_step = -1
+
+    def writes(self) -> bool:
+        """Say whether this process writes: rank 0 does, also before the group exists, and workers forked from it do not."""
+        if self.is_silent or os.getpid() != self._process:
+            return False
+        if is_distributed():
+            return get_rank() == 0
+        world = launched_world()
+        return world is None or world.rank == 0
+
+    def turn(self) -> None:
+        """Send what has collected, deliver what has arrived, wait for nothing."""
+        if not self._on_the_way:
+            self._send()
+        self._deliver(wait=False)
+        if not self._on_the_way:
+            self.due = time.monotonic() + self._every
+            self._flush_outlets()
+        else:
+            self.due = time.monotonic() + _GLANCE
+
+    def show(self) -> None:
+        """Deliver what has arrived to sinks that live from step to step; nothing is made durable."""
+        if not self._on_the_way:
+            self._send()
+        self._deliver(wait=False)
+
+    def read(self) -> None:
+        """Deliver everything recorded; here the host waits for the device."""
+        self._send()
+        self._deliver(wait=True)
+
+    def flush(self) -> None:
+        """Deliver everything recorded and let every sink make it durable."""
+        self.read()
+        self.due = time.monotonic() + self._every
+        self._flush_outlets()
+
+    def silence(self) -> None:
+        """Write nothing from now on; what was recorded before is still written."""
+        self.flush()
+        self.close_sinks()
+        self.is_silent, self.wants_steps = True, False
+
+    def close_sinks(self) -> None:
+        """Close every sink; the next row opens them again."""
+        self.is_open = False
+        for outlet in self.outlets:
+            outlet.close()
+
+    def close(self) -> None:
+        """Flush and close; what a Recorder's end does, also at the end of the program."""
+        if self.is_closed or os.getpid() != self._process:
+            return
+        try:
+            self.flush()
+        finally:
+            self.is_closed = True
+            self.close_sinks()
+
+    def position(self) -> int | None:
+        """Return how many lines of the journal stand, None when that is not known."""
+        if self.is_open:
+            return self.journal.lines
+        return None if self.restored is None else self.restored.lines
+
+    def run_ids(self) -> dict[str, str]:
+        """Return what external trackers call this run."""
+        known = {outlet.name: getattr(outlet.sink, "run_id", None) for outlet in self.outlets if outlet.is_open}
+        return self.restored_runs | {name: run_id for name, run_id in known.items() if run_id}
+
+    def _send(self) -> None:
+        if self.rows:
+            self._on_the_way.append((self.rows, self.buffer.send()))
+            self.rows = []
+
+    def _deliver(self, wait: bool) -> None:
+        while self._on_the_way:
+            rows, arrival = self._on_the_way[0]
+            if wait:
+                arrival.wait()
+            elif not arrival.is_ready():
+                return
+            self._on_the_way.popleft()
+            writes = self.writes()
+            offset = time.time() - time.monotonic()
+            rows = [self._read(row, offset, writes) for row in rows]
+            arrival.release()
+            if writes:
+                self._open_sinks(rows)
+                for outlet in self.outlets:
+                    outlet.deliver(rows)
+
+    def _read(self, row: Row, offset: float, writes: bool) -> Row:
+        """Return a row with its value on the host and the time of day."""
+        kind, tag, value, step, moment = row
+        if kind == "scalar":
+            if type(value) is Slot:
+                value = value.read()
+                value = int(value) if type(value) is bool else value
+            self.last[tag] = value
+        elif not writes:
+            pass
+        elif kind == "histogram":
+            value = read_histogram(*value)
+        elif kind in ("image", "figure"):
+            png = value if isinstance(value, bytes) else encode_image(value, tag, self._told)
+            value = Picture(png=png, path=self._picture_path(kind, tag, step) if self._keeps_files else None)
+        return Row(kind, tag, value, step, moment + offset)
+
+    def _picture_path(self, kind: str, tag: str, step: int) -> str:
+        if step != self._pictures_step:
+            self._pictures, self._pictures_step = {}, step
+        repeat = self._pictures.get((kind, tag), 0)
+        self._pictures[kind, tag] = repeat + 1
+        return picture_path(kind, tag, step, repeat)
+
+    def _open_sinks(self, rows: list[Row]) -> None:
+        if not self.is_open:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            journal = self.folder / FILE_NAME
+            if journal.exists() and journal.stat().st_size:  # an earlier life of this run was here
+                self._resume = self.restored or Resume(step=rows[0].step)
+            else:
+                self._resume = None
+                self.restored_runs = {}  # those are runs of another folder: a new run starts new ones
+        for outlet in self.outlets:  # a tracker that could not be reached is tried again
+            if not outlet.is_open:
+                run_id = getattr(outlet.sink, "run_id", None) or self.restored_runs.get(outlet.name)
+                outlet.open(self.folder, self._resume and replace(self._resume, run_id=run_id))
+        self.is_open = True
+
+    def _flush_outlets(self) -> None:
+        for outlet in self.outlets:
+            outlet.flush()
+
+
+def kept(buffer: DeviceBuffer, value: Any) -> Any:
+    """Return a copy of an array or tensor that later changes do not reach."""
+    return buffer.keep(value) if isinstance(value, Tensor) else value.copy()

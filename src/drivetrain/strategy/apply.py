@@ -1,0 +1,212 @@
+"""Apply a plan: one walk over its methods in their fixed order, with the mesh, the wrapping, the move and the optimizer in between.
+
+The plan is checked whole before anything is touched. If a step fails all the same, the model is put back as it was and the error goes
+on: there is never a half-applied model. Parameter names and state-dict keys of the user's module stay what they were; DDP is the one
+outer shell.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.context.context import Context
+from drivetrain.context.moving import move_to_device
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
+from drivetrain.module.wrapping import wrap_ddp
+from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.strategy.mesh import build_mesh
+from drivetrain.strategy.method import Stage
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
+from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.snapshot import ModelSnapshot
+from drivetrain.strategy.value import Strategy
+
+
+class PlanContext(Context):
+    """The Context that a plan shapes; what methods need to know beside the session's items is transient."""
+
+    transient: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("plan", "mesh", "recipe", "loss_func", "prepare_input", "sample", "notes"),
+            *("ddp_settings", "autocast_dtype", "scaler_dtype", "skip_nonfinite", "stepping"),
+            *("input_changes", "loss_changes", "recipe_changes"),
+        }
+    )
+
+    model: nn.Module
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResolvedPlan,
+        recipe: OptimizerRecipe | None = None,
+        loss_func: Callable[..., Any] | None = None,
+        prepare_input: Callable[[Any, torch.device], Any] | None = None,
+        sample: Callable[[nn.Module], Any] | None = None,
+    ):
+        super().__init__(model=model)
+        self.optimizer: Any = None
+        self.loader: Any = None
+        self.lr_scheduler: Any = None
+        self.scaler: Any = None
+        self._device = plan.site.device
+        self.plan, self.recipe, self.loss_func, self.prepare_input = plan, recipe, loss_func, prepare_input
+        self.sample = sample
+        """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
+        self.mesh: Any = None
+        self.notes: list[str] = []
+        """What methods found out while they were applied."""
+        self.ddp_settings: dict[str, Any] = {}
+        self.autocast_dtype: torch.dtype | None = None
+        """What forward and loss are computed in; sharding takes it over into its own policy."""
+        self.scaler_dtype: torch.dtype | None = None
+        """What gradients are computed in, where that decides whether they must be scaled."""
+        self.skip_nonfinite = False
+        self.input_changes: list[Callable[[Tensor], Tensor]] = []
+        self.loss_changes: list[Callable[[Any], Any]] = []
+        self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
+        """What is done to the recipe after the methods of the optimizer's own stage."""
+        self.stepping: Any = None
+
+    def note(self, text: str) -> None:
+        """Keep a remark for `explain()`."""
+        self.notes.append(text)
+
+    def prepared(self, data: Any) -> Any:
+        """Return the model's input for what a loader yields: moved, and changed as the plan asks."""
+        device = self.device
+        if self.prepare_input is None:
+            data = move_to_device(device, data, non_blocking=True)
+        else:
+            data = self.prepare_input(data, device)
+        return change_tensors(data, self.input_changes) if self.input_changes else data
+
+
+def change_tensors(value: Any, changes: list[Callable[[Tensor], Tensor]]) -> Any:
+    """Return nested containers with every tensor changed."""
+    from torch.utils._pytree import tree_map_only
+
+    def change(tensor: Tensor) -> Tensor:
+        for function in changes:
+            tensor = function(tensor)
+        return tensor
+
+    return tree_map_only(Tensor, change, value)
+
+
+def check_model(model: Any, where: str = "auto_accelerate") -> None:
+    """Refuse what is no plain module: something else, or a module that is wrapped, sharded or compiled already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{where}: model is a {type(model).__name__}; expected a torch.nn.Module.")
+    for name, module in model.named_modules():
+        if (wrapping := wrapping_of(module)) is not None:
+            place = f"its part {name!r}" if name else "it"
+            raise TypeError(
+                f"{where}: the model ({type(model).__name__}) must be plain, and {place} is already wrapped ({wrapping}). Pass the "
+                "model itself; the plan wraps it."
+            )
+
+
+def shape(ctx: PlanContext) -> PlanContext:
+    """Apply a resolved plan to a context: model and optimizer. On an error the model is as before."""
+    before = ModelSnapshot(ctx.model)
+    model = ctx.model
+    try:
+        _shape(ctx)
+    except BaseException:
+        before.restore()
+        ctx.model = model
+        clear_data_ranks()
+        raise
+    return ctx
+
+
+def _shape(ctx: PlanContext) -> None:
+    plan = ctx.plan
+    ctx.mesh = build_mesh(plan.axes, plan.rank_order, ctx.device.type)
+    for stage in Stage:
+        if stage is Stage.SHELL and not _will_be_sharded(plan):
+            _place(ctx)
+        for own, method, config in plan.steps:
+            if own is stage:
+                method.apply(ctx, config)
+        if stage is Stage.SHELL:
+            _wrap(ctx)
+        elif stage is Stage.OPTIMIZER and ctx.recipe is not None:
+            for change in ctx.recipe_changes:
+                change(ctx.recipe)
+            ctx.optimizer = ctx.recipe.make(ctx.model)
+
+
+def _will_be_sharded(plan: ResolvedPlan) -> bool:
+    return any(stage is Stage.SHELL for stage, _, _ in plan.steps)
+
+
+def _wrap(ctx: PlanContext) -> None:
+    """Average gradients over data ranks by DDP where nothing else does it."""
+    plan = ctx.plan
+    if plan.data_ranks == 1 or is_fully_sharded(ctx.model):
+        return
+    if plan.site.axis("tensor") > 1:  # DDP cannot hold parameters that are sharded along another axis
+        from drivetrain.strategy.methods.fsdp import shard_over_data
+
+        shard_over_data(ctx, reshard_after_forward=False)
+        ctx.note("data parallel: fully_shard without resharding, because DDP cannot hold tensor-parallel parameters")
+        return
+    ctx.model = wrap_ddp(ctx.model, **ctx.ddp_settings)
+
+
+def _place(ctx: PlanContext) -> None:
+    """Move the model to its device; one without memory yet gets it, and initialises itself."""
+    if any(parameter.is_meta for parameter in ctx.model.parameters()):
+        materialise(ctx.model, ctx.device)
+    ctx.model.to(ctx.device)
+
+
+def materialise(
+    model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
+) -> None:
+    """Give a model on the meta device memory, and let each module initialise its own parameters."""
+    model.to_empty(device=device)
+    for name, module in model.named_modules():
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()  # type: ignore[operator]
+        elif next(module.parameters(recurse=False), None) is not None or module._buffers:
+            raise ConfigError(
+                f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
+                "own but no reset_parameters(). Give it one, or pass param_init_fn to fsdp."
+            )
+
+
+def apply_to_context(plan: Strategy, context: Context) -> Context:
+    """Apply a plan to a user's Context: `model`, and where they are there `optimizer`, `loader` and `loss_func`."""
+    from drivetrain.strategy.stepping import finish
+
+    model = getattr(context, "model", None)
+    if model is None:
+        raise ConfigError(f"a plan needs the item 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}.")
+    check_model(model, "Strategy.apply")
+    resolved = resolve_plan(plan, model=model, device=context.device)
+    optimizer, loader = getattr(context, "optimizer", None), getattr(context, "loader", None)
+    recipe = None if optimizer is None else recipe_of(optimizer, model)
+    loss_func = getattr(context, "loss_func", None)
+    if resolved.config("micro_batch") is not None and loader is None:
+        raise ConfigError("micro_batch needs the item 'loader' in the Context, with a global_batch_size.")
+    ctx = shape(PlanContext(model, resolved, recipe, loss_func))
+    finish(ctx, loader)
+    context.model = ctx.model
+    if ctx.optimizer is not None:
+        context.optimizer = ctx.optimizer  # type: ignore[attr-defined]
+    if ctx.loader is not None:
+        context.loader = ctx.loader  # type: ignore[attr-defined]
+    if loss_func is not None:
+        context.loss_func = ctx.stepping.loss  # type: ignore[attr-defined]
+    if ctx.scaler is not None:
+        context.scaler = ctx.scaler  # type: ignore[attr-defined]
+    return context

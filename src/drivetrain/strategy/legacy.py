@@ -1,0 +1,66 @@
+"""Read the plans that ATorch pickled, without executing anything that is in them.
+
+A pickle is a program. This reader runs only the part of it that builds data: lists, dicts, numbers, texts, torch dtypes, and ATorch's
+own Strategy as a plain list. Any other name in the file becomes an inert text; a file that wants to call something is refused, and the
+message says what it wanted to call.
+"""
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import StrategyFormatError
+
+_BUILTINS = {"list": list, "dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset}
+_BUILTINS |= {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
+
+
+class _Inert(str):
+    """The name of something that is not loaded."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise StrategyFormatError(f"the pickle wants to call {str(self)!r}, which is refused. It is not a plan.")
+
+
+class _LegacyStrategy:
+    """Takes the place of ATorch's class and keeps its fields."""
+
+    opt_list: Any = ()
+
+
+class _Reader(pickle.Unpickler):
+    """Resolves the few names that a plan needs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("atorch.") and name == "Strategy":
+            return _LegacyStrategy
+        if module == "builtins" and name in _BUILTINS:
+            return _BUILTINS[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return str(getattr(torch, name)).removeprefix("torch.")
+        return _Inert(f"{module}.{name}")
+
+
+def read_legacy_pickle(data: bytes) -> list[Any]:
+    """Return the list of methods in a pickled plan."""
+    try:
+        value = _Reader(io.BytesIO(data)).load()
+    except (pickle.UnpicklingError, TypeError, AttributeError, EOFError, ValueError) as error:
+        if isinstance(error, StrategyFormatError):
+            raise
+        raise StrategyFormatError(f"the pickle cannot be read as a plan: {error}.") from error
+    if isinstance(value, _LegacyStrategy):
+        value = value.opt_list
+    if not isinstance(value, list | tuple):
+        raise StrategyFormatError(f"the pickle holds a {type(value).__name__}; expected a plan or a list of methods.")
+    return [_decoded(item) for item in value]
+
+
+def _decoded(item: Any) -> Any:
+    """Return one method; ATorch pickles the configuration inside its pickle once more."""
+    if not isinstance(item, tuple | list) or len(item) < 2 or not isinstance(item[1], bytes):
+        return tuple(item) if isinstance(item, list) else item
+    config = _Reader(io.BytesIO(item[1])).load()
+    return (item[0], config, *item[2:3])

@@ -1,0 +1,113 @@
+"""The mesh of a plan: which ranks share samples, which share parameters, and the process groups between them.
+
+An axis list is rank order: the first axis varies fastest, so `[("tensor", 4), ("data", 2)]` puts ranks 0 to 3 into one tensor group.
+Only `data` stretches to fill the world.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drivetrain.core.errors import PlanInfeasible, StrategyError
+from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, get_rank, set_data_ranks
+
+AXES = ("pipe", "data", "zero", "sequence", "tensor")
+"""Outermost first, as a plan that chooses for itself lays them out."""
+AXIS_ALIASES = {"pipeline": "pipe", "dp": "data", "fsdp": "zero", "cp": "sequence", "tp": "tensor"}
+DATA_AXES = ("data", "zero")
+"""Ranks along these read different samples; all others share them."""
+
+Axes = tuple[tuple[str, int], ...]
+
+
+def fit_axes(axes: Axes, world: int) -> Axes:
+    """Return the axes with `data` resized so that their product is the world.
+
+    >>> fit_axes((("tensor", 2), ("pipe", 2), ("data", 2)), 16)
+    (('tensor', 2), ('pipe', 2), ('data', 4))
+    """
+    if not axes:
+        return (("data", world),)
+    sizes = dict(axes)
+    others = math.prod(size for axis, size in axes if axis != "data")
+    shown = ", ".join(f"{axis} {size}" for axis, size in axes)
+    if "data" not in sizes:
+        if others != world:
+            raise StrategyError(
+                f"parallel_mode: the axes {shown} make {others} processes, and there are {world}. Add a 'data' axis, which stretches "
+                f"to fit, or start {others} processes."
+            )
+        return axes
+    if world % others:
+        raise StrategyError(
+            f"parallel_mode: the axes {shown} do not fit {world} processes: the axes other than 'data' need a multiple of {others}."
+        )
+    return tuple((axis, world // others if axis == "data" else size) for axis, size in axes)
+
+
+def resize_axes(axes: Mapping[str, int], world: int) -> dict[str, int]:
+    """Return the axes for another world: tensor, pipe and sequence stay, `zero` keeps its size if it can, `data` takes the rest."""
+    fixed = math.prod(size for axis, size in axes.items() if axis not in DATA_AXES)
+    if world % fixed:
+        kept = ", ".join(f"{axis} {size}" for axis, size in axes.items() if axis not in DATA_AXES)
+        raise PlanInfeasible(f"a world of {world} cannot hold the axes {kept}: it must be a multiple of {fixed}.")
+    rest = world // fixed
+    result = dict(axes)
+    if "zero" in axes:
+        result["zero"] = math.gcd(axes["zero"], rest) if "data" in axes else rest
+        rest //= result["zero"]
+    if rest > 1 or "data" in axes:
+        result["data"] = rest
+    return result
+
+
+def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> Any:
+    """Return the DeviceMesh of the axes and tell the loaders which samples this rank reads; None on one process.
+
+    Every rank must call this with the same arguments.
+    """
+    if get_num_processes() == 1:
+        clear_data_ranks()
+        return None
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    outer_first = axes[::-1]
+    shape, names = tuple(size for _, size in outer_first), tuple(axis for axis, _ in outer_first)
+    if rank_order is None:
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    else:
+        mesh = DeviceMesh(device_type, torch.tensor(rank_order).view(shape), mesh_dim_names=names)
+    _tell_loaders(mesh, dict(axes))
+    return mesh
+
+
+def _tell_loaders(mesh: Any, axes: Mapping[str, int]) -> None:
+    """Say which share of each global batch this rank reads."""
+    present = [axis for axis in DATA_AXES if axes.get(axis, 1) > 1]
+    size = math.prod(axes[axis] for axis in present)
+    if size == get_num_processes():
+        clear_data_ranks()
+    elif not present:
+        set_data_ranks(0, 1, _group_of_all(mesh, []))
+    elif len(present) == 1:
+        set_data_ranks(mesh.get_local_rank(present[0]), size, mesh.get_group(present[0]))
+    else:
+        rank = mesh.get_local_rank("data") * axes["zero"] + mesh.get_local_rank("zero")
+        set_data_ranks(rank, size, _group_of_all(mesh, present))
+
+
+def _group_of_all(mesh: Any, axes: Sequence[str]) -> Any:
+    """Return this rank's group along several axes at once; every rank makes all of them, in one order."""
+    import torch.distributed as dist
+
+    names = list(mesh.mesh_dim_names)
+    kept = [names.index(axis) for axis in axes]
+    others = [index for index in range(len(names)) if index not in kept]
+    rows = mesh.mesh.permute(*others, *kept).reshape(-1, math.prod(mesh.mesh.shape[index] for index in kept))
+    own = None
+    for ranks in rows.tolist():
+        group = dist.new_group(ranks)
+        if get_rank() in ranks:
+            own = group
+    return own

@@ -1,0 +1,1 @@
+"""One file per optimization method; `catalogue` lists them."""

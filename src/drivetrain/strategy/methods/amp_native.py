@@ -1,0 +1,75 @@
+"""Mixed precision: parameters in float32, products in 16 bits (Micikevicius et al., 2018)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.core.errors import UnsupportedMethodError
+from drivetrain.strategy.method import Method, Site, Stage
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmpConfig:
+    dtype: str = "auto"
+    """`bfloat16`, `float16`, or `auto`: bfloat16 where the device has it, else float16."""
+    skip_if_nonfinite: bool = False
+    """Whether an update with a gradient that is not finite is left out; float16 always does."""
+
+
+class SixteenBits(Method):
+    """What mixed and half precision share: the choice of the type."""
+
+    short = "dtype"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if "dtype" in values:
+            name = str(values["dtype"]).removeprefix("torch.")
+            name = _NAMES.get(name, name)
+            if name not in ("auto", *_DTYPES):
+                raise self.bad("dtype", values["dtype"], "'bf16', 'fp16' or 'auto'")
+            values["dtype"] = name
+        for key, value in values.items():
+            if key != "dtype" and not isinstance(value, bool):
+                raise self.bad(key, value, "True or False")
+        return values
+
+    def chosen_dtype(self, config: Any, device: torch.device) -> torch.dtype:
+        """Return the type to compute in on a device."""
+        if config.dtype != "auto":
+            return _DTYPES[config.dtype]
+        return torch.bfloat16 if _has_bf16(device) else torch.float16
+
+    def check(self, config: Any, site: Site) -> None:
+        if config.dtype == "bfloat16" and not _has_bf16(site.device):
+            raise UnsupportedMethodError(
+                f"{self.name}: bfloat16 needs a CPU or a CUDA device of compute capability 8.0 or newer; {site.device} has none. Ask for "
+                "'fp16' or 'auto'."
+            )
+
+
+class AmpNative(SixteenBits):
+    """Autocast over forward and loss, with a gradient scaler for float16."""
+
+    name, group, stage, numerics = "amp_native", "amp", Stage.MODULE, "mixed"
+    Config = AmpConfig
+    why = "matrix products in 16 bits, parameters in float32"
+
+    def is_redundant(self, config: AmpConfig, site: Site) -> str | None:
+        return "half computes in the same type already" if "half" in site.names else None
+
+    def apply(self, ctx: "PlanContext", config: AmpConfig) -> None:
+        ctx.autocast_dtype = ctx.scaler_dtype = self.chosen_dtype(config, ctx.device)
+        ctx.skip_nonfinite = config.skip_if_nonfinite
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,10 @@
+"""Data parallelism over all processes: another name for `parallel_mode` without settings, merged with it."""
+
+from drivetrain.strategy.method import Method, Stage
+
+
+class AutoDdp(Method):
+    """DDP over all processes."""
+
+    name, group, stage = "auto_ddp", "parallel_mode", Stage.MESH
+    why = "each process takes its share of the global batch"

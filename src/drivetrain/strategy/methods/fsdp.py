@@ -1,0 +1,162 @@
+"""Parameters, gradients and optimizer state split over ranks, gathered block by block when needed (Zhao et al., 2023).
+
+A mesh with both `zero` and `data` axes shards along `zero` and replicates along `data` (hybrid sharding).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError, MethodConfigError
+from drivetrain.module.wrapping import shard_fully
+from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig:
+    wrap: Any = "auto"
+    """What becomes a unit: "auto" for the model's blocks, classes, names, or a smallest number of elements."""
+    ignored: Any = ()
+    """Classes or names of modules whose parameters stay whole."""
+    reshard_after_forward: bool | int = True
+    """Whether gathered parameters are freed between forward and backward; an int reshards to that many ranks."""
+    reduce_dtype: str = "float32"
+    cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer state live in host memory."""
+    param_init_fn: Any = None
+    """Initialises each module of a model on the meta device; None for `reset_parameters`."""
+
+
+class Fsdp(Method):
+    """Fully sharded data parallel."""
+
+    name, group, stage = "fsdp", "zero", Stage.SHELL
+    aliases: tuple[str, ...] = ("fsdp2",)
+    Config = FsdpConfig
+    needs_processes = True
+    renamed = {
+        "atorch_wrap_cls": "wrap",
+        "atorch_size_based_min_num_params": "wrap",
+        "atorch_ignored_cls": "ignored",
+    }
+    deaf = (
+        *("limit_all_gathers", "forward_prefetch", "use_orig_params", "sync_module_states", "backward_prefetch"),
+        *("trainable_outermost", "wrap_trainable_outmost"),
+    )
+    why = "parameters, gradients and optimizer state are split over ranks"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        for key in ("wrap", "ignored"):
+            if key in values:
+                values[key] = as_selectors(values[key])
+        wrap = values.get("wrap", "auto")
+        if not (isinstance(wrap, str) or is_whole(wrap) or (isinstance(wrap, tuple) and wrap)):
+            raise self.bad("wrap", wrap, "'auto', classes, names, or a smallest number of elements")
+        ignored = values.get("ignored", ())
+        values["ignored"] = (ignored,) if isinstance(ignored, str) else ignored
+        reshard = values.get("reshard_after_forward", True)
+        if not (isinstance(reshard, bool) or is_whole(reshard)):
+            raise self.bad("reshard_after_forward", reshard, "True, False or a number of ranks")
+        if "reduce_dtype" in values:
+            values["reduce_dtype"] = self._read_dtype(values["reduce_dtype"])
+        if not isinstance(values.get("cpu_offload", False), bool):
+            raise self.bad("cpu_offload", values["cpu_offload"], "True or False")
+        init = values.get("param_init_fn")
+        if init is not None and not callable(init):
+            raise MethodConfigError(
+                f"{self.name}: param_init_fn={init!r} is no function. A plan in a file cannot hold one; pass it in a list."
+            )
+        return values
+
+    def _read_dtype(self, value: Any) -> str:
+        name = str(value).removeprefix("torch.")
+        name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
+        if name not in DTYPES:
+            raise self.bad("reduce_dtype", value, ", ".join(DTYPES))
+        return name
+
+    def is_redundant(self, config: Any, site: Site) -> str | None:
+        return None if config.cpu_offload and torch.distributed.is_initialized() else super().is_redundant(config, site)
+
+    def check(self, config: FsdpConfig, site: Site) -> None:
+        if site.model is None:
+            return
+        from drivetrain.module.blocks import select_modules
+
+        try:
+            for value in (config.wrap, *config.ignored):
+                if not (isinstance(value, int) or value == "auto"):
+                    select_modules(site.model, selected(site.model, value), where=self.name)
+        except MethodConfigError:
+            raise
+        except ConfigError as error:
+            raise MethodConfigError(str(error)) from error
+
+    def apply(self, ctx: "PlanContext", config: FsdpConfig) -> None:
+        shard_over_data(
+            ctx,
+            wrap=selected(ctx.model, config.wrap),
+            ignored=selected(ctx.model, config.ignored),
+            reshard_after_forward=config.reshard_after_forward,
+            reduce_dtype=DTYPES[config.reduce_dtype],
+            cpu_offload=config.cpu_offload,
+            param_init_fn=config.param_init_fn,
+        )
+
+
+def shard_over_data(
+    ctx: "PlanContext",
+    *,
+    wrap: Any = "auto",
+    ignored: Any = (),
+    reshard_after_forward: bool | int = True,
+    reduce_dtype: torch.dtype = torch.float32,
+    cpu_offload: bool = False,
+    param_init_fn: Any = None,
+) -> None:
+    """Shard the model over the data axes of the mesh; a precision that was asked for becomes the policy."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    from drivetrain.module.blocks import select_modules
+    from drivetrain.strategy.apply import materialise
+
+    axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
+    mesh = shard_mesh(ctx.mesh, axes)
+    dtype = ctx.autocast_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
+    )
+    ctx.autocast_dtype = None  # the policy casts; autocast would do it again
+    settings: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    if cpu_offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+    if ignored:
+        modules = [module for _, module in select_modules(ctx.model, list(ignored), where="ignored")]
+        settings["ignored_params"] = {p for module in modules for p in module.parameters()}
+        for parameter in settings["ignored_params"]:
+            parameter.data = parameter.data.to(ctx.device)
+    is_meta = any(parameter.is_meta for parameter in ctx.model.parameters())
+    ctx.model = shard_fully(ctx.model, mesh, wrap=wrap, mixed_precision=policy, **settings)
+    if is_meta:
+        materialise(ctx.model, ctx.device if not cpu_offload else torch.device("cpu"), param_init_fn)
+    for buffer in ctx.model.buffers():
+        buffer.data = buffer.data.to(ctx.device)
+
+
+def shard_mesh(mesh: Any, axes: list[str]) -> Any:
+    """Return the part of a mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding."""
+    if len(axes) < 2:
+        name = axes[0] if axes else "data"
+        return mesh if mesh.ndim == 1 else mesh[name]
+    names = list(mesh.mesh_dim_names)
+    if names.index("data") > names.index("zero"):
+        raise ConfigError(
+            "fsdp: with both axes, list ('zero', n) before ('data', m): the ranks that shard together must be neighbours."
+        )
+    return mesh if mesh.ndim == 2 else mesh["data", "zero"]

@@ -1,0 +1,76 @@
+"""Parameters in 16 bits, with a float32 copy in the optimizer so that small updates are not lost."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.module.master_weights import with_master_weights
+from drivetrain.runtime.ranks import data_group, is_distributed
+from drivetrain.strategy.method import Stage
+from drivetrain.strategy.methods.amp_native import SixteenBits
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfConfig:
+    dtype: str = "auto"
+    """`bfloat16`, `float16`, or `auto`: bfloat16 where the device has it, else float16."""
+    master_weights: bool = True
+    """Whether the optimizer trains float32 copies."""
+
+
+class Half(SixteenBits):
+    """The whole model in 16 bits."""
+
+    name, group, stage, numerics = "half", "half", Stage.MODULE, "low"
+    Config = HalfConfig
+    why = "parameters and activations in 16 bits"
+
+    def apply(self, ctx: "PlanContext", config: HalfConfig) -> None:
+        dtype = self.chosen_dtype(config, ctx.device)
+        ctx.scaler_dtype = dtype
+        is_sharded = any(name in ctx.plan.site.names for name in ("fsdp", "zero2"))
+        if is_sharded and config.master_weights:
+            ctx.autocast_dtype = dtype  # shards stay in float32 and are gathered in 16 bits: these are the copies
+            return
+        originals = {name: p.data for name, p in ctx.model.named_parameters() if p.is_floating_point()}
+        ctx.model.to(dtype=dtype)
+        ctx.input_changes.append(CastFloats(dtype))
+        if config.master_weights:
+            ctx.recipe_changes.append(lambda recipe: _train_copies(recipe, ctx, originals))
+
+
+class CastFloats:
+    """Casts floating inputs."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[str, Tensor]) -> None:
+    """Let the recipe make an optimizer of float32 copies."""
+    import torch.distributed as dist
+
+    from drivetrain.module.wrapping import named_clean_parameters
+
+    inner = recipe.build
+
+    def build(groups: Any, **settings: Any) -> Any:
+        masters: dict[int, nn.Parameter] = {}
+        for name, parameter in named_clean_parameters(ctx.model):
+            if name in originals:
+                value = originals[name].to(ctx.device, torch.float32, copy=True)
+                if is_distributed():
+                    dist.broadcast(value, group=data_group(), group_src=0)  # as DDP does for the parameters
+                masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return with_master_weights(inner, masters, groups, settings)
+
+    recipe.build, recipe.is_changed = build, True

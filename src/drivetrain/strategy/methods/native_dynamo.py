@@ -1,0 +1,86 @@
+"""Compile the model with torch.compile: the whole of it, or block by block under sharding."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.core.errors import MethodConfigError, unknown_name
+from drivetrain.module.compilation import compile_module
+from drivetrain.strategy.method import Method, Site, Stage
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+_SCOPES = ("auto", "block", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    scope: str = "auto"
+    """`model`, `block`, or `auto`: the whole model on one device or in DDP, blocks under sharding and tensor parallelism."""
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    include_loss: bool = True
+    """Whether the loss is compiled too, where the whole model is."""
+    activation_memory_budget: float = 1.0
+    """Share of the activations the compiler may keep; less makes it recompute. It holds for the whole process."""
+    allow_tf32: bool = False
+
+
+class NativeDynamo(Method):
+    """torch.compile in place: no name and no key changes."""
+
+    name, group, stage = "native_dynamo", "dynamo", Stage.COMPILE_MODEL
+    aliases = ("compile",)
+    Config = CompileConfig
+    short = "backend"
+    renamed = {"dynamo_backend": "backend"}
+    deaf = ("mixed_precision",)
+    why = "kernels are fused by the compiler"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("scope", "auto") not in _SCOPES:
+            raise MethodConfigError(unknown_name("scope", values["scope"], _SCOPES, where=self.name))
+        for key in ("backend", "mode"):
+            if values.get(key) is not None and not isinstance(values[key], str):
+                raise self.bad(key, values[key], "a name")
+        for key in ("fullgraph", "include_loss", "allow_tf32"):
+            if not isinstance(values.get(key, False), bool):
+                raise self.bad(key, values[key], "True or False")
+        if values.get("dynamic") not in (True, False, None):
+            raise self.bad("dynamic", values["dynamic"], "True, False or None")
+        budget = values.get("activation_memory_budget", 1.0)
+        if not isinstance(budget, int | float) or isinstance(budget, bool) or not 0 <= budget <= 1:
+            raise self.bad("activation_memory_budget", budget, "a share between 0 and 1")
+        return values
+
+    def check(self, config: CompileConfig, site: Site) -> None:
+        from torch._dynamo import list_backends
+
+        if config.backend not in (known := list_backends(exclude_tags=())):
+            raise MethodConfigError(unknown_name("backend", config.backend, known, where=self.name))
+
+    def stage_of(self, config: CompileConfig, site: Site) -> Stage:
+        shards = any(name in site.names for name in ("fsdp", "zero2", "tensor_parallel"))
+        by_block = config.scope == "block" or (config.scope == "auto" and shards)
+        return Stage.COMPILE_BLOCKS if by_block else Stage.COMPILE_MODEL
+
+    def apply(self, ctx: "PlanContext", config: CompileConfig) -> None:
+        settings: dict[str, Any] = {"backend": config.backend, "fullgraph": config.fullgraph}
+        settings |= {key: value for key in ("mode", "dynamic") if (value := getattr(config, key)) is not None}
+        if "cuda_graphs" in ctx.plan.site.names:
+            settings["mode"] = "reduce-overhead"
+        if config.allow_tf32:
+            torch.set_float32_matmul_precision("high")
+        if config.activation_memory_budget < 1:
+            import torch._functorch.config
+
+            torch._functorch.config.activation_memory_budget = config.activation_memory_budget
+            ctx.note("compile: the activation memory budget holds for the whole process")
+        whole = self.stage_of(config, ctx.plan.site) is Stage.COMPILE_MODEL
+        compile_module(ctx.model, "model" if whole else "block", **settings)
+        if whole and config.include_loss:
+            ctx.loss_changes.append(lambda loss_func: torch.compile(loss_func, **settings))

@@ -1,0 +1,113 @@
+"""Spread the processes over the axes of a mesh; along `data`, gradients are averaged by DDP unless a method shards."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from drivetrain.core.errors import MethodConfigError, StrategyError, UnsupportedMethodError, unknown_name
+from drivetrain.strategy.mesh import AXES, AXIS_ALIASES, Axes
+from drivetrain.strategy.method import Method, Site, Stage, is_whole
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+_UNBUILT_AXES = ("pipe", "sequence")
+"""Axes whose methods are not there: a mesh with more than one rank along them could not train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModeConfig:
+    axes: Axes = ()
+    """Pairs of axis and size, the fastest varying first; empty: all processes along `data`."""
+    rank_order: tuple[int, ...] | None = None
+    """Which process stands in which place of the mesh, outermost axis first; None for their own order."""
+    sync_batchnorm: bool = False
+    """Whether batch norms take their statistics over all data ranks."""
+    static_graph: bool = False
+    bucket_cap_mb: int | None = None
+    """Size of DDP's gradient buckets; None for torch's own."""
+
+
+class ParallelMode(Method):
+    """Mesh axes and data parallelism."""
+
+    name, group, stage = "parallel_mode", "parallel_mode", Stage.MESH
+    Config = ParallelModeConfig
+    short = "axes"
+    why = "each process takes its share of the global batch"
+
+    def parse(self, config: Any = None) -> ParallelModeConfig:
+        """Read also `([(axis, size), ...], rank_order)`."""
+        if isinstance(config, tuple | list) and not _is_axes(config):
+            if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
+                raise self.bad("config", config, "([(axis, size), ...], rank_order) such as ([('tensor', 2), ('data', 4)], None)")
+            if len(config) == 3 and config[2]:
+                raise MethodConfigError(
+                    f"parallel_mode: multi_instance={config[2]!r} is not supported. Several instances of a model are the ranks along the "
+                    "'data' axis."
+                )
+            config = {"axes": config[0] or (), "rank_order": config[1] if len(config) > 1 else None}
+        return super().parse(config)
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if "axes" in values:
+            values["axes"] = self._read_axes(values["axes"] or ())
+        order = values.get("rank_order")
+        if order is not None and (
+            not isinstance(order, tuple) or sorted(map(str, order)) != sorted(map(str, range(len(order))))
+        ):
+            raise self.bad("rank_order", order, "every rank from 0 on, once")
+        for key in ("sync_batchnorm", "static_graph"):
+            if not isinstance(values.get(key, False), bool):
+                raise self.bad(key, values[key], "True or False")
+        if values.get("bucket_cap_mb") is not None and not is_whole(values["bucket_cap_mb"]):
+            raise self.bad("bucket_cap_mb", values["bucket_cap_mb"], "a whole number of MiB, or None")
+        return values
+
+    def _read_axes(self, pairs: Any) -> Axes:
+        if not _is_axes(pairs) and pairs != ():
+            raise self.bad("axes", pairs, "pairs of axis and size, such as [('tensor', 2), ('data', 4)]")
+        axes: list[tuple[str, int]] = []
+        for axis, size in pairs:
+            name = AXIS_ALIASES.get(axis, axis)
+            if name not in AXES:
+                raise MethodConfigError(unknown_name("axis", axis, [*AXES, *AXIS_ALIASES], where="parallel_mode"))
+            if not is_whole(size):
+                raise self.bad(axis, size, "a whole number of at least 1")
+            if name in dict(axes):
+                raise self.bad("axes", pairs, f"each axis once; {name!r} is there twice")
+            axes.append((name, size))
+        return tuple(axes)
+
+    def check(self, config: ParallelModeConfig, site: Site) -> None:
+        if config.rank_order is not None and len(config.rank_order) != site.world:
+            raise StrategyError(
+                f"parallel_mode: rank_order names {len(config.rank_order)} ranks, and there are {site.world} processes."
+            )
+        if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
+            raise UnsupportedMethodError("parallel_mode: sync_batchnorm needs an accelerator; torch has none for the CPU.")
+        for axis in _UNBUILT_AXES:
+            if site.axis(axis) > 1:
+                raise UnsupportedMethodError(
+                    f"parallel_mode: the axis {axis!r} of size {site.axis(axis)} has no method in this version. Use data, zero and tensor."
+                )
+        if site.axis("tensor") > 1 and "tensor_parallel" not in site.names:
+            raise StrategyError("parallel_mode: there is a 'tensor' axis but no tensor_parallel in the plan. Add it.")
+
+    def apply(self, ctx: "PlanContext", config: ParallelModeConfig) -> None:
+        if config.sync_batchnorm and ctx.plan.data_ranks > 1:
+            ctx.model = nn.SyncBatchNorm.convert_sync_batchnorm(ctx.model)
+        if config.static_graph:
+            ctx.ddp_settings["static_graph"] = True
+        if config.bucket_cap_mb is not None:
+            ctx.ddp_settings["bucket_cap_mb"] = config.bucket_cap_mb
+
+
+def _is_axes(value: Any) -> bool:
+    """Say whether a value is a list of pairs that begin with a text."""
+    return (
+        isinstance(value, tuple | list)
+        and bool(value)
+        and all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in value)
+    )

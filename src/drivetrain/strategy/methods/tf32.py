@@ -1,0 +1,40 @@
+"""float32 products with a 10-bit mantissa on tensor cores."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.strategy.method import Method, Stage
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tf32Config:
+    precision: str = "high"
+
+
+class Tf32(Method):
+    """TF32 for matrix products and convolutions of the whole process."""
+
+    name, group, stage, numerics = "tf32", "precision", Stage.MODULE, "tf32"
+    Config = Tf32Config
+    short = "precision"
+    why = "float32 products on tensor cores, in the whole process"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("precision", "high") != "high":
+            raise self.bad("precision", values["precision"], "'high'")
+        return values
+
+    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs a CUDA device of compute capability 8.0 or newer"
+        return None
+
+    def apply(self, ctx: "PlanContext", config: Tf32Config) -> None:
+        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+            backend.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        ctx.note("tf32: holds for the whole process")

@@ -1,0 +1,41 @@
+"""Each data rank keeps the optimizer state of its share of the parameters (Rajbhandari et al., 2020, arXiv 1910.02054)."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConflictError
+from drivetrain.runtime.ranks import data_group
+from drivetrain.strategy.method import Method, NoConfig, Site, Stage
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+
+class Zero1(Method):
+    """DDP with the optimizer's state split over ranks."""
+
+    name, group, stage = "zero1", "zero", Stage.OPTIMIZER
+    needs_processes = True
+    deaf = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
+    why = "optimizer state is split over the data ranks"
+
+    def check(self, config: NoConfig, site: Site) -> None:
+        if site.axis("tensor") > 1:
+            raise ConflictError("zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel.")
+
+    def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
+        recipe = ctx.recipe
+        if recipe is None:
+            raise ConflictError("zero1 splits the optimizer's state, and there is no optimizer. Pass optim_func, or leave zero1 out.")
+        inner: Callable[..., Optimizer] = recipe.build
+
+        def build(groups: Any, **settings: Any) -> Optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(
+                list(groups), optimizer_class=inner, process_group=data_group(), **settings  # type: ignore[arg-type]
+            )
+
+        recipe.build, recipe.is_changed = build, True

@@ -1,0 +1,74 @@
+"""How the optimizer of a plan is made: by which function, with which settings, of which parameters.
+
+It is made last, of the parameters as they finally are. Methods change the recipe, not the optimizer: `fused_optimizer` adds a setting,
+`zero1` puts another class around, `half` lets it train copies in float32. An optimizer that already exists is followed where that is
+possible (sharding), and made again where it is not, as long as it has no state to lose.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
+
+
+@dataclass(kw_only=True)
+class OptimizerRecipe:
+    """What makes the optimizer."""
+
+    build: Callable[..., Optimizer]
+    """Called with parameters or groups, and the settings."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    groups: Callable[[nn.Module], Any] = lambda model: model.parameters()
+    existing: Optimizer | None = None
+    """An optimizer of the user's own that this recipe would replace."""
+    names: dict[str, nn.Parameter] = field(default_factory=dict)
+    """The parameters of that optimizer's model by name, as they were."""
+    is_changed: bool = False
+    """Whether a method changed the recipe, so that an existing optimizer must be made again."""
+
+    def make(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the final model."""
+        if self.existing is None:
+            return self.build(self.groups(unwrap(model)), **self.settings)
+        if not self.is_changed:
+            new = dict(named_clean_parameters(model))
+            if any(new.get(name) is not old for name, old in self.names.items()):
+                rebind_optimizer(self.existing, self.names, model)
+            return self.existing
+        if self.existing.state:
+            raise ConfigError(
+                f"the plan makes a new optimizer in place of the {type(self.existing).__name__} given, which has state already. Apply "
+                "the plan before the first step."
+            )
+        return self.build(self.groups(unwrap(model)), **self.settings)
+
+
+def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
+    """Return the recipe that makes an optimizer like a given one: same class, groups and settings."""
+    names = dict(named_clean_parameters(model))
+    by_id = {id(parameter): name for name, parameter in names.items()}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id]
+    if missing:
+        raise ConfigError(
+            f"the optimizer holds {len(missing)} parameters that are not the model's. A plan is applied to one model and its optimizer."
+        )
+    layout = [
+        ([by_id[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
+        for group in optimizer.param_groups
+    ]
+
+    def groups(final: nn.Module) -> list[dict[str, Any]]:
+        new = dict(named_clean_parameters(final))
+        return [{**settings, "params": [new[name] for name in held]} for held, settings in layout]
+
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return OptimizerRecipe(
+        build=type(optimizer), settings=settings, groups=groups, existing=optimizer, names=names
+    )

@@ -1,0 +1,149 @@
+"""Plans as JSON: one schema with a number, and every form in which a plan can be given.
+
+Unknown keys and newer schemas are refused by name, so that an old program never half-understands a new plan. Nothing in a file is
+executed or imported: classes are written as their full names and compared with those of the model at hand.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
+from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.value import Strategy
+
+SCHEMA = 1
+MARK = "drivetrain_strategy"
+_PLAIN = ("predicted", "measured", "evidence", "reasons", "rejected", "fingerprint")
+_KEYS = (MARK, "methods", "mesh", "batch", *_PLAIN, "dropped")
+_PICKLE_OPCODE = 0x80
+
+
+def as_plain(plan: Strategy) -> dict[str, Any]:
+    """Return a plan as JSON holds it."""
+    methods = []
+    for name, config, tunable in plan:
+        entry: dict[str, Any] = {"name": name, "config": find_method(name).plain(config)}
+        methods.append({**entry, "tunable": True} if tunable else entry)
+    result: dict[str, Any] = {MARK: SCHEMA, "methods": methods}
+    result["mesh"] = None if plan.mesh is None else [list(pair) for pair in plan.mesh]
+    result["batch"] = None if plan.batch is None else asdict(plan.batch)
+    for name in _PLAIN:
+        value = getattr(plan, name)
+        result[name] = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+    result["dropped"] = [list(pair) for pair in plan.dropped]
+    return result
+
+
+def dump(plan: Strategy) -> str:
+    """Return a plan as JSON text."""
+    try:
+        return json.dumps(as_plain(plan), indent=2)
+    except TypeError as error:
+        raise StrategyFormatError(
+            f"the plan holds something that JSON cannot: {error}. Functions in a configuration cannot be saved; pass them again when "
+            "the plan is loaded."
+        ) from error
+
+
+def save(plan: Strategy, path: str | os.PathLike[str]) -> None:
+    """Write a plan beside its place and move it there."""
+    target = Path(path)
+    refuse_pickle_name(target)
+    text = dump(plan)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
+    """Refuse a file name that promises a pickle."""
+    if Path(path).suffix in (".pkl", ".pickle"):
+        raise StrategyFormatError(f"{os.fspath(path)!r}: plans are JSON, not pickles. Choose a name that ends in .json.")
+
+
+def load(source: Any, allow_pickle: bool = False) -> Strategy:
+    """Return the plan in any of the forms that `Strategy.load` names."""
+    if isinstance(source, Strategy):
+        return source
+    if isinstance(source, list | tuple):
+        return Strategy(source)
+    if isinstance(source, Mapping):
+        return _from_plain(source)
+    if isinstance(source, bytes | bytearray):
+        return _from_bytes(bytes(source), allow_pickle, "the bytes given")
+    if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
+        return parse_json(source)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{os.fspath(source)!r} is no file with a plan. A plan is a path, JSON text, or a list such as "
+                "['parallel_mode', ('amp_native', 'bf16')]."
+            )
+        return _from_bytes(path.read_bytes(), allow_pickle, repr(os.fspath(source)))
+    raise ConfigTypeError(
+        f"a plan cannot be read from {type(source).__name__}. Expected a Strategy, a list, a dict, JSON text or bytes, or a path."
+    )
+
+
+def _from_bytes(data: bytes, allow_pickle: bool, where: str) -> Strategy:
+    if data[:1] and data[0] == _PICKLE_OPCODE:
+        if not allow_pickle:
+            raise StrategyFormatError(
+                f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
+                "the plan as JSON."
+            )
+        from drivetrain.strategy.legacy import read_legacy_pickle
+
+        return Strategy(read_legacy_pickle(data))
+    return parse_json(data, where)
+
+
+def parse_json(text: str | bytes, where: str = "the plan") -> Strategy:
+    """Return the plan that a JSON text describes."""
+    try:
+        value = json.loads(text)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise StrategyFormatError(f"{where} is not JSON: {error}.") from error
+    if isinstance(value, list):
+        return Strategy(value)
+    if isinstance(value, dict):
+        return _from_plain(value)
+    raise StrategyFormatError(f"{where} is JSON of the type {type(value).__name__}; expected an object or a list.")
+
+
+def _from_plain(value: Mapping[str, Any]) -> Strategy:
+    schema = value.get(MARK)
+    if not isinstance(schema, int) or isinstance(schema, bool):
+        raise StrategyFormatError(
+            f"this is no plan: the key {MARK!r} with a schema number is missing. Keys given: {', '.join(map(str, value)) or 'none'}."
+        )
+    if schema > SCHEMA:
+        raise StrategyFormatError(
+            f"the plan has schema {schema}, and this version of Drivetrain reads schema {SCHEMA}. Update Drivetrain, or save the plan "
+            "with the version that will read it."
+        )
+    while schema < SCHEMA:
+        if schema not in _MIGRATIONS:
+            raise StrategyFormatError(f"the plan has schema {schema}, which never existed; the oldest is {SCHEMA}.")
+        value, schema = _MIGRATIONS[schema](value), schema + 1
+    for key in value:
+        if key not in _KEYS:
+            raise StrategyFormatError(unknown_name("key", key, _KEYS, where="plan"))
+    given = {name: value[name] for name in _KEYS if value.get(name) is not None and name not in (MARK, "methods")}
+    try:
+        return Strategy(value.get("methods"), **given)
+    except TypeError as error:
+        raise StrategyFormatError(f"the plan is malformed: {error}") from error
+
+
+_MIGRATIONS: dict[int, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {}
+"""For each older schema, what turns a plan of it into the next one."""

@@ -1,0 +1,81 @@
+"""The one list of methods: ours and the user's, by name and alias.
+
+Lists, files and searches all ask here, so a registered method is usable everywhere at once.
+"""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError, UnknownMethodError, unknown_name
+from drivetrain.strategy.method import Method
+
+M = TypeVar("M", bound="Method | type[Method]")
+
+_methods: dict[str, Method] = {}
+_aliases: dict[str, str] = {}
+
+
+def register_method(method: M) -> M:
+    """Add a method, as an instance or a class; can be used as a decorator."""
+    found = method() if isinstance(method, type) else method
+    if not isinstance(found, Method):
+        raise ConfigTypeError(f"register_method({method!r}): expected a Method from drivetrain.strategy.method.")
+    _load_built_in()
+    _add(found)
+    return method
+
+
+def _add(method: Method) -> None:
+    for name in (method.name, *method.aliases):
+        if name in _methods or name in _aliases:
+            raise ConfigError(f"register_method: the name {name!r} is taken. Choose another one.")
+    _methods[method.name] = method
+    _aliases.update(dict.fromkeys(method.aliases, method.name))
+
+
+def find_method(name: object) -> Method:
+    """Return the method of a name or alias.
+
+    >>> find_method("fsdp2").name
+    'fsdp'
+    """
+    _load_built_in()
+    if isinstance(name, str):
+        found = _methods.get(_aliases.get(name, name))
+        if found is not None:
+            return found
+    raise UnknownMethodError(unknown_name("method", name, [*_methods, *_aliases]))
+
+
+def method_names() -> list[str]:
+    """Return the name of every method, without aliases."""
+    _load_built_in()
+    return list(_methods)
+
+
+def group_names() -> list[str]:
+    """Return the names of all groups of methods."""
+    _load_built_in()
+    return list(dict.fromkeys(method.group for method in _methods.values()))
+
+
+def expand_names(names: Iterable[object]) -> set[str]:
+    """Return the canonical names of methods and of all methods of the groups named."""
+    _load_built_in()
+    result: set[str] = set()
+    for name in names:
+        members = {method.name for method in _methods.values() if method.group == name}
+        try:
+            result |= {find_method(name).name} if not members else members
+        except UnknownMethodError:
+            valid = [*_methods, *group_names()]
+            raise UnknownMethodError(unknown_name("method or group", name, dict.fromkeys(valid))) from None
+    return result
+
+
+def _load_built_in() -> None:
+    if not _methods:
+        from drivetrain.strategy.methods.catalogue import BUILT_IN
+
+        for method in BUILT_IN:
+            _add(method())

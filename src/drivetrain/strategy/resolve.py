@@ -1,0 +1,137 @@
+"""From a list of methods to what will be done: merged, checked for conflicts, fitted to the world, in the one order of application.
+
+This is pure: it looks and touches nothing, and all ranks that call it with the same arguments get the same result or the same error.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConflictError, UnsupportedMethodError
+from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.strategy.mesh import DATA_AXES, Axes, fit_axes
+from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.value import Strategy
+
+_ONE_OF_GROUP = ("zero", "half")
+"""Groups of which a plan has at most one method."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan:
+    """A plan that has met its place."""
+
+    steps: tuple[tuple[Stage, Method, Any], ...]
+    """Stage, method and configuration, in the order of application."""
+    axes: Axes
+    site: Site
+    rank_order: tuple[int, ...] | None = None
+    dropped: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[str, ...] = field(default=())
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the samples of a batch are spread."""
+        return math.prod(self.site.axis(axis) for axis in DATA_AXES)
+
+    def config(self, name: str) -> Any:
+        """Return the configuration of a method, or None if it is not in the plan."""
+        return next((config for _, method, config in self.steps if method.name == name), None)
+
+
+def resolve_plan(
+    plan: Strategy,
+    *,
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    world: int | None = None,
+    strict: bool = False,
+) -> ResolvedPlan:
+    """Return what a plan means in a place, or raise why it cannot be applied there."""
+    world = get_num_processes() if world is None else world
+    place = choose_device(device)
+    merged = _expanded(_merged(plan))
+    parallel = merged.get("parallel_mode")
+    axes = fit_axes(parallel.axes if parallel is not None else (), world)
+    site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
+    _refuse_conflicts(merged, site)
+    dropped: list[tuple[str, str]] = []
+    for name, config in list(merged.items()):
+        method = find_method(name)
+        reason = method.is_redundant(config, site) or method.requires(None, place, world)
+        if reason is not None:
+            if strict:
+                raise UnsupportedMethodError(
+                    f"{name} cannot be used on {place} with {world} processes: {reason}. Leave it out, or pass strict=False."
+                )
+            dropped.append((name, reason))
+            del merged[name]
+    if dropped:
+        warnings.warn(
+            "left out of the plan: " + "; ".join(f"{name}, because {reason}" for name, reason in dropped),
+            UserWarning,
+            stacklevel=3,
+        )
+    site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
+    steps = []
+    for name, config in merged.items():
+        method = find_method(name)
+        method.check(config, site)
+        steps.append((method.stage_of(config, site), method, config))
+    steps.sort(key=lambda step: (step[0], step[1].name))
+    return ResolvedPlan(
+        steps=tuple(steps),
+        axes=axes,
+        site=site,
+        rank_order=None if parallel is None else parallel.rank_order,
+        dropped=(*plan.dropped, *dropped),
+        reasons=tuple(f"{method.name}: {why}" for _, method, config in steps if (why := method.reason(config))),
+    )
+
+
+def _merged(plan: Strategy) -> dict[str, Any]:
+    """Return the configuration of each method; one method twice must mean the same twice."""
+    merged: dict[str, Any] = {}
+    for name, config, _ in plan:
+        if name in merged and merged[name] != config:
+            raise ConflictError(
+                f"{name} is in the plan twice, with different settings: {merged[name]} and {config}. Keep one of them."
+            )
+        merged[name] = config
+    return merged
+
+
+def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
+    """Replace `auto_ddp` by the `parallel_mode` it stands for."""
+    if "auto_ddp" in merged:
+        del merged["auto_ddp"]
+        merged.setdefault("parallel_mode", find_method("parallel_mode").parse(None))
+    return merged
+
+
+def _refuse_conflicts(merged: Mapping[str, Any], site: Site) -> None:
+    for group in _ONE_OF_GROUP:
+        members = [name for name in merged if find_method(name).group == group]
+        if len(members) > 1:
+            raise ConflictError(
+                f"{' and '.join(members)} cannot be used together: a plan has one method of the group {group!r}. Keep one of them."
+            )
+    for name in merged:
+        for other, remedy in find_method(name).conflicts.items():
+            if other in merged:
+                raise ConflictError(f"{name} and {other} cannot be used together. {remedy}")
+    amp, half = merged.get("amp_native"), merged.get("half")
+    if amp is not None and half is not None:
+        kinds = [find_method(name).chosen_dtype(merged[name], site.device) for name in ("amp_native", "half")]  # type: ignore[attr-defined]
+        if kinds[0] != kinds[1]:
+            raise ConflictError(
+                f"amp_native computes in {kinds[0]} and half in {kinds[1]}; a model has one of them. Give both the same type, or keep "
+                "one method."
+            )

@@ -1,0 +1,319 @@
+"""What joins loader, loss and optimizer of a hand-written loop, so that its five lines are right for any plan.
+
+The loader opens and closes accumulation windows and says when gradients synchronise; the loss keeps its value while its gradient is
+weighted by its share of the window (and by the float16 scale); the optimizer steps when a window closes. The arithmetic is
+`drivetrain.module.accumulation`'s. When the loader knows how many samples a window will have, gradients are complete after the last
+backward, so that clipping between backward and step sees the truth.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.order import BatchInfo
+from drivetrain.module.accumulation import AccumulationWindow, scale_gradients
+from drivetrain.module.autocasting import autocast_forward
+from drivetrain.module.precision import Precision
+from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.ranks import data_group, num_data_ranks
+from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.batching import BatchPlan, plan_batch
+
+
+class Stepping:
+    """The window of one plan, and what it does to losses and gradients."""
+
+    def __init__(self, ctx: PlanContext, batch: BatchPlan | None):
+        self.model = ctx.model
+        self.batch = batch
+        self.window = AccumulationWindow(1 if batch is None else batch.accumulation, num_data_ranks())
+        self.precision = Precision(name="plan", autocast_dtype=ctx.autocast_dtype)
+        self.device = ctx.device
+        self.scaler = ctx.scaler
+        self.skip_nonfinite = ctx.skip_nonfinite
+        self.was_skipped = False
+        self._loss_func = ctx.loss_func
+        self._info: BatchInfo | None = None
+        self._factor: float | None = None
+        self._is_complete = False  # whether the window's gradients need no correction when it closes
+        self._is_followed = False  # whether a loader says when windows open
+        self.begin(None)
+
+    def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
+        """Take the next micro-batch; `total` is the number of samples in the epoch, where it is known."""
+        window = self.window
+        window.begin(last=info is not None and bool(info.last))
+        self._info, self._factor = info, None
+        if window.opens:
+            self._is_complete = self.batch is not None and info is not None and total is not None
+            if self._is_complete:
+                assert self.batch is not None and info is not None and total is not None
+                size = min(self.batch.global_size, total - (info.end - info.global_size))
+                window.reference = size / (window.world * window.length)
+            else:
+                window.reference = None if self.batch is None else self.batch.micro
+        self._synchronise(window.closes)
+
+    def _synchronise(self, flag: bool) -> None:
+        """Say whether the next backward averages gradients over ranks."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.require_backward_grad_sync = flag
+        elif is_fully_sharded(self.model):
+            self.model.set_requires_gradient_sync(flag)  # type: ignore[operator]
+
+    def follow(self, loader: "PlannedLoader", batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield a loader's batches, each as the next of its window."""
+        self._is_followed = True
+        self.window.reset()
+        total = loader._samples()
+        for batch in batches:
+            info = loader.batch_info
+            assert info is not None
+            if loader.drop_last and self.batch is not None and self.window.count == 0 and total is not None:
+                if total - (info.end - info.global_size) < self.batch.global_size:
+                    return
+            self.begin(info, total)
+            yield batch
+
+    def loss(self, inputs: Any, outputs: Any) -> Any:
+        """Return the user's loss: its true value, with a gradient weighted for the window."""
+        if self._loss_func is None:
+            raise ConfigError("no loss_func was given to auto_accelerate, so there is none to call.")
+        with self.precision.autocast(self.device.type):
+            result = self._loss_func(inputs, outputs)
+        if isinstance(result, list | tuple):
+            return type(result)([self.weigh(result[0]), *result[1:]])
+        return self.weigh(result)
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """Return the same loss with a gradient that is multiplied by its share of the window."""
+        if not (isinstance(loss, Tensor) and loss.requires_grad and torch.is_grad_enabled()):
+            return loss
+        if self._factor is None:
+            info = self._info
+            items, everywhere = (1, self.window.world) if info is None else (info.size, info.global_size)
+            if info is None and self.batch is not None:
+                items, everywhere = self.batch.micro, self.batch.micro * self.window.world
+            factor: Any = self.window.weigh(1.0, items, everywhere)  # type: ignore[arg-type]
+            self._factor = float(factor)
+        scale: Any = self._factor
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=loss.device)) * self._factor
+        elif self._factor == 1.0:
+            return loss
+        return _weighted(loss, scale)
+
+    # At the end of a window.
+
+    def finish_gradients(self, optimizer: Optimizer) -> None:
+        """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        collect = getattr(optimizer, "collect_gradients", None)
+        if collect is not None:
+            collect()
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        factor = None if self._is_complete else self.window.correction()
+        if factor is not None:
+            scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
+
+    _finished = False
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the parameters, unless a gradient is not finite and the plan says to skip then."""
+        self.finish_gradients(optimizer)
+        self.was_skipped = False
+        if self.scaler is not None:
+            before = self.scaler.get_scale()  # the host waits for the device here: the one read that float16 needs
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            self.was_skipped = self.scaler.get_scale() < before
+        elif self.skip_nonfinite and not _all_finite(optimizer):
+            self.was_skipped = True
+        else:
+            optimizer.step()
+        self._finished = False
+        self.window.reset()
+
+    def next_by_steps(self) -> None:
+        """Open the next window position by counting steps, where no loader does it."""
+        if not self._is_followed:
+            self.begin(None)
+
+
+class PlannedOptimizer(Optimizer):
+    """An optimizer that steps and clears when an accumulation window closes; everything else is the inner one's."""
+
+    def __init__(self, inner: Optimizer, stepping: Stepping):  # the inner optimizer's own initialisation is enough
+        self.__dict__["inner"] = inner
+        self.__dict__["stepping"] = stepping
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("state", "param_groups", "defaults"):
+            setattr(self.inner, name, value)
+        else:
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+    @property
+    def window_closed(self) -> bool:
+        """Whether the batch in hand is the last of its window, so that `step` will update."""
+        return self.stepping.window.closes
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last update was left out because a gradient was not finite."""
+        return self.stepping.was_skipped
+
+    def unscale_(self) -> None:
+        """Complete the gradients of a closing window now, to clip or look at them before `step`."""
+        if self.window_closed:
+            self.stepping.finish_gradients(self.inner)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters if the window closes, else do nothing."""
+        if closure is not None:
+            raise ConfigError("step(closure): a plan's optimizer takes no closure; call backward before step.")
+        if self.window_closed:
+            self.stepping.step(self.inner)
+            self.__dict__["_has_stepped"] = True
+
+    _has_stepped = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients if the window has closed, else keep them."""
+        if self.window_closed:
+            self.inner.zero_grad(set_to_none)
+        self.stepping.next_by_steps()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+
+class PlannedScheduler:
+    """A scheduler that moves on only when the optimizer really stepped."""
+
+    def __init__(self, inner: Any, optimizer: PlannedOptimizer):
+        self.inner, self._optimizer = inner, optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the learning rate on, unless the update was left out."""
+        if self._optimizer.window_closed and not self._optimizer.step_was_skipped:
+            self.inner.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class PlannedLoader(SmartDataLoader[Any]):
+    """A SmartDataLoader whose batches are the micro-batches of a plan."""
+
+    _stepping: Stepping | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        return batches if self._stepping is None else self._stepping.follow(self, batches)
+
+    def __len__(self) -> int:
+        batch, total = self._stepping.batch if self._stepping is not None else None, self._samples()
+        if batch is not None and self.drop_last and total is not None:
+            return total // batch.global_size * batch.accumulation
+        return super().__len__()
+
+    def attach(self, stepping: Stepping) -> None:
+        """Let this loader open and close the windows."""
+        if self.drop_last and stepping.window.length > 1 and self._samples() is None:
+            raise ConfigError(
+                "drop_last with accumulation needs data whose length is known, to tell the last whole batch. Leave drop_last out."
+            )
+        self._stepping = stepping
+
+
+def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None) -> None:
+    """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
+    if ctx.autocast_dtype is not None:
+        autocast_forward(unwrap(ctx.model), ctx.device.type, ctx.autocast_dtype)
+    ctx.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
+    if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader):
+        batch, loader = _planned(ctx, loader)
+    for change in ctx.loss_changes:
+        ctx.loss_func = None if ctx.loss_func is None else change(ctx.loss_func)
+    ctx.stepping = Stepping(ctx, batch)
+    if isinstance(loader, PlannedLoader):
+        loader.attach(ctx.stepping)
+    ctx.loader = loader
+    if ctx.optimizer is not None:
+        ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
+
+
+def _planned(ctx: PlanContext, loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
+    """Return the batch plan of a user's own loader, and the loader that follows it."""
+    config = ctx.plan.config("micro_batch")
+    size = loader.global_batch_size
+    if config is None or (config.size is None and config.accumulation is None):
+        return None, loader
+    if size is None:
+        raise ConfigError("micro_batch needs a loader that was made with global_batch_size=.")
+    batch = plan_batch(size, ctx.plan.data_ranks, config.size, config.accumulation)
+    arguments = {**loader._arguments, "global_batch_size": batch.micro * batch.data_ranks, "random_seed": loader.seed}
+    planned = PlannedLoader(**arguments)
+    planned._device = loader._device
+    return batch, planned
+
+
+class _Weighted(torch.autograd.Function):
+    """The identity, with a gradient that is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: Any) -> Tensor:
+        ctx.factor = factor
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+def _weighted(loss: Tensor, factor: Any) -> Tensor:
+    result: Any = _Weighted.apply(loss, factor)
+    return result
+
+
+def _all_finite(optimizer: Optimizer) -> bool:
+    """Say whether every gradient on every rank is finite; the host waits for the device here."""
+    import torch.distributed as dist
+
+    from drivetrain.module.distributed_tensors import local_part
+
+    grads = [local_part(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not grads:
+        return True
+    finite = torch.stack([torch.isfinite(grad).all() for grad in grads]).all().int()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=data_group())
+    return bool(finite.item())

@@ -1,0 +1,292 @@
+"""The Strategy: a plan as a value. It can be read like a list, compared, hashed, explained, written as JSON and read back.
+
+Nothing changes it in place: the methods that edit return a new one. Two plans are equal when they do the same, in whatever order they
+were written: the order of application is fixed, and numbers, reasons and fingerprints are only told about it.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
+from drivetrain.strategy.batching import BatchPlan, replan_batch
+from drivetrain.strategy.registry import find_method
+
+Evidence = Literal["given", "modelled", "simulated", "measured"]
+EVIDENCE = ("given", "modelled", "simulated", "measured")
+
+
+class Entry(NamedTuple):
+    """One method of a plan."""
+
+    name: str
+    config: Any
+    tunable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a plan could not be used."""
+
+    kind: str
+    """`oom`, `nonfinite`, `wrong`, `error` or `infeasible`."""
+    message: str
+    shortfall_bytes: int | None = None
+    nearest: Any = None
+    """The closest plan that would work, and what it would need."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Strategy:
+    """An ordered list of optimization methods with their configurations.
+
+    >>> plan = Strategy(["parallel_mode", ("amp_native", "bf16")])
+    >>> plan.opt_names(), len(plan)
+    (['parallel_mode', 'amp_native'], 2)
+    >>> Strategy.load(plan.to_json()) == Strategy([("amp_native", "bfloat16"), "parallel_mode"])
+    True
+    """
+
+    opt_list: Any = None
+    mesh: Any = field(default=None, kw_only=True)
+    """Pairs of axis and size, outermost first; None before the plan has met a world."""
+    batch: BatchPlan | None = field(default=None, kw_only=True)
+    predicted: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    measured: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    evidence: Evidence = field(default="given", kw_only=True)
+    reasons: tuple[str, ...] = field(default=(), kw_only=True)
+    rejected: tuple[str, ...] = field(default=(), kw_only=True)
+    dropped: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    """Methods that were asked for and not used, each with the reason."""
+    fingerprint: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    failure: Failure | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        def set_(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        set_("opt_list", tuple(map(as_entry, self.opt_list or ())))
+        if self.evidence not in EVIDENCE:
+            raise StrategyFormatError(unknown_name("evidence", self.evidence, EVIDENCE, where="Strategy"))
+        if self.mesh is not None:
+            pairs = self.mesh.items() if isinstance(self.mesh, Mapping) else self.mesh
+            set_("mesh", tuple((str(axis), int(size)) for axis, size in pairs))
+        if isinstance(self.batch, Mapping):
+            set_("batch", BatchPlan(**self.batch))
+        set_("reasons", tuple(self.reasons))
+        set_("rejected", tuple(self.rejected))
+        set_("dropped", tuple((name, reason) for name, reason in self.dropped))
+
+    # Reading it like a list.
+
+    def __len__(self) -> int:
+        return len(self.opt_list)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.opt_list)
+
+    def __getitem__(self, index: int) -> Entry:
+        return self.opt_list[index]
+
+    def __setitem__(self, index: int, value: Any) -> NoReturn:
+        raise TypeError("a Strategy does not change; use plan.replace(index, method), which returns a new one.")
+
+    def __contains__(self, name: object) -> bool:
+        return any(entry.name == name or entry == name for entry in self.opt_list)
+
+    def __repr__(self) -> str:
+        return f"Strategy([{', '.join(repr(entry.name) for entry in self)}])"
+
+    def opt_names(self) -> list[str]:
+        """Return the names of the methods, as listed."""
+        return [entry.name for entry in self]
+
+    def is_tunable(self) -> bool:
+        """Say whether some configuration is left to a search."""
+        return any(entry.tunable for entry in self)
+
+    def get_parallel_mode(self) -> tuple[bool, Any]:
+        """Return whether `parallel_mode` is in the plan, and its configuration."""
+        entry = next((entry for entry in self if entry.name == "parallel_mode"), None)
+        return entry is not None, None if entry is None else entry.config
+
+    def __eq__(self, other: object) -> bool:
+        return self._comparable() == other._comparable() if isinstance(other, Strategy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._comparable())
+
+    def _comparable(self) -> tuple[frozenset[tuple[str, Any]], BatchPlan | None]:
+        return frozenset((entry.name, entry.config) for entry in self), self.batch
+
+    # New plans from this one.
+
+    def add_opt(self, opt: Any) -> "Strategy":
+        """Return the plan with one more method."""
+        return self._with([*self, as_entry(opt)])
+
+    def replace(self, index: int, opt: Any) -> "Strategy":
+        """Return the plan with another method in one place."""
+        entries = list(self)
+        entries[index] = as_entry(opt)
+        return self._with(entries)
+
+    def reset_config(self) -> "Strategy":
+        """Return the plan with every configuration at its default."""
+        return self._with([(entry.name, None, entry.tunable) for entry in self])
+
+    def adjust_data_parallel(self, size: int) -> "Strategy":
+        """Return the plan with `size` as the size of its data axis."""
+        found, config = self.get_parallel_mode()
+        axes = dict(config.axes) if found else {}
+        new = {**axes, "data": size}
+        entries = [entry for entry in self if entry.name != "parallel_mode"]
+        settings = {} if not found else find_method("parallel_mode").plain(config)
+        return self._with([("parallel_mode", {**settings, "axes": list(new.items())}), *entries])
+
+    def remove_distributed_method(self) -> "Strategy":
+        """Return the plan for one process."""
+        groups = ("parallel_mode", "zero", "parallel")
+        return self._with([entry for entry in self if find_method(entry.name).group not in groups])
+
+    def remove_device_unsupported_method(self, device: torch.device | str) -> "Strategy":
+        """Return the plan without methods that the device cannot run; they are listed in `dropped`."""
+        reasons = {
+            entry.name: find_method(entry.name).requires(None, torch.device(device), 1) for entry in self
+        }
+        dropped = [(name, reason) for name, reason in reasons.items() if reason is not None]
+        kept = self._with([entry for entry in self if reasons[entry.name] is None])
+        return replace(kept, dropped=(*self.dropped, *dropped))
+
+    def rescale(self, world_size: int, *, context: Any = None) -> "Strategy":
+        """Return the plan for another number of processes, with the same global batch.
+
+        Tensor, pipe and sequence axes stay; `zero` keeps its size if it can, and `data` takes the rest.
+        """
+        from drivetrain.strategy.mesh import DATA_AXES, resize_axes
+
+        found, config = self.get_parallel_mode()
+        axes = dict(self.mesh) if self.mesh is not None else dict(config.axes) if found else {}
+        axes = resize_axes(axes or {"data": 1}, world_size)
+        batch = self.batch
+        if batch is not None:
+            ranks = 1
+            for axis in DATA_AXES:
+                ranks *= axes.get(axis, 1)
+            batch = replan_batch(batch, ranks)
+        entries = list(self)
+        if found and config.axes:
+            settings = {**find_method("parallel_mode").plain(config), "axes": [[axis, axes[axis]] for axis, _ in config.axes]}
+            place = next(index for index, entry in enumerate(self) if entry.name == "parallel_mode")
+            entries[place] = as_entry(("parallel_mode", settings, entries[place].tunable))
+        if batch is not None and "micro_batch" in self.opt_names():
+            place = self.opt_names().index("micro_batch")
+            settings = {"size": batch.micro, "accumulation": batch.accumulation}
+            entries[place] = as_entry(("micro_batch", settings, entries[place].tunable))
+        mesh = None if self.mesh is None else tuple(axes.items())
+        result = replace(self._with(entries), mesh=mesh, batch=batch, predicted=None, measured=None, fingerprint=None)
+        if context is not None:
+            model = getattr(context, "model", None)
+            result.validate(model if isinstance(model, nn.Module) else None, context.device, world_size)
+        return result
+
+    def _with(self, entries: list[Any]) -> "Strategy":
+        return replace(self, opt_list=entries)
+
+    # Using it.
+
+    def validate(
+        self,
+        model: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Raise what would be raised before anything is changed: conflicts, wrong settings, an impossible mesh."""
+        from drivetrain.strategy.resolve import resolve_plan
+
+        resolve_plan(self, model=model, device=device, world=world_size)
+
+    def apply(self, context: Any) -> Any:
+        """Apply the plan to a Context that holds `model`, and optionally `optimizer`, `loader` and `loss_func`; return it."""
+        from drivetrain.strategy.apply import apply_to_context
+
+        return apply_to_context(self, context)
+
+    def explain(self, width: int = 100) -> str:
+        """Return the plan in words: mesh and batch, methods in order with reasons, numbers, what was dropped and why."""
+        from drivetrain.strategy.explain import explain
+
+        return explain(self, width)
+
+    def diff(self, other: "Strategy") -> str:
+        """Return what differs from this plan to another, one line each; empty when they are equal."""
+        from drivetrain.strategy.explain import difference
+
+        return difference(self, other)
+
+    def require_success(self) -> "Strategy":
+        """Return the plan, or raise what made it fail."""
+        if self.failure is not None:
+            raise PlanInfeasible(f"{self.failure.kind}: {self.failure.message}")
+        return self
+
+    # Keeping it.
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text."""
+        from drivetrain.strategy.reading import dump
+
+        return dump(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a JSON file, whole or not at all."""
+        from drivetrain.strategy.reading import save
+
+        save(self, path)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Strategy":
+        """Return the plan that a JSON text describes."""
+        from drivetrain.strategy.reading import parse_json
+
+        return parse_json(text)
+
+    @classmethod
+    def load(cls, source: Any, *, allow_pickle: bool = False) -> "Strategy":
+        """Return the plan in a Strategy, a list, a dict, JSON as text or bytes, or a file.
+
+        A text that begins with `{` or `[` is JSON, any other is a path.
+        """
+        from drivetrain.strategy.reading import load
+
+        return load(source, allow_pickle)
+
+
+def as_entry(item: Any) -> Entry:
+    """Return one item of a list as an entry: a name, `(name, config)` or `(name, config, tunable)`."""
+    if isinstance(item, str):
+        item = (item,)
+    elif isinstance(item, Mapping):
+        unknown = [key for key in item if key not in ("name", "config", "tunable")]
+        if unknown or "name" not in item:
+            raise StrategyFormatError(
+                f"an entry of a plan has the keys name, config and tunable; given {', '.join(map(str, item)) or 'none'}."
+            )
+        item = (item["name"], item.get("config"), item.get("tunable", False))
+    if not isinstance(item, tuple | list):
+        raise ConfigTypeError(
+            f"an entry of a plan is a name, (name, config) or (name, config, tunable); given {item!r} ({type(item).__name__})."
+        )
+    if not 1 <= len(item) <= 3:
+        raise StrategyFormatError(
+            f"an entry of a plan is a name, (name, config) or (name, config, tunable); given {len(item)} items: {item!r}."
+        )
+    name, config, tunable = (*item, None, False)[:3] if len(item) == 1 else (*item, False)[:3]
+    if not isinstance(tunable, bool):
+        raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not understood; expected True or False.")
+    method = find_method(name)
+    return Entry(method.name, method.parse(config), tunable)

@@ -1,0 +1,44 @@
+"""Every card is complete, and its examples run as printed."""
+
+import re
+
+import pytest
+
+from drivetrain.algorithms import catalogue
+from drivetrain.algorithms.registry import find, names
+from drivetrain.core.event import Event
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from tests.algorithms.tasks import CARDS, code_blocks
+
+PAGES = sorted(CARDS.glob("*.md"))
+INDEX = (CARDS / "index.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_run(page, tmp_path, monkeypatch, capsys):
+    blocks = code_blocks(page.read_text())
+    assert blocks, f"{page.name} has no example"
+    monkeypatch.chdir(tmp_path)
+    generators, namespace = capture_rng(), {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
+    restore_rng(generators)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem)
+def test_a_card_says_what_a_reader_needs(page):
+    text = page.read_text()
+    assert page.stem in catalogue.ALGORITHMS, f"{page.name} belongs to no algorithm"
+    assert re.search(r"arXiv|DAWNBench|MosaicML|Paper|Source", text) and "**Cost" in text
+    assert "Measured effect" in text and re.search(r"\bnot\b", text, flags=re.IGNORECASE)
+    assert f"({page.name})" in INDEX, f"the table of index.md has no line for {page.name}"
+
+
+def test_the_table_shows_the_events_of_each_class():
+    rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\) \|[^|]*\| ([^|]*) \|", INDEX, flags=re.MULTILINE)
+    assert len(rows) >= 15
+    for name, module, events in rows:
+        assert name in names() and module in catalogue.ALGORITHMS
+        declared = find(name).events
+        if declared:  # others choose their events when they are built
+            assert {Event[word] for word in re.findall(r"[A-Z]+_?[A-Z_]*", events)} >= declared

@@ -1,0 +1,301 @@
+"""Blocks are skipped as often as asked, whole or by sample, and scaled in evaluation."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.algorithms.stochastic_depth import (
+    BlockStochasticModule,
+    StochasticDepth,
+    apply_stochastic_depth,
+    set_drop_rates,
+    stochastic_blocks,
+)
+from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.context.state import State
+from drivetrain.core.engine import Engine
+from drivetrain.core.event import Event
+from drivetrain.module.checkpointing import checkpoint_blocks
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.surgery_models import ConvNet, TextNet, images, texts
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while compiling blocks
+
+
+class Bottleneck(nn.Module):
+    """The block of a deep ResNet, with the attribute names that torchvision uses."""
+
+    def __init__(self, inputs, width, outputs, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU()
+        self.downsample = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else None
+
+    def branch(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        return self.bn3(self.conv3(x))
+
+    def forward(self, x):
+        return self.relu(self.branch(x) + (x if self.downsample is None else self.downsample(x)))
+
+
+def make_resnet():
+    torch.manual_seed(0)
+    return nn.Sequential(Bottleneck(4, 2, 8, 2), Bottleneck(8, 2, 8), Bottleneck(8, 2, 8))
+
+
+class Half(nn.Module):
+    """A block that is easy to check: x becomes x + w."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.extra = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.weight
+
+
+def make_stack(blocks=4):
+    return nn.Sequential(*(Half() for _ in range(blocks)))
+
+
+@pytest.mark.parametrize(("distribution", "expected"), [("linear", [0.2, 0.4, 0.6, 0.8]), ("uniform", [0.8] * 4)])
+def test_rates_follow_the_distribution(distribution, expected):
+    net = make_stack()
+    apply_stochastic_depth(net, drop_rate=0.8, drop_distribution=distribution)
+    assert [block.drop_rate for block in net] == pytest.approx(expected)
+    assert all(isinstance(block, BlockStochasticModule) for block in net)
+
+
+def test_a_dropped_block_returns_its_input_and_costs_nothing():
+    net = make_stack(2)
+    apply_stochastic_depth(net, drop_rate=1.0, drop_distribution="uniform")
+    x = torch.randn(3, 4)
+    assert net(x) is x
+    set_drop_rates(list(net), 0.0, "uniform")
+    torch.testing.assert_close(net(x), x + 2)
+
+
+def test_evaluation_scales_the_change_of_each_block():
+    net = make_stack(2)
+    apply_stochastic_depth(net, drop_rate=0.5)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(net.eval()(x), x + 0.75 + 0.5)
+
+
+def test_blocks_are_dropped_as_often_as_asked():
+    net, generator = make_stack(3), torch.Generator().manual_seed(0)
+    apply_stochastic_depth(net, drop_rate=0.6, generator=generator)
+    runs, x = 600, torch.zeros(1, 4)
+    dropped = torch.zeros(3)
+    for _ in range(runs):
+        net(x)
+        dropped += torch.tensor([float(block.is_dropped) for block in net])
+    rates = torch.tensor([0.2, 0.4, 0.6])
+    assert ((dropped / runs - rates).abs() < 3.5 * (rates * (1 - rates) / runs).sqrt()).all()
+
+
+def test_samples_have_their_own_choice_and_are_not_rescaled():
+    net = make_stack(1 + 1)
+    apply_stochastic_depth(net, stochastic_method="sample", drop_rate=0.5, drop_distribution="uniform")
+    x = torch.zeros(2000, 4)
+    out = net(x)
+    assert set(out.unique().tolist()) == {0.0, 1.0, 2.0}
+    assert (out == out[:, :1]).all()
+    assert out.mean().item() == pytest.approx(1.0, abs=0.08)
+    torch.testing.assert_close(net.eval()(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("target", ["ResNetBottleneck", "auto", "Bottleneck", Bottleneck])
+def test_bottlenecks_skip_their_branch_only(target):
+    net, plain = make_resnet(), make_resnet()
+    apply_stochastic_depth(net, target, drop_rate=1.0, drop_distribution="uniform")
+    x = torch.randn(2, 4, 8, 8).relu()
+    first = plain[0].relu(plain[0].downsample(x))
+    torch.testing.assert_close(net(x), first)
+    set_drop_rates(list(net), 0.4, "uniform")
+    net.eval(), plain.eval()
+    expected = x
+    for block in plain:
+        identity = expected if block.downsample is None else block.downsample(expected)
+        expected = block.relu(0.6 * block.branch(expected) + identity)
+    torch.testing.assert_close(net(x), expected)
+    set_drop_rates(list(net), 0.0, "uniform")
+    torch.testing.assert_close(net.train()(x), plain.train()(x))
+
+
+def test_auto_leaves_blocks_alone_that_change_the_shape():
+    class Basic(nn.Module):
+        def __init__(self, inputs, outputs, stride):
+            super().__init__()
+            self.conv, self.conv2 = nn.Conv2d(inputs, outputs, 3, stride, 1), nn.Conv2d(outputs, outputs, 1)
+
+        def forward(self, x):
+            return self.conv2(self.conv(x))
+
+    net = nn.Sequential(Basic(4, 4, 1), Basic(4, 8, 2), Basic(8, 8, 1))
+    apply_stochastic_depth(net)
+    assert stochastic_blocks(net) == [net[0], net[2]]
+    assert [block.drop_rate for block in stochastic_blocks(net)] == pytest.approx([0.1, 0.2])
+
+
+def test_names_and_keys_stay():
+    net = TextNet()
+    keys = list(net.state_dict())
+    apply_stochastic_depth(net)
+    assert list(net.state_dict()) == keys and isinstance(net.encoder.layers[0], nn.TransformerEncoderLayer)
+    assert len(stochastic_blocks(net)) == 2
+
+
+def test_a_block_that_changes_the_shape_is_named_when_it_runs():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    apply_stochastic_depth(net, nn.Linear, drop_rate=0.0001)
+    with pytest.raises(TypeError, match="cannot skip Linear"):
+        net(torch.randn(2, 4))
+
+
+def test_rate_zero_has_no_effect():
+    with pytest.warns(NoEffectWarning, match="skips nothing"):
+        apply_stochastic_depth(make_stack(), drop_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drop_rate": 1.2},
+        {"drop_rate": -0.1},
+        {"stochastic_method": "blocks"},
+        {"drop_distribution": "linaer"},
+        {"stochastic_method": "sample", "drop_warmup": 0.1},
+        {"drop_warmup": 1.5},
+    ],
+)
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(ValueError):
+        StochasticDepth(**settings)
+
+
+def test_an_unknown_block_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="ConvBlock"):
+        apply_stochastic_depth(ConvNet(), "ConvBlok")
+    with pytest.raises(ValueError, match="ResNetBottleneck"):
+        apply_stochastic_depth(ConvNet(), "ResNetBottleneck")
+
+
+@pytest.mark.parametrize("warmup", [0.1, "0.5dur", "4ba", "1ep"])
+def test_warm_up_reaches_the_rate(warmup):
+    model = TextNet()
+    algorithm = StochasticDepth(drop_rate=0.4, drop_distribution="uniform", drop_warmup=warmup)
+    rates = []
+
+    class Watch:
+        def batch_end(self, state, logger):
+            rates.append(stochastic_blocks(state.model)[0].drop_rate)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[Watch()], algorithms=[algorithm])
+    trainer.train(texts(), num_epochs=10, per_device_batch_size=8)
+    assert rates[0] == 0 and rates == sorted(rates)
+    assert rates[-1] == pytest.approx(0.4)
+
+
+def test_warm_up_follows_the_elapsed_fraction():
+    state = State(model=make_stack(2), seed=0, max_duration="10ba")
+    engine = Engine(state, plugins=[StochasticDepth(drop_rate=0.8, drop_warmup=0.5)])
+    engine.fire(Event.INIT)
+    seen = []
+    for _ in range(7):
+        engine.fire(Event.BATCH_START)
+        seen.append(state.model[1].drop_rate)
+        state.clock.next_batch(samples=1)
+    assert seen == pytest.approx([0.8 * min(1, batch / 5) for batch in range(7)])
+
+
+def test_recomputation_meets_the_same_choice():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 8, 1), *ConvNet().blocks)
+    apply_stochastic_depth(net, drop_rate=0.6, drop_distribution="uniform", generator=torch.Generator().manual_seed(3))
+    twin = copy.deepcopy(net)
+    checkpoint_blocks(twin, "ConvBlock")
+    x = images().tensors[0]
+    for _ in range(4):
+        a, b = net(x), twin(x)
+        torch.testing.assert_close(a, b)
+        a.square().sum().backward(), b.square().sum().backward()
+    for p, q in zip(net.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_blocks_compiled_by_themselves_are_still_skipped():
+    net = make_stack(2)
+    apply_stochastic_depth(net, drop_rate=1.0, drop_distribution="uniform")
+    for block in net:
+        block.compile(backend="eager")
+    x = torch.randn(2, 4)
+    assert net(x) is x
+    set_drop_rates(list(net), 0.0, "uniform")
+    torch.testing.assert_close(net(x), x + 2)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_is_compiled_once_for_all_choices_and_rates():
+    from torch._dynamo.testing import CompileCounter
+
+    net, counter = make_stack(3), CompileCounter()
+    apply_stochastic_depth(net, drop_rate=0.5, drop_distribution="uniform")
+    net.compile(backend=counter)
+    x = torch.zeros(2, 4)
+    seen = set()
+    for step in range(20):
+        set_drop_rates(list(net), 0.3 + 0.01 * step, "uniform")
+        seen.add(net(x)[0, 0].item())
+    assert counter.frame_count == 1 and len(seen) > 1
+    torch._dynamo.reset()
+
+
+def draw_choices(seed):
+    model = make_stack(6)
+    Engine(State(model=model, seed=seed), plugins=[StochasticDepth(drop_rate=0.5)]).fire(Event.INIT)
+    choices = []
+    for _ in range(4):
+        model(torch.zeros(1, 4))
+        choices.append([block.is_dropped for block in model])
+    return choices
+
+
+def test_all_ranks_skip_the_same_blocks(world2):
+    first, second = world2(draw_choices, 7)
+    assert first == second == draw_choices(7) != draw_choices(8)
+
+
+def train_in_ddp(rank_data):
+    from drivetrain.module.wrapping import wrap_ddp
+    from drivetrain.runtime.ranks import get_rank
+
+    torch.manual_seed(0)
+    model = ConvNet()
+    algorithm = StochasticDepth(drop_rate=0.7)
+    Engine(State(model=model, seed=1), plugins=[algorithm]).fire(Event.INIT)
+    wrapped = wrap_ddp(model, find_unused_parameters=algorithm.find_unused_parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, y = (tensor[get_rank() :: 2] for tensor in rank_data)
+    for _ in range(5):
+        nn.functional.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_skipped_blocks_do_not_disturb_the_averaging_of_gradients(world2):
+    first, second = world2(train_in_ddp, images().tensors)
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_class_is_saved_by_its_name():
+    assert StochasticDepth(Bottleneck).config()["target_layer_name"] == "Bottleneck"

@@ -1,0 +1,153 @@
+"""Parameter files: what they may hold, and what happens to hostile ones."""
+
+import json
+import re
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.experiment import experiment
+
+
+@experiment
+def train(
+    lr: float = 0.1,
+    size: int = 3,
+    names: list[str] | None = None,
+    flag: bool = False,
+    table: dict[str, int] | None = None,
+):
+    pass
+
+
+def values_of(text, tmp_path, name="p.yaml"):
+    file = tmp_path / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return train.resolve({"params_file": file})
+
+
+def test_the_parameters_of_an_earlier_run_can_be_fed_back(tmp_path):
+    seen = []
+
+    @experiment
+    def again(lr: float = 0.1, xs: list[int] | None = None, name: str = "x"):
+        from drivetrain.runtime import current_run
+
+        seen.append(current_run())
+        return lr, xs, name
+
+    first = again.run(output_dir=str(tmp_path), lr=0.7, xs=[1, 2], name="1e-3", run_name="first")
+    second = again.run(params_file=seen[0].folder / "parameters.yaml")
+    assert first == second == (0.7, [1, 2], "1e-3")
+    assert seen[1].seed == seen[0].seed and seen[1].folder != seen[0].folder
+    assert seen[1].folder.parent == seen[0].folder.parent
+
+
+def test_errors_name_file_and_line(tmp_path):
+    for text, words in [
+        ("lr: 0.1\nsise: 3\n", r"p.yaml:2: unknown parameter 'sise'. Did you mean 'size'"),
+        ("lr: 0.1\nsize: 3.7\n", r"p.yaml:2: size cannot be 3.7: expected a whole number"),
+        ("lr: 0.1\nlr: 0.2\n", r"p.yaml:2: the key 'lr' appears twice"),
+        ("- 1\n", r"p.yaml:1: the file holds a list"),
+        ("lr: [\n", r"p.yaml:\d"),
+        (b"lr: \xff\n", r"p.yaml:1: the file is not UTF-8"),
+    ]:
+        with pytest.raises(ParameterError, match=words):
+            values_of(text, tmp_path)
+    with pytest.raises(ParameterError, match="no file"):
+        train.resolve({"params_file": tmp_path / "missing.yaml"})
+    with pytest.raises(ParameterError, match="expected the path"):
+        train.resolve({"params_file": 3})
+
+
+def test_a_python_tag_executes_nothing_and_is_refused(tmp_path):
+    marker = tmp_path / "executed"
+    for tag in ("!!python/object/apply:os.system", "!!python/object/new:os.system", "!!python/name:os.system"):
+        with pytest.raises(ParameterError, match="not allowed"):
+            values_of(f"lr: {tag} ['touch {marker}']\n", tmp_path)
+    assert not marker.exists()
+
+
+def test_keys_that_may_not_come_from_a_file_are_skipped(tmp_path):
+    found = values_of("local_rank: 3\nsubprocess: x\nrun_name: y\nparams_file: z\nlr: 1\n", tmp_path)
+    assert (found.values["local_rank"], found.values["subprocess"], found.values["run_name"]) == (0, None, None)
+    assert found.values["lr"] == 1.0
+
+
+def test_an_alias_bomb_is_refused_quickly(tmp_path):
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]")
+    began = time.monotonic()
+    with pytest.raises(ParameterError, match="aliases"):
+        values_of("\n".join(lines), tmp_path)
+    assert time.monotonic() - began < 2
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["1e3", "-.5", ".inf", "yes", "~", "0x1f", "9" * 5000, "1e999999999", "!ref <lr>", "*a", "&a 1"]),
+)
+CONTAINERS = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+VALUES = st.recursive(SCALARS, CONTAINERS, max_leaves=6)
+KEYS = st.sampled_from(
+    "lr size names flag table random_seed random-seed opt nproc_per_node deterministic sise local_rank".split()
+)
+TREES = st.dictionaries(KEYS, VALUES, max_size=5)
+TAG = "!!python/name:os.system"
+BROKEN = st.sampled_from(
+    ["", "\x00", "\t", "---\n", "%YAML 1.3\n", "lr: 1\nlr: 2", "[", "{", "- a", "? ", TAG, "&a *a", "<<: 3", "\ufeff"]
+)
+
+
+def written(tree, style):
+    """Write a tree as JSON, as YAML in flow style, or as loose `key: value` lines."""
+    if style == "json":
+        return json.dumps(tree)
+    if style == "yaml":
+        return "\n".join(f"{key}: {json.dumps(value)}" for key, value in tree.items())
+    return "\n".join(f"{key}: {value}" for key, value in tree.items())
+
+
+def check_file(tmp_path_factory, tree, style, broken, cut, raw):
+    text = written(tree, style).encode("utf-8", "surrogatepass")
+    if broken is not None:
+        place = cut % (len(text) + 1)
+        text = text[:place] + broken.encode() + text[place:]
+    text += raw
+    folder = tmp_path_factory.getbasetemp()
+    began = time.monotonic()
+    try:
+        found = values_of(text, folder, "f.json" if style == "json" else "f.yaml").values
+    except ParameterError as error:
+        problem = str(error)
+    else:
+        problem = None
+        assert type(found["lr"]) is float and type(found["size"]) is int and type(found["flag"]) is bool
+    assert problem is None or re.match(r"f\.(json|yaml):\d+: ", problem), problem
+    assert time.monotonic() - began < 2
+
+
+fuzz = given(
+    TREES, st.sampled_from(["json", "yaml", "loose"]), st.none() | BROKEN, st.integers(0, 200), st.binary(max_size=3)
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@fuzz
+def test_any_file_gives_parameters_or_a_parameter_error(tmp_path_factory, tree, style, broken, cut, raw):
+    check_file(tmp_path_factory, tree, style, broken, cut, raw)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@fuzz
+def test_ten_thousand_files_give_parameters_or_a_parameter_error(tmp_path_factory, tree, style, broken, cut, raw):
+    check_file(tmp_path_factory, tree, style, broken, cut, raw)

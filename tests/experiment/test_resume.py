@@ -1,0 +1,206 @@
+"""Continuing a run: which one, with which parameters, from where."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Annotated
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import drivetrain as dt
+from drivetrain.core.errors import ResumeError
+from drivetrain.experiment import Param, experiment, find_runs, read_run
+from drivetrain.experiment.locking import FolderLock
+from drivetrain.runtime import current_run
+
+STOP_AT = {"step": None}
+
+
+@experiment
+def learn(lr: float = 0.1, steps: Annotated[int, Param(resumable=True)] = 6, width: int = 3):
+    """A small hand-written loop that can be stopped at a step."""
+    ctx = dt.Context(step=0, losses=[])
+    ctx.model = nn.Sequential(nn.Linear(2, width), nn.Dropout(0.2), nn.Linear(width, 1))
+    ctx.optimizer = torch.optim.SGD(ctx.model.parameters(), lr=lr, momentum=0.9)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
+    ctx.loader = dt.SmartDataLoader(data, batch_size=4, shuffle=True, loading_bar=False)
+    ctx.autotransform()
+    keeper = dt.Checkpointer(ctx, every="2ba", signals=False)
+    while ctx.step < steps:
+        for x, y in ctx.loader:
+            ctx.optimizer.zero_grad()
+            loss = mse_loss(ctx.model(x), y)
+            loss.backward()
+            ctx.optimizer.step()
+            ctx.step += 1
+            ctx.losses.append(loss.item())
+            keeper.step()
+            if ctx.step == STOP_AT["step"]:
+                raise RuntimeError("stopped")
+            if ctx.step == steps:
+                break
+    return {"losses": ctx.losses, "weights": ctx.model[0].weight.flatten().tolist(), "seed": dt.experiment.new_seed()}
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """A run with seed 3 that failed after five of six steps; its newest checkpoint is of step four."""
+    monkeypatch.setitem(STOP_AT, "step", 5)
+    with pytest.raises(RuntimeError, match="stopped"):
+        learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05)
+    monkeypatch.setitem(STOP_AT, "step", None)
+    (record,) = find_runs(tmp_path)
+    return record
+
+
+@pytest.fixture
+def whole(tmp_path_factory):
+    return learn.run(output_dir=str(tmp_path_factory.mktemp("whole")), random_seed=3, lr=0.05)
+
+
+def test_the_same_command_with_resume_auto_continues_bit_for_bit_in_its_folder(stopped, whole, tmp_path):
+    result = learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05, resume="auto")
+    (record,) = find_runs(tmp_path)
+    assert result == whole and record.folder == stopped.folder and record.state == "finished"
+    assert len(record.manifest["resumed"]) == 1 and record.started == stopped.started
+    assert "continued from" in record.log_path.read_text()
+
+
+def test_a_finished_run_is_not_repeated(stopped, whole, tmp_path, capsys):
+    for _ in range(2):
+        assert learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05, resume="auto") == whole
+    assert "already finished" in capsys.readouterr().out
+    assert len(list(find_runs(tmp_path))) == 1
+
+
+def test_a_finished_run_goes_on_when_a_resumable_parameter_has_changed(stopped, tmp_path, tmp_path_factory):
+    learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05, resume="auto")
+    longer = learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05, resume="auto", steps=9)
+    reference = learn.run(output_dir=str(tmp_path_factory.mktemp("longer")), random_seed=3, lr=0.05, steps=9)
+    assert longer == reference and len(list(find_runs(tmp_path))) == 1
+
+
+def test_auto_without_an_earlier_run_is_a_fresh_one_and_says_so(tmp_path):
+    learn.run(output_dir=str(tmp_path), resume="auto", steps=2)
+    (record,) = find_runs(tmp_path)
+    assert "fresh" in record.log_path.read_text()
+
+
+def test_other_parameters_are_another_run(stopped, tmp_path):
+    learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.06, resume="auto", steps=2)
+    assert len(list(find_runs(tmp_path))) == 2
+
+
+def test_where_and_how_it_runs_does_not_make_it_another_run(stopped, whole, tmp_path):
+    result = learn.run(
+        output_dir=str(tmp_path), random_seed=3, lr=0.05, resume="auto", device="cpu", debug=True, max_restarts=2
+    )
+    assert result == whole and len(list(find_runs(tmp_path))) == 1
+
+
+def test_an_undeclared_seed_is_taken_from_the_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(STOP_AT, "step", 3)
+    with pytest.raises(RuntimeError):
+        learn.run(output_dir=str(tmp_path))
+    monkeypatch.setitem(STOP_AT, "step", None)
+    result = learn.run(output_dir=str(tmp_path), resume="auto")
+    (record,) = find_runs(tmp_path)
+    fresh = learn.run(output_dir=str(tmp_path / "fresh"), random_seed=record.manifest["seed"])
+    assert result == fresh
+
+
+def test_a_path_continues_that_run_with_its_own_values(stopped, whole, tmp_path):
+    assert learn.run(output_dir=str(tmp_path / "elsewhere"), resume=str(stopped.folder)) == whole
+    assert not (tmp_path / "elsewhere").exists()
+    assert read_run(stopped.folder).parameters["lr"] == 0.05
+
+
+def test_a_checkpoint_of_a_run_can_be_continued_too(stopped, whole):
+    checkpoint = next(path for path in sorted(stopped.checkpoints_path.iterdir()) if path.name.endswith("ba2"))
+    assert learn.resume(checkpoint) == whole
+
+
+def test_parameters_that_contradict_the_run_are_refused_unless_forced(stopped):
+    with pytest.raises(ResumeError, match=r"lr: 0.05 in the run, 0.2 now"):
+        learn.run(resume=str(stopped.folder), lr=0.2)
+    with pytest.raises(ResumeError, match="random_seed: 3 in the run, 4 now"):
+        learn.run(resume=str(stopped.folder), random_seed=4)
+    learn.resume(stopped.folder, {"lr": 0.2}, force=True)
+    record = read_run(stopped.folder)
+    assert record.parameters["lr"] == 0.2 and "lr: 0.05 in the run" in json.dumps(record.manifest["resumed"])
+
+
+def test_force_is_an_option_of_the_command_line(stopped):
+    line = ["--resume", str(stopped.folder), "--lr", "0.2"]
+    with pytest.raises(ResumeError):
+        learn.cli(line)
+    assert learn.cli([*line, "--force"])["losses"]
+
+
+def test_a_run_that_is_in_use_is_refused(stopped, tmp_path):
+    with FolderLock(stopped.folder) as lock:
+        assert lock.acquire()
+        for resume in ("auto", str(stopped.folder)):
+            with pytest.raises(ResumeError, match="still running"):
+                learn.run(output_dir=str(tmp_path), random_seed=3, lr=0.05, resume=resume)
+    assert current_run() is None
+
+
+def test_a_path_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ResumeError, match="neither the folder of a run nor a checkpoint"):
+        learn.run(resume=str(tmp_path))
+
+
+def test_checkpoint_begins_a_new_run_from_a_state(stopped, tmp_path):
+    result = learn.run(output_dir=str(tmp_path), checkpoint=stopped.folder, random_seed=8, steps=6)
+    records = list(find_runs(tmp_path))
+    assert len(records) == 2 and len(result["losses"]) == 6  # four from the checkpoint, two of its own
+    assert records[1].manifest["seed"] == 8
+
+
+SCRIPT = """
+import os, signal, sys
+from tests.experiment import test_resume
+from drivetrain.checkpoint.checkpointer import Checkpointer
+
+step = Checkpointer.step
+
+def step_and_signal(self, *args, **kwargs):
+    if self.progress.num_calls == 2 and os.environ.get("SIGNAL"):
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return step(self, *args, **kwargs)
+
+Checkpointer.step = step_and_signal
+test_resume.with_signals.cli()
+"""
+
+
+@experiment
+def with_signals(steps: int = 5):
+    ctx = dt.Context(step=0, value=torch.zeros(1))
+    ctx.autotransform()
+    keeper = dt.Checkpointer(ctx)
+    while ctx.step < steps:
+        ctx.value += torch.rand(1)
+        ctx.step += 1
+        keeper.step()
+    return ctx.value.item()
+
+
+def test_a_terminated_run_saves_exits_143_and_continues(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", SCRIPT, "--output-dir", str(tmp_path), "--random-seed", "1", "--resume", "auto"]
+    done = subprocess.run(
+        line, env=env | {"SIGNAL": str(int(signal.SIGTERM))}, capture_output=True, text=True, timeout=100
+    )
+    (record,) = find_runs(tmp_path)
+    assert done.returncode == 143 and record.state == "interrupted" and record.status["exit_code"] == 143, done.stderr
+    assert len(list(record.checkpoints_path.glob("checkpoint-*"))) == 1
+    result = with_signals.run(output_dir=str(tmp_path), random_seed=1, resume="auto")
+    assert result == with_signals.run(output_dir=str(tmp_path / "whole"), random_seed=1)
+    assert read_run(record.folder).state == "finished"

@@ -1,0 +1,199 @@
+"""Functions whose signature declares the parameters."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from drivetrain.core.errors import DrivetrainError, ParameterError
+from drivetrain.experiment import Param, experiment, parameter
+
+
+@dataclass(frozen=True)
+class Schedule:
+    warmup: int = 0
+    steps: list[int] = field(default_factory=lambda: [10, 20])
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How it learns.
+
+    Args:
+        lr: step size.
+    """
+
+    lr: float
+    name: str = "sgd"
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self):
+        if self.lr < 0:
+            raise ValueError("lr must not be negative")
+
+
+def called_with(function, tmp_path, params=None, **values):
+    """Run an experiment and return what its function was called with."""
+    return experiment(function).run({"output_dir": str(tmp_path), **(params or {})}, **values)
+
+
+@pytest.mark.parametrize("annotation", [None, dict, dict[str, Any], "dict"])
+def test_one_plain_argument_receives_the_dict(tmp_path, annotation):
+    def function(anything):
+        return anything
+
+    if annotation is not None:
+        function.__annotations__["anything"] = annotation
+    values = called_with(function, tmp_path)
+    assert values["nnodes"] == 1 and values["output_dir"] == str(tmp_path)
+
+
+def test_annotations_and_defaults_give_types(tmp_path):
+    def function(
+        a: int, b=0.5, *, c: list[int], d: tuple[float, ...] = (1.0,), e: bool = True, f: Path | None = None, g="x"
+    ):
+        return a, b, c, d, e, f, g
+
+    made = experiment(function)
+    values = made.run(output_dir=str(tmp_path), a="3", c=[1, 2.0])
+    assert values == (3, 0.5, [1, 2], (1.0,), True, None, "x")
+    by_hand = made.cli(
+        ["--output-dir", str(tmp_path), "--a", "1", "--c", "4", "5", "--d", "2", "--no-e", "--f", "p", "--b", "1"]
+    )
+    assert by_hand == (1, 1.0, [4, 5], (2.0,), False, Path("p"), "x")
+    with pytest.raises(ParameterError, match="'a' is required"):
+        made.run(c=[1])
+
+
+def test_dataclasses_become_dotted_names_and_are_built_again(tmp_path):
+    def function(opt: Optimizer, other: Schedule | None = None):
+        return opt, other
+
+    made = experiment(function)
+    names = [p.name for p in made.get_parameters()]
+    own = ["opt.lr", "opt.name", "opt.schedule.warmup", "opt.schedule.steps", "other.warmup", "other.steps"]
+    assert names[-6:] == own
+    folder = {"output_dir": str(tmp_path)}
+    assert made.run(folder, opt={"lr": 1, "schedule": {"warmup": 3}}) == (Optimizer(1.0, schedule=Schedule(3)), None)
+    assert made.run({**folder, "opt.lr": 2, "other.warmup": 1}) == (Optimizer(2.0), Schedule(1))
+    assert made.run(folder, opt=Optimizer(0.5, "adam")) == (Optimizer(0.5, "adam"), None)
+    line = ["--output-dir", str(tmp_path), "--opt.lr", "3", "--opt.schedule.steps", "1", "2"]
+    assert made.cli(line) == (Optimizer(3.0, schedule=Schedule(0, [1, 2])), None)
+    with pytest.raises(ParameterError, match=r"'opt.lr' is required"):
+        made.run(folder)
+    with pytest.raises(ParameterError, match="lr must not be negative"):
+        made.run({**folder, "opt.lr": -1})
+    assert made.parameters["opt.lr"].help == "step size."
+
+
+def test_a_dataclass_default_gives_the_defaults_of_its_fields(tmp_path):
+    def function(opt: Optimizer = Optimizer(0.3, "adam")):  # noqa: B008 (frozen)
+        return opt
+
+    assert called_with(function, tmp_path) == Optimizer(0.3, "adam")
+
+
+def test_annotated_adds_help_and_resumability():
+    @experiment
+    def function(epochs: Annotated[int, Param(help="passes", resumable=True)] = 3):
+        pass
+
+    assert function.parameters["epochs"].help == "passes" and function.parameters["epochs"].resumable
+
+
+def test_help_comes_from_the_docstring():
+    @experiment
+    def google(lr: float = 0.1, size: int = 3):
+        """Train.
+
+        Args:
+            lr (float): how far a step
+                goes.
+            size: of a batch.
+
+        Returns:
+            something.
+        """
+
+    @experiment
+    def sphinx(lr: float = 0.1):
+        """Train.
+
+        :param lr: how far.
+        :returns: something.
+        """
+
+    assert google.parameters["lr"].help == "how far a step goes." and google.parameters["size"].help == "of a batch."
+    assert sphinx.parameters["lr"].help == "how far."
+    assert "something" not in google.help() and "Train." in sphinx.help()
+
+
+def test_a_standard_name_receives_that_parameter_and_sets_its_default(tmp_path):
+    @experiment
+    def function(random_seed=7, cuda=False, local_rank=0):
+        return random_seed, cuda, local_rank
+
+    assert function.run(output_dir=str(tmp_path)) == (7, False, 0)
+    assert function.run(output_dir=str(tmp_path), random_seed=8) == (8, False, 0)
+    assert [p.name for p in function.get_parameters()].count("cuda") == 1
+
+
+def test_keyword_arguments_receive_the_rest(tmp_path):
+    def function(a: int = 1, **rest):
+        return a, rest
+
+    a, rest = called_with(function, tmp_path, a=2)
+    assert a == 2 and rest["debug"] is False and "a" not in rest
+
+
+def test_positional_only_arguments_work(tmp_path):
+    def function(a: int, /, b: int = 2):
+        return a, b
+
+    assert called_with(function, tmp_path, {"a": 1}) == (1, 2)
+
+
+def test_a_function_as_default_is_a_value(tmp_path):
+    def function(activation: Any = len):
+        return activation
+
+    assert called_with(function, tmp_path) is len
+
+
+def test_a_mutable_default_is_not_shared_between_runs(tmp_path):
+    @experiment
+    def function(xs: list[int] = [1]):  # noqa: B006
+        xs.append(2)
+        return xs
+
+    assert function.run(output_dir=str(tmp_path)) == function.run(output_dir=str(tmp_path)) == [1, 2]
+
+
+def test_decorators_and_signature_mix(tmp_path):
+    @parameter(name="name", help="above", default="up")
+    @experiment
+    @parameter(name="lr", type=float, help="below", allowed_values=[0.1, 0.2])
+    def function(lr=0.1, name: str = "down"):
+        return lr, name
+
+    assert function.run(output_dir=str(tmp_path)) == (0.1, "up")
+    assert function.parameters["lr"].help == "below" and function.parameters["name"].help == "above"
+    with pytest.raises(ParameterError, match=r"expected one of 0.1, 0.2"):
+        function.run(lr=0.3)
+
+
+def test_what_cannot_be_declared_is_an_error_at_declaration():
+    with pytest.raises(DrivetrainError, match="neither annotation nor default"):
+        experiment(lambda a, b: None)
+    with pytest.raises(DrivetrainError, match=r"\*args"):
+
+        @experiment
+        def function(*args):
+            pass
+
+    def unknown(x: "Nowhere" = None):  # noqa: F821
+        pass
+
+    with pytest.raises(DrivetrainError, match="Nowhere"):
+        experiment(unknown)

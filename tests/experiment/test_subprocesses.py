@@ -1,0 +1,119 @@
+"""Processes that a run starts, and processes that run an experiment."""
+
+import multiprocessing
+import subprocess
+import sys
+import time
+
+import pytest
+
+from drivetrain.core.errors import ExperimentError, ParameterError
+from drivetrain.experiment import experiment, find_runs, launch_subprocess
+from drivetrain.experiment.references import reference_to
+from drivetrain.experiment.subprocesses import END_SECONDS, end_subprocesses, start_process
+from tests.experiment import samples
+
+
+def test_subprocesses_share_the_folder_finish_their_work_and_leave_others_alone(tmp_path):
+    foreign = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    foreign_child = (
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) if sys.platform == "linux" else None
+    )
+    try:
+        if foreign_child is not None:
+            foreign_child.start()
+        samples.with_subprocesses.run(output_dir=str(tmp_path), random_seed=5, seconds=0.5)
+        (record,) = find_runs(tmp_path)
+        written = {path.name: int(path.read_text()) for path in record.folder.glob("rank-*.txt")}
+        assert set(written) == {"rank-0.txt", "rank-1.txt", "rank-2.txt"} and len(set(written.values())) == 3
+        assert (record.folder / "log.rank-1.txt").is_file() and record.state == "finished"
+        assert foreign.poll() is None and (foreign_child is None or foreign_child.is_alive())
+    finally:
+        foreign.kill()
+        foreign.wait()
+        if foreign_child is not None:
+            foreign_child.kill()
+            foreign_child.join()
+
+
+def test_subprocesses_that_do_not_end_are_ended(monkeypatch):
+    monkeypatch.setattr("drivetrain.experiment.subprocesses.WAIT_SECONDS", 0.1)
+    process = start_process(time.sleep, 60)
+    monkeypatch.setattr("drivetrain.experiment.subprocesses._started", [process])
+    began = time.monotonic()
+    end_subprocesses()
+    assert not process.is_alive() and time.monotonic() - began < END_SECONDS + 5
+
+
+def test_launching_outside_a_run_is_refused():
+    with pytest.raises(ExperimentError, match="inside a running experiment"):
+        launch_subprocess()
+
+
+def test_a_subprocess_launches_no_further_ones(tmp_path, monkeypatch):
+    @experiment
+    def outer(params):
+        params["subprocess"] = "parameters.yaml"
+        with pytest.raises(AssertionError, match="cannot launch further"):
+            launch_subprocess()
+        params["subprocess"] = None
+
+    from drivetrain.experiment import proxies
+    from drivetrain.runtime import current_run
+
+    @experiment
+    def shared():
+        current_run().params["subprocess"] = "parameters.yaml"
+        try:
+            with pytest.raises(AssertionError, match="cannot launch further"):
+                launch_subprocess()
+        finally:
+            current_run().params["subprocess"] = None
+        assert proxies.subprocess_counter == 0
+
+    shared.run(output_dir=str(tmp_path))
+
+
+def test_a_new_process_finds_the_experiment_by_module(tmp_path):
+    process = samples.describe.run_in_new_process({"output_dir": str(tmp_path), "tag": "elsewhere"})
+    process.join(60)
+    (record,) = find_runs(tmp_path)
+    assert process.exitcode == 0 and record.result["tag"] == "elsewhere"
+
+
+def test_what_a_new_process_could_not_find_is_refused_before_it_starts():
+    inside = samples.closure()
+    with pytest.raises(ExperimentError, match="no attribute of its module"):
+        inside.run_in_new_process({})
+    with pytest.raises(ParameterError, match="unknown parameter 'tga'"):
+        samples.describe.run_in_new_process({"tga": 1})
+
+
+def test_a_module_loaded_from_a_file_is_found_by_its_path(tmp_path, monkeypatch):
+    from drivetrain.experiment.references import load_file
+
+    file = tmp_path / "script.py"
+    file.write_text(
+        "from drivetrain.experiment import experiment\n\n@experiment\ndef square(x: int = 2):\n    return x * x\n"
+    )
+    module = load_file(str(file), "a_module_of_this_test")
+    found = reference_to(module.square)
+    assert found.file == str(file) and found.attribute == "square"
+    monkeypatch.delitem(sys.modules, "a_module_of_this_test")
+    again = found.load()
+    assert again is not module.square and again.name == "square"
+    monkeypatch.delitem(sys.modules, "a_module_of_this_test")
+
+
+def test_an_experiment_of_a_notebook_is_refused(monkeypatch):
+    import __main__
+
+    @experiment
+    def cell():
+        pass
+
+    cell.main_function.__module__ = "__main__"
+    monkeypatch.setattr(__main__, "cell", cell, raising=False)
+    monkeypatch.delattr(__main__, "__file__", raising=False)
+    with pytest.raises(ExperimentError, match="notebook"):
+        cell.run_in_new_process({})

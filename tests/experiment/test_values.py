@@ -1,0 +1,120 @@
+"""Reading values in their types."""
+
+import enum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.experiment import Parameter
+from drivetrain.experiment.values import BadValue, annotated_type
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = "green-value"
+
+
+def read(kind, value, is_text=True):
+    return annotated_type(kind).read(value, is_text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        (int, "3", 3),
+        (int, "-7", -7),
+        (int, "1e3", 1000),
+        (int, "1e30", 10**30),
+        (int, 3.0, 3),
+        (float, "-.5", -0.5),
+        (float, "-inf", float("-inf")),
+        (float, "1e-3", 1e-3),
+        (float, 2, 2.0),
+        (bool, "YES", True),
+        (bool, "off", False),
+        (bool, "t", True),
+        (bool, 0, False),
+        (str, "1.10", "1.10"),
+        (str, 5, "5"),
+        (Path, "a/b", Path("a/b")),
+        (Literal["adam", "sgd"], "SGD", "sgd"),
+        (Colour, "red", Colour.RED),
+        (Colour, "green-value", Colour.GREEN),
+        (int | None, "4", 4),
+        (dict[str, int], '{"a": 1}', {"a": 1}),
+        (tuple[int, str], '[1, "x"]', (1, "x")),
+    ],
+)
+def test_values_are_read_in_their_type(kind, given, expected):
+    found = read(kind, given)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (int, "2.5"),
+        (int, 2.5),
+        (int, 3.7),
+        (int, True),
+        (int, "1e999999999"),
+        (int, "inf"),
+        (int, "9" * 5000),
+        (int, "three"),
+        (float, "fast"),
+        (float, True),
+        (bool, "maybe"),
+        (bool, 2),
+        (str, 1.1),
+        (str, ["a"]),
+        (Path, 3),
+        (Literal["adam", "sgd"], "adma"),
+        (Colour, "blue"),
+        (dict[str, int], '{"a": "x"}'),
+        (dict[str, int], "{"),
+        (tuple[int, str], "[1]"),
+    ],
+)
+def test_values_of_another_type_are_refused(kind, given):
+    with pytest.raises(BadValue, match="expected"):
+        read(kind, given)
+
+
+def test_nan_is_a_number():
+    assert read(float, "nan") != read(float, "nan")
+
+
+def test_an_error_names_parameter_place_value_and_nearest_choice():
+    optimizer = Parameter("optimizer", allowed_values=["adam", "sgd"])
+    with pytest.raises(
+        ParameterError,
+        match=r"train.yaml:3: optimizer cannot be 'adma': expected one of adam, sgd; did you mean 'adam'",
+    ):
+        optimizer.read("adma", is_text=False, where="train.yaml:3")
+
+
+def test_a_custom_type_gets_text_from_the_command_line_and_values_from_python():
+    seen = []
+    custom = Parameter("x", type=lambda value: seen.append(value) or value)
+    custom.read("1", is_text=True, where="--x")
+    custom.read([1], is_text=False, where="run")
+    assert seen == ["1", [1]]
+
+
+def test_a_custom_type_that_refuses_is_a_parameter_error():
+    with pytest.raises(ParameterError, match="halve refuses it"):
+        Parameter("x", type=_halve).read("odd", is_text=True, where="--x")
+
+
+def _halve(text):
+    return int(text) // 2
+
+
+_halve.__name__ = "halve"
+
+
+def test_multiple_reads_every_item():
+    assert Parameter("xs", type=int, multiple=True).read(["1", "2"], is_text=True, where="--xs") == [1, 2]
+    assert Parameter("xs", type=int, multiple=True).read(3, is_text=False, where="run") == [3]

@@ -1,0 +1,51 @@
+"""A block is tried without memory or arithmetic, and what cannot be tried is said."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.module.probing import keeps_shape
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.conv1(x)))
+
+
+class Needy(nn.Module):
+    def __init__(self, stride=1):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, stride, 1)
+
+    def forward(self, x, other):
+        return self.conv(x) + other
+
+
+@pytest.mark.parametrize(
+    ("block", "answer"),
+    [
+        (ConvBlock(4), True),
+        (nn.Conv2d(4, 4, 3, stride=2, padding=1), False),
+        (nn.Conv2d(4, 8, 1), False),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), True),
+        (nn.Linear(8, 8), True),
+        (nn.Linear(8, 4), False),
+        (nn.ReLU(), None),
+        (Needy(), None),
+        (Needy(stride=2), False),
+    ],
+)
+def test_what_a_block_does_to_shapes(block, answer):
+    assert keeps_shape(block) is answer
+
+
+def test_the_trial_leaves_buffers_and_random_numbers_alone():
+    block = ConvBlock(4)
+    before, generator = {name: b.clone() for name, b in block.named_buffers()}, torch.get_rng_state()
+    assert keeps_shape(block)
+    assert all(torch.equal(b, before[name]) for name, b in block.named_buffers())
+    assert torch.equal(torch.get_rng_state(), generator)

@@ -1,0 +1,41 @@
+"""The guide's snippets, the docstrings' examples, the example program and the benchmark run as printed."""
+
+import doctest
+import importlib
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "docs" / "recorder.md").read_text(), flags=re.DOTALL | re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("name", ["buffer", "recorder", "tags"])
+def test_docstring_examples_hold(name):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.record.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_the_guide_runs_from_top_to_bottom():
+    names: dict[str, object] = {}
+    for block in BLOCKS:
+        exec(compile(block, "docs/recorder.md", "exec"), names)
+    assert len(BLOCKS) == 3
+
+
+def test_the_example_has_one_history(capsys):
+    main = runpy.run_path(str(ROOT / "examples" / "record_metrics.py"))["main"]
+    assert main(steps=40)
+    assert "images/weights/40.png, metrics.jsonl, scalars.csv" in capsys.readouterr().out
+
+
+def test_the_benchmark_prints_a_ratio_below_one(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    from benchmarks import recorder
+
+    assert recorder.main(blocks=3, steps=5, folder=tmp_path) < 1
+    assert "SummaryWriter alone" in capsys.readouterr().out and (tmp_path / "recorder.json").exists()

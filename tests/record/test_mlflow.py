@@ -1,0 +1,69 @@
+"""MLflow's folder store, read back with its client."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("mlflow")
+from drivetrain.record import MlflowSink, Recorder
+from drivetrain.record.mlflow import _folder_store_allowed
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def client(folder):
+    from mlflow import MlflowClient
+
+    with _folder_store_allowed():
+        return MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+
+
+def test_a_run_is_read_back_and_continued(tmp_path):
+    first = Recorder(tmp_path, tensorboard=False, sinks=("mlflow",))
+    first.params({"lr": 0.1, "name": "x"})
+    for value in (0.5, 0.25):
+        first.scalars({"train/loss": torch.tensor(value), 'a,"b"': 1})
+        first.step()
+    first.image("sample", torch.zeros(3, 4))
+    first.text("note", "hello")
+    first.summary({"best": 0.25, "verdict": "good"})
+    state = first.state_dict()
+    first.close()
+    assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
+    found, run_id = client(tmp_path), state["runs"]["mlflow"]
+    run = found.get_run(run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == tmp_path.name
+    assert run.data.params == {"lr": "0.1", "name": "x"} and run.data.tags["verdict"] == "good"
+    assert run.data.metrics == {"train/loss": 0.25, "a:2C:22b:22": 1.0, "best": 0.25}
+    assert [(row.step, row.value) for row in found.get_metric_history(run_id, "train/loss")] == [(0, 0.5), (1, 0.25)]
+    artifacts = tmp_path / "mlruns" / run.info.experiment_id / run_id / "artifacts"
+    assert (artifacts / "texts/note/2.txt").read_text() == "hello"
+    assert (artifacts / "images/sample/2.png").read_bytes() == (tmp_path / "images/sample/2.png").read_bytes()
+
+    with Recorder(tmp_path, tensorboard=False, sinks=("mlflow",)) as second:
+        second.load_state_dict(state)
+        second.params({"lr": 0.2, "new": True})  # MLflow never changes a parameter
+        second.scalar("train/loss", 0.125)
+        second.flush()
+        assert found.get_run(run_id).info.status == "RUNNING"
+    run = found.get_run(run_id)
+    assert run.data.params == {"lr": "0.1", "name": "x", "new": "True"} and run.data.tags["lr"] == "0.2"
+    assert run.data.metrics["train/loss"] == 0.125 and len(found.search_runs([run.info.experiment_id])) == 1
+
+
+def test_a_server_that_is_not_there_does_not_stop_training(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    sink = MlflowSink("http://127.0.0.1:9")
+    with Recorder(tmp_path, tensorboard=False, sinks=(sink,)) as recorder:
+        for value in (1.0, 2.0):
+            recorder.scalar("x", value)
+            recorder.flush()
+        assert recorder.last("x") == 2.0
+    assert [record.name for record in caplog.records if "mlflow failed" in record.message] == [
+        "drivetrain.record.outlet"
+    ]

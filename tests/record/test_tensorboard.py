@@ -1,0 +1,75 @@
+"""Event files, read back with tensorboard's own reader."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain.core.errors import MissingExtra
+from drivetrain.record import Recorder, tensorboard
+
+pytest.importorskip("tensorboard")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+
+def events(folder):
+    accumulator = EventAccumulator(str(folder / "tb"), size_guidance={"histograms": 0, "images": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def test_everything_is_read_back(tmp_path):
+    pixels = torch.randint(0, 256, (3, 4, 6), dtype=torch.uint8)
+    with Recorder(tmp_path, tensorboard=True) as recorder:
+        recorder.params({"lr": 0.1})
+        for value in (0.5, 0.25):
+            recorder.scalars({"train/loss": torch.tensor(value), "lr": 2 * value})
+            recorder.step()
+        recorder.image("sample", pixels)
+        recorder.histogram("weights", torch.arange(8.0), bins=4)
+        recorder.text("note", "hello")
+    found = events(tmp_path)
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(0, 0.5), (1, 0.25)]
+    assert [event.value for event in found.Scalars("lr")] == [1.0, 0.5]
+    (image,) = found.Images("sample")
+    assert (image.step, image.width, image.height) == (2, 6, 4)
+    from PIL import Image
+
+    assert np.array_equal(
+        np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), pixels.permute(1, 2, 0).numpy()
+    )
+    (histogram,) = found.Histograms("weights")
+    assert list(histogram.histogram_value.bucket) == [2, 2, 2, 2] and histogram.histogram_value.sum == 28
+    assert found.Tensors("note")[0].tensor_proto.string_val[0] == b"hello"
+    assert b"| lr | 0.1 |" in found.Tensors("params")[0].tensor_proto.string_val[0]
+
+
+def test_a_resume_purges_what_is_recorded_again(tmp_path):
+    first = Recorder(tmp_path, tensorboard=True)
+    for value in (0.0, 1.0):
+        first.scalar("loss", value)
+        first.step()
+    state = first.state_dict()
+    for value in (2.0, 3.0):
+        first.scalar("loss", value)
+        first.step()
+    first.close()
+    with Recorder(tmp_path, tensorboard=True) as second:
+        second.load_state_dict(state)
+        second.scalar("loss", 20.0)
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_without_the_package_auto_is_off_and_true_is_an_error(tmp_path, monkeypatch):
+    from drivetrain.record import recorder
+
+    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    monkeypatch.setattr(recorder, "is_installed", lambda: False)
+    with Recorder(tmp_path) as quiet:
+        quiet.scalar("x", 1)
+    assert not (tmp_path / "tb").exists()
+    with pytest.raises(MissingExtra, match=r"drivetrain\[tensorboard\]"):
+        Recorder(tmp_path, tensorboard=True)
+    with pytest.raises(ValueError, match="'auto'"):
+        Recorder(tmp_path, tensorboard="yes")
