@@ -92,6 +92,7 @@ class Case:
     model: Callable[[], nn.Module] = ConvNet
     data: Callable[[], TensorDataset] = images
     events: tuple[str, ...] = ("init",)
+    precision: str | None = None
 
     def algorithm(self) -> Any:
         return getattr(algorithms, self.name)(**self.settings)
@@ -111,8 +112,8 @@ CASES = [
     Case(name="SqueezeExcite", settings={"min_channels": 8, "latent_channels": 4}),
     Case(name="Factorize", settings={"min_channels": 8, "latent_channels": 2, "min_features": 8, "latent_features": 2}),
     Case(name="GhostBatchNorm", settings={"ghost_batch_size": 4}, events=("init", "fit_start")),
-    Case(name="LowPrecisionGroupNorm", settings={}),
-    Case(name="LowPrecisionLayerNorm", settings={}, model=TextNet, data=texts),
+    Case(name="LowPrecisionGroupNorm", settings={}, precision="bf16"),
+    Case(name="LowPrecisionLayerNorm", settings={}, model=TextNet, data=texts, precision="bf16"),
     Case(name="WeightStandardization", settings={"n_last_layers_ignore": 1}),
     Case(name="GatedLinearUnits", settings={}, model=TextNet, data=texts),
     Case(

@@ -301,8 +301,9 @@ def test_a_model_of_transformers_trains_on_short_texts_and_resumes_exactly():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return Trainer(model, None, optimizer, callbacks=(), algorithms=[Alibi(32, 0.5)])
 
-    assert verify_resume(build, Texts(), num_steps=4, per_device_batch_size=4).is_exact
+    settings = {"per_device_batch_size": 4, "train_dataloader_kwargs": {"num_workers": 0}}
+    assert verify_resume(build, Texts(), num_steps=4, **settings).is_exact
     trainer = build()
-    losses = trainer.train(Texts(), num_epochs=4, per_device_batch_size=4).get_metric_values("train_loss_epoch")
+    losses = trainer.train(Texts(), num_epochs=4, **settings).get_metric_values("train_loss_epoch")
     assert losses[-1] < losses[0]
     assert trainer.model(input_ids=torch.randint(3, 20, (1, 30))).logits.shape == (1, 30, 20)

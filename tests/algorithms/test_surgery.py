@@ -1,6 +1,8 @@
 """What holds for every algorithm that changes a model: when it acts, what it leaves alone, and that training goes on exactly."""
 
 import copy
+import doctest
+import importlib
 import warnings
 
 import pytest
@@ -33,9 +35,8 @@ def operated(case, optimizer=None, seed=0):
 def build_trainer(case, **kwargs):
     model = case.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return Trainer(
-        model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=[case.algorithm()], seed=5, **kwargs
-    )
+    kwargs = {"precision": case.precision, "seed": 5, "callbacks": (), **kwargs}
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, algorithms=[case.algorithm()], **kwargs)
 
 
 @every_case
@@ -252,10 +253,20 @@ def test_several_algorithms_share_a_model():
         algorithms.ChannelsLast(),
     ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=plugins, seed=1)
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=plugins, seed=1, precision="bf16"
+    )
     order = [str(plugin) for plugin in trainer.engine.listeners(Event.INIT)]
     assert order.index("LowPrecisionGroupNorm") > order.index("StochasticDepth")
     trainer.train(CASES[0].data(), num_epochs=1, per_device_batch_size=8)
     before = [*model.named_modules()]
     Engine(trainer.state, plugins=[type(plugin)(**plugin.config()) for plugin in plugins]).fire(Event.INIT)
     assert [*model.named_modules()] == before
+
+
+@pytest.mark.parametrize(
+    "module", ["algorithms.blurpool", "algorithms.low_rank", "algorithms.alibi.penalty", "module.fp8"]
+)
+def test_docstring_examples_hold(module):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.{module}"))
+    assert result.attempted > 0 and result.failed == 0

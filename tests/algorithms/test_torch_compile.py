@@ -28,7 +28,15 @@ def build(model=None, algorithms=(), **settings):
     model = ConvNet() if model is None else model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     plugins = [TorchCompile(backend="eager", **settings), *algorithms]
-    return Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), algorithms=plugins, seed=3)
+    return Trainer(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        callbacks=(),
+        algorithms=plugins,
+        seed=3,
+        precision="bf16" if any("LowPrecision" in str(one) for one in plugins) else None,
+    )
 
 
 def compiled(model):

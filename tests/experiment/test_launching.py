@@ -118,16 +118,9 @@ def test_two_simulated_nodes_share_one_folder_and_one_seed(tmp_path):
     port = free_port()
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     line = ["--output-dir", str(tmp_path), "--distributed", "--nnodes", "2", "--master-port", str(port), "--no-cuda"]
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *line, "--node-rank", str(rank)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    start = lambda rank: subprocess.Popen([sys.executable, "-c", SCRIPT, *line, "--node-rank", rank], env=env, **pipes)
+    nodes = [start("0"), start("1")]
     answers = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], answers
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in answers)

@@ -90,7 +90,9 @@ class EMA(Algorithm):
         self.half_life = None if half_life is None else _counted("half_life", half_life)
         self.ema_start = ensure_time(ema_start, TimeUnit.BATCH)
         unit = TimeUnit.BATCH if self.half_life is None else self.half_life.unit
-        self.update_interval = Time(1, unit) if update_interval is None else _counted("update_interval", update_interval)
+        self.update_interval = (
+            Time(1, unit) if update_interval is None else _counted("update_interval", update_interval)
+        )
         if self.half_life is None:
             assert smoothing is not None
             check_fraction("EMA", smoothing=smoothing)
@@ -190,5 +192,7 @@ class EMA(Algorithm):
 def _counted(name: str, value: str | Time) -> Time:
     time = ensure_time(value, TimeUnit.BATCH)
     if time.unit not in _UNITS or not time.value > 0:
-        raise ConfigError(f"EMA({name}={str(time)!r}): expected batches, optimizer steps or epochs, such as '100ba', '100st' or '1ep'.")
+        raise ConfigError(
+            f"EMA({name}={str(time)!r}): expected batches, optimizer steps or epochs, such as '100ba', '100st' or '1ep'."
+        )
     return time

@@ -97,9 +97,7 @@ class GradientClipping(Algorithm):
         self.clipping_type, self.clipping_threshold, self.eps = clipping_type, clipping_threshold, eps
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        apply_gradient_clipping(
-            model_of(state, str(self)), self.clipping_type, self.clipping_threshold, eps=self.eps
-        )
+        apply_gradient_clipping(model_of(state, str(self)), self.clipping_type, self.clipping_threshold, eps=self.eps)
 
 
 def _check(who: str, clipping_type: Any, threshold: Any, eps: Any) -> None:

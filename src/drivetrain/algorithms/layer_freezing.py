@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
@@ -16,8 +15,9 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.ddp import rewrap_ddp
 from drivetrain.module.wrappers import is_fully_sharded
-from drivetrain.module.wrapping import unwrap, wrap_ddp
+from drivetrain.module.wrapping import unwrap
 
 
 def freeze_layers(
@@ -33,7 +33,7 @@ def freeze_layers(
     """
     layers = _layers(model)
     depth, fraction = _depth(len(layers), current_duration, freeze_start, freeze_level)
-    frozen = {p for p in _freeze(layers[:depth])}
+    frozen = set(_freeze(layers[:depth]))
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         for group in optimizer.param_groups:
             if "param_names" in group:
@@ -87,18 +87,20 @@ class LayerFreezing(Algorithm):
         model = model_of(state, str(self))
         layers = _layers(model)
         if is_fully_sharded(unwrap(model)):
-            raise ConfigError("LayerFreezing cannot freeze parts of a sharded model. Train it without sharding, or freeze before.")
+            raise ConfigError(
+                "LayerFreezing cannot freeze parts of a sharded model. Train it without sharding, or freeze before."
+            )
         depth, fraction = self._frozen, self._frozen / max(1, len(layers))
         if event is Event.EPOCH_END:
-            depth, fraction = _depth(len(layers), elapsed_fraction(state, str(self)), self.freeze_start, self.freeze_level)
-            logger.log_metrics(
-                {"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction}
+            depth, fraction = _depth(
+                len(layers), elapsed_fraction(state, str(self)), self.freeze_start, self.freeze_level
             )
+            logger.log_metrics({"layer_freezing/layers_frozen": depth, "layer_freezing/percentage_frozen": fraction})
         newly = depth > self._frozen
         list(_freeze(layers[:depth]))
         self._frozen = max(self._frozen, depth)
-        if newly and isinstance(state.model, DistributedDataParallel):
-            state.model = wrap_ddp(unwrap(state.model, keep_compile=True), state.device)
+        if newly:
+            state.model = rewrap_ddp(state.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many layers are frozen."""

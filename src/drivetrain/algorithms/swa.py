@@ -84,9 +84,13 @@ class SWA(Algorithm):
                 f"SWA(swa_start={str(start)!r}, swa_end={str(end)!r}): expected both as fractions of the run ('0.7dur') or both in epochs."
             )
         if not start < end:
-            raise ConfigError(f"SWA(swa_start={str(start)!r}, swa_end={str(end)!r}): the start must come before the end.")
+            raise ConfigError(
+                f"SWA(swa_start={str(start)!r}, swa_end={str(end)!r}): the start must come before the end."
+            )
         if every.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or not every.value > 0:
-            raise ConfigError(f"SWA(update_interval={str(every)!r}): expected batches or epochs, such as '100ba' or '1ep'.")
+            raise ConfigError(
+                f"SWA(update_interval={str(every)!r}): expected batches or epochs, such as '100ba' or '1ep'."
+            )
 
     @property
     def swa_started(self) -> bool:

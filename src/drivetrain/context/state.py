@@ -15,6 +15,7 @@ from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.context import Context
 from drivetrain.context.held import GeneratorsKind, HeldKind
 from drivetrain.context.kinds import Kind
+from drivetrain.context.loading import LoadReport
 from drivetrain.context.plugins import PluginsKind
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -139,6 +140,14 @@ class State(Context):
         self.eval_timestamp, self.predict_timestamp = Timestamp(), Timestamp()
         super().__init__(**items)
         self.dataloader_len = dataloader_len
+
+    _before_load: Callable[[dict[str, Any]], None] | None = None  # a driver may bring the session into the saved shape
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
+        """Restore a saved state; what drives this State may first add what the saved model was made with."""
+        if self._before_load is not None:
+            self._before_load(state)
+        return super().load_state_dict(state, strict)
 
     # Time.
 

@@ -1,64 +1,177 @@
 """The demonstration: a digit classifier on data that ships with scikit-learn, in well under a minute.
 
-It is an ordinary use of the Trainer: a model, data, a loss; a progress bar, evaluation, checkpoints, and a table at the end that says
-how well it went and where everything is.
+It is an experiment like any user's: parameters from the signature, a run folder, a Trainer that keeps its metrics and checkpoints
+there, and a report at the end. Interrupted with Ctrl-C and started again, it goes on where it was.
 """
 
-import time
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import CheckpointError, MissingExtra, ResumeError, StateError
+from drivetrain.experiment.declare import experiment
+
 TARGET_ACCURACY = 0.97
+SHOWN_MISTAKES = 6
 
 
-def run_demo(epochs: int = 30, output_dir: str = "output", seed: int = 0) -> int:
-    """Train, evaluate, keep, and print a summary; returns 0 when the classifier is as good as it should be."""
+@experiment
+def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_decay: float = 0.05) -> dict[str, Any]:
+    """Train a small convolutional classifier on scikit-learn's 8 × 8 digits.
+
+    Args:
+        epochs: passes over the data
+        lr: the highest learning rate, after two epochs of warm-up
+        batch_size: samples per step
+        weight_decay: how strongly weights are drawn to zero
+    """
     import torch
     from torch import nn
 
+    from drivetrain.context.context import Context
+    from drivetrain.record.recorder import Recorder
+    from drivetrain.train.callbacks import LearningRateMonitor, MoveModulesToDeviceCallback, TerminateOnNaNCallback
     from drivetrain.train.schedulers import CosineLrScheduler
     from drivetrain.train.trainer import Trainer
 
-    torch.manual_seed(seed)
     train_set, test_set = load_digits()
-    folder = Path(output_dir) / "digits" / time.strftime("%Y-%m-%d_%H-%M-%S", time.gmtime())
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
         nn.Flatten(), nn.Dropout(0.2), nn.Linear(256, 10),
     )  # fmt: skip
+    recorder = Recorder(tensorboard=False)
     trainer = Trainer(
         model,
         loss_func=nn.CrossEntropyLoss(label_smoothing=0.05),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay),
         metrics={"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()},
-        seed=seed,
+        callbacks=(MoveModulesToDeviceCallback, TerminateOnNaNCallback, LearningRateMonitor, epoch_line(epochs)),
+        loggers=[recorder],
+        state=Context(recorder=recorder),  # its place in the metrics file is saved and restored with the rest
     )
-    began = time.perf_counter()
     history = trainer.train(
         train_set,
         num_epochs=epochs,
         eval_dataset=test_set,
-        per_device_batch_size=64,
-        checkpoint_dir=folder / "checkpoints",
+        per_device_batch_size=batch_size,
         create_scheduler_fn=CosineLrScheduler.create_scheduler_fn(num_warmup_epochs=min(2, epochs - 1)),
     )
-    seconds = time.perf_counter() - began
-    accuracy = history.get_latest_metric("eval_accuracy_epoch")
-    print_summary(
-        {
-            "accuracy on 360 unseen digits": f"{accuracy:.1%}",
-            "training loss": f"{history.get_latest_metric('train_loss_epoch'):.4f}",
-            "samples per second": f"{trainer.state.clock.sample / seconds:,.0f}",
-            "device": str(trainer.device),
-            "time": f"{seconds:.1f} s, {trainer.state.clock.step} updates",
-            "run folder": str(folder),
-        }
-    )
+    record_mistakes(recorder, trainer.model, test_set)
+    result = {
+        "accuracy": history.get_latest_metric("eval_accuracy_epoch"),
+        "loss": history.get_latest_metric("train_loss_epoch"),
+        "updates": trainer.state.clock.step,
+        "samples": trainer.state.clock.sample,
+        "losses": list(history.get_metric_values("train_loss_epoch")),
+        "device": str(trainer.device),
+    }
+    recorder.summary({"accuracy": result["accuracy"]})
+    return result
+
+
+def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int:
+    """Train, evaluate, keep, report, and print a summary; returns 0 when the classifier is as good as it should be."""
+    params = {"epochs": epochs, "output_dir": output_dir, "random_seed": seed}
+    require_data()
+    try:
+        with quiet_console():
+            folder = _run(params)
+    except KeyboardInterrupt:
+        print("\nInterrupted; everything is saved. `drivetrain demo` with the same options goes on from here.", file=sys.stderr)
+        return 130
+    return _conclude(folder, epochs)
+
+
+@contextmanager
+def quiet_console() -> Iterator[None]:
+    """Show warnings only: a run logs to the console itself where nobody else does, and here one line per epoch is enough."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def _run(params: dict[str, Any]) -> Path:
+    """Run the experiment, as the continuation of one that was interrupted if there is one, and return its folder."""
+    from drivetrain.experiment.proxies import output_dir
+
+    if _is_interrupted(params):
+        try:
+            digits.run(params, resume="auto")
+            return Path(output_dir)
+        except (StateError, CheckpointError) as error:  # written by another version of this library, say
+            print(f"The interrupted run cannot be continued, so a new one is started. ({error})", file=sys.stderr)
+    digits.run(params)
+    return Path(output_dir)
+
+
+def _is_interrupted(params: dict[str, Any]) -> bool:
+    """Say whether an unfinished run with these parameters waits to be continued."""
+    from drivetrain.experiment.resume import choose_beginning
+
+    try:
+        beginning = choose_beginning(digits.name, digits.resolve({**params, "resume": "auto"}), digits.parameters)
+    except ResumeError:  # it is running at this moment
+        return False
+    return beginning.record is not None and not beginning.is_finished
+
+
+def _conclude(folder: Path, epochs: int) -> int:
+    from drivetrain.experiment.cli.output import print_lines, print_table, sparkline
+    from drivetrain.experiment.records import read_run
+    from drivetrain.experiment.reports.page import write_report
+
+    record = read_run(folder)
+    result, seconds = record.result, max(float(record.status["seconds"]), 1e-9)
+    accuracy = float(result["accuracy"])
+    report = write_report([folder])
+    rows = [
+        ("accuracy on 360 unseen digits", f"{accuracy:.1%}"),
+        ("training loss", f"{sparkline(result['losses'])} {result['loss']:.4f}"),
+        ("samples per second", f"{result['samples'] / seconds:,.0f}"),
+        ("device", result["device"]),
+        ("time", f"{seconds:.1f} s, {result['updates']} updates"),
+        ("run folder", str(folder)),
+        ("report", str(report)),
+    ]
+    print_table(["", ""], rows, title="Drivetrain demo")
+    print_lines("Next: open the report in a browser, then", f"  drivetrain show {folder}", f"  drivetrain ls {folder.parents[1]}")
     if accuracy < TARGET_ACCURACY:
-        print(f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more of them.")
+        print_lines(f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more of them.")
         return 1
     return 0
+
+
+def epoch_line(num_epochs: int) -> Any:
+    """Return a callback that prints one line per epoch."""
+    from drivetrain.train.callbacks import TrainerCallback
+
+    class EpochLine(TrainerCallback):
+        """Prints loss and accuracy."""
+
+        def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+            """Print the line."""
+            latest = trainer.run_history.get_latest_metric
+            epoch = trainer.run_history.current_epoch
+            loss, accuracy = latest("train_loss_epoch"), latest("eval_accuracy_epoch")
+            trainer.print(f"epoch {epoch:2d} of {num_epochs}   loss {loss:.4f}   accuracy {accuracy:.1%}")
+
+    return EpochLine()
+
+
+def require_data() -> None:
+    """Say how to install the demo's data where it is missing, before a run is begun."""
+    import importlib.util
+
+    if importlib.util.find_spec("sklearn") is None:
+        raise MissingExtra("scikit-learn", "demo", "the demo's data")
 
 
 def load_digits() -> tuple[Any, Any]:
@@ -66,12 +179,9 @@ def load_digits() -> tuple[Any, Any]:
     import torch
     from torch.utils.data import TensorDataset
 
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        from drivetrain.core.errors import MissingExtra
+    require_data()
+    from sklearn.datasets import load_digits as load
 
-        raise MissingExtra("scikit-learn", "demo", "the demo's data") from error
     digits = load()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(digits.target)
@@ -80,12 +190,17 @@ def load_digits() -> tuple[Any, Any]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
-def print_summary(rows: dict[str, str]) -> None:
-    """Print a small table."""
-    from rich.console import Console
-    from rich.table import Table
+def record_mistakes(recorder: Any, model: Any, test_set: Any) -> None:
+    """Record which digits are taken for which, and some of those the classifier gets wrong."""
+    import torch
 
-    table = Table(title="Drivetrain demo", show_header=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+    images, labels = test_set.tensors
+    model.eval()
+    with torch.no_grad():
+        device = next(model.parameters()).device
+        answers = model(images.to(device)).argmax(-1).cpu()
+    confusion = torch.zeros(10, 10)
+    confusion.index_put_((labels, answers), torch.ones(len(labels)), accumulate=True)
+    recorder.image("confusion (rows: digit, columns: answer)", confusion / confusion.sum(1, keepdim=True).clamp(min=1))
+    for place in (answers != labels).nonzero().flatten()[:SHOWN_MISTAKES].tolist():
+        recorder.image(f"mistakes/{int(labels[place])} taken for {int(answers[place])}", (images[place] + 1) / 2)

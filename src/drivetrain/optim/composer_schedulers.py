@@ -145,7 +145,9 @@ class PolynomialScheduler:
         self.power, self.t_max, self.alpha_f = power, _positive(self, "t_max", t_max), alpha_f
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
-        return schedules.with_floor(schedules.polynomial(_share(self, self.t_max, state, ssr), self.power), self.alpha_f)
+        return schedules.with_floor(
+            schedules.polynomial(_share(self, self.t_max, state, ssr), self.power), self.alpha_f
+        )
 
 
 class MultiStepWithWarmupScheduler:
@@ -334,7 +336,9 @@ def _time(scheduler: object, name: str, value: TimeLike) -> Time:
 def _positive(scheduler: object, name: str, value: TimeLike) -> Time:
     time = _time(scheduler, name, value)
     if not time.value > 0:
-        raise ConfigError(f"{_name(scheduler)}({name}={str(time)!r}): expected a time above 0, such as '1dur' or '10ep'.")
+        raise ConfigError(
+            f"{_name(scheduler)}({name}={str(time)!r}): expected a time above 0, such as '1dur' or '10ep'."
+        )
     return time
 
 

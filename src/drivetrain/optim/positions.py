@@ -52,7 +52,9 @@ def span_of(time: Time, state: Any, ssr: float = 1.0) -> Span:
         return Span(time.value * ssr, time.unit)
     run = state.max_duration
     if run is None:
-        raise ConfigError(f"{str(time)!r} is a fraction of the run, whose length is not known: give max_duration, such as '10ep'.")
+        raise ConfigError(
+            f"{str(time)!r} is a fraction of the run, whose length is not known: give max_duration, such as '10ep'."
+        )
     return Span(time.value * run.value, run.unit)
 
 
@@ -76,7 +78,9 @@ def check_covers_run(end: Span, state: Any, who: str) -> None:
         return
     length = _convert(Span(float(run.value), run.unit), end.unit, state)
     if length is not None and round(length.value - end.value, 9) > 0:
-        raise ConfigError(f"{who} ends after {end}, before the run of {run} does. Use '1dur', or a t_max of at least {length}.")
+        raise ConfigError(
+            f"{who} ends after {end}, before the run of {run} does. Use '1dur', or a t_max of at least {length}."
+        )
 
 
 def _convert(span: Span, unit: TimeUnit, state: Any) -> Span | None:

@@ -5,7 +5,7 @@ on: there is never a half-applied model. Parameter names and state-dict keys of 
 outer shell.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -76,17 +76,27 @@ class PlanContext(Context):
         """Keep a remark for `explain()`."""
         self.notes.append(text)
 
-    def prepared(self, data: Any) -> Any:
+    def prepared(self, data: Any, device: torch.device | str | None = None) -> Any:
         """Return the model's input for what a loader yields: moved, and changed as the plan asks."""
-        device = self.device
-        if self.prepare_input is None:
-            data = move_to_device(device, data, non_blocking=True)
-        else:
-            data = self.prepare_input(data, device)
-        return change_tensors(data, self.input_changes) if self.input_changes else data
+        place = self.device if device is None else torch.device(device)
+        return prepared_input(data, place, self.prepare_input, self.input_changes)
 
 
-def change_tensors(value: Any, changes: list[Callable[[Tensor], Tensor]]) -> Any:
+def prepared_input(
+    data: Any,
+    device: torch.device,
+    prepare_input: Callable[[Any, torch.device], Any] | None = None,
+    changes: Sequence[Callable[[Tensor], Tensor]] = (),
+) -> Any:
+    """Return data as a model takes it: prepared by the user's function or moved, then changed tensor by tensor."""
+    if prepare_input is None:
+        data = move_to_device(device, data, non_blocking=True)
+    else:
+        data = prepare_input(data, device)
+    return change_tensors(data, changes) if changes else data
+
+
+def change_tensors(value: Any, changes: Sequence[Callable[[Tensor], Tensor]]) -> Any:
     """Return nested containers with every tensor changed."""
     from torch.utils._pytree import tree_map_only
 

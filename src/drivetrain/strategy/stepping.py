@@ -83,13 +83,17 @@ class Stepping:
 
     def loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss: its true value, with a gradient weighted for the window."""
-        if self._loss_func is None:
-            raise ConfigError("no loss_func was given to auto_accelerate, so there is none to call.")
-        with self.precision.autocast(self.device.type):
-            result = self._loss_func(inputs, outputs)
+        result = self.plain_loss(inputs, outputs)
         if isinstance(result, list | tuple):
             return type(result)([self.weigh(result[0]), *result[1:]])
         return self.weigh(result)
+
+    def plain_loss(self, inputs: Any, outputs: Any) -> Any:
+        """Return the user's loss in the plan's precision, without weights."""
+        if self._loss_func is None:
+            raise ConfigError("no loss_func was given, so there is none to call.")
+        with self.precision.autocast(self.device.type):
+            return self._loss_func(inputs, outputs)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the same loss with a gradient that is multiplied by its share of the window."""

@@ -114,19 +114,23 @@ class Gradients:
         return (output["batch_size"] if info.size else 0), output["batch_size"] if alone else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts, and gradients when a window is open."""
-        gradients = {}
-        if self.window.count and self._trainer._units is None:  # units keep their own
-            gradients = {name: p.grad.detach().clone() for name, p in self._parameters() if p.grad is not None}
-        return {"window": self.window.state_dict(), "gradients": gradients}
+        """Return the counts of the window and, when it is open, what this rank has gathered in it."""
+        counts = self.window.state_dict()
+        items, partial = counts.pop("items"), {}
+        if self.window.count:
+            partial["items"] = items
+            if self._trainer._units is None:  # units keep their own
+                partial.update((name, p.grad.detach().clone()) for name, p in self._parameters() if p.grad is not None)
+        return {"window": counts, "partial": partial}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the window back as it was."""
-        self.window.load_state_dict(state["window"])
+        partial = state["partial"]
+        self.window.load_state_dict({**state["window"], "items": partial.get("items", 0)})
         if self._trainer._units is not None:
             return
         for name, parameter in self._parameters():
-            saved = state["gradients"].get(name)
+            saved = partial.get(name)
             parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype).clone()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -1,17 +1,19 @@
 """How a run begins, is restored, and ends: the state it fills, and what a signal does to it."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drivetrain.context.codec import unpack
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.core.event import Event
-from drivetrain.runtime.collectives import broadcast_from_master
-from drivetrain.runtime.ranks import get_rank, is_distributed
+from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
+from drivetrain.runtime.ranks import get_num_processes, get_rank, is_distributed, is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
@@ -74,12 +76,14 @@ def restore(trainer: Any) -> None:
 def _fill_state(trainer: Any) -> None:
     """Put everything that makes the next step what it would have been onto the state."""
     state = trainer.state
+    state._before_load = partial(_restore_required_algorithms, trainer)
+    state._rank_local = ("gradients.partial.*", "optimizers.*.partial.*")  # an open window's gradients are each rank's own
     if trainer.settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)
     state.scaler = getattr(trainer._accelerator, "scaler", None)
     state.history = trainer.run_history
-    state.loss_tracker = trainer._loss_tracker
+    state.epoch_loss = EpochLoss(trainer)
     smart = loaders.smart_loader(trainer._train_dataloader)
     state.train_dataloader = trainer._train_dataloader if smart is None else smart
     state.gradients = trainer._gradients
@@ -87,6 +91,45 @@ def _fill_state(trainer: Any) -> None:
     if loaders.length(trainer._train_dataloader) is not None:
         state.set_dataloader(trainer._train_dataloader, "train")
     state.custom_entries = None
+
+
+class EpochLoss:
+    """The epoch's loss so far, of all ranks: exact on as many ranks, and the right sum on any other number."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of every rank; all must call this."""
+        own = self._trainer._loss_tracker.state_dict()
+        return {"ranks": all_gather_values(own) if is_distributed() else [own]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's sums back; on another number of ranks, rank 0 takes them all."""
+        ranks, tracker = state["ranks"], self._trainer._loss_tracker
+        tracker.reset()
+        if len(ranks) == get_num_processes():
+            tracker.load_state_dict(ranks[get_rank()])
+        elif is_master():
+            total, count = (sum(rank[name] for rank in ranks) for name in ("total_loss", "running_count"))
+            tracker.load_state_dict({**ranks[0], "total_loss": total, "running_count": count})
+
+
+def _restore_required_algorithms(trainer: Any, saved: dict[str, Any]) -> None:
+    """Add algorithms that the saved model cannot be loaded without, by registry name, and let them do their surgery."""
+    entries = [entry for entry in saved.get("algorithms") or () if entry.get("required")]
+    live = {type(plugin).__name__ for plugin in trainer.state.algorithms}
+    if all(entry["name"] in live for entry in entries):
+        return
+    from drivetrain.algorithms.registry import restore_required
+
+    entries = [{**entry, "config": unpack(entry["config"], None)} for entry in entries]
+    added = restore_required(entries, trainer.state.algorithms)
+    trainer._algorithms = (*trainer._algorithms, *added)
+    trainer.engine.set_plugins(trainer._plugins())
+    for plugin in added:
+        if plugin.match(Event.INIT, trainer.state):
+            plugin.apply(Event.INIT, trainer.state, trainer.logbook)
 
 
 def _load(trainer: Any, source: Any) -> None:

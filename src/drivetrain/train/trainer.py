@@ -111,6 +111,7 @@ class Trainer:
         self.runtime = self._accelerator = self._create_accelerator()
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
+        self.state.precision = self._accelerator.mixed_precision
         self.run_history: RunHistory = run_history or InMemoryRunHistory()
         self.run_config: TrainerRunConfig | None = None
         self.create_scheduler_fn: Any = None
@@ -1005,7 +1006,7 @@ class Trainer:
         if self._eval_dataloader is not None:
             self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, overfit or settings.limit_eval_batches)
             self._check_eval_batch_size()
-        self.callback_handler.call_event("on_loaders_made", self)
+        self.engine.call("on_loaders_made")
 
     def _units_are_bound(self) -> None:
         """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""

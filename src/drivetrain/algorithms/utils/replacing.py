@@ -28,7 +28,9 @@ def own_optimizer(state: State, who: str) -> Optimizer:
 def make_optimizer(state: State, name: str, groups: Any, **settings: Any) -> Optimizer:
     """Return a new optimizer of that name from the factory that the Trainer installed."""
     if state.make_optimizer is None:
-        raise ConfigError(f"there is no factory for the optimizer {name!r}: state.make_optimizer is set by the Trainer.")
+        raise ConfigError(
+            f"there is no factory for the optimizer {name!r}: state.make_optimizer is set by the Trainer."
+        )
     return state.make_optimizer(name, groups, **settings)
 
 
@@ -47,4 +49,6 @@ def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]
 def refuse_begun(optimizer: Optimizer, who: str) -> None:
     """Refuse to replace an optimizer that has taken steps: what it has learnt would be lost without a word."""
     if optimizer.state:
-        raise ConfigError(f"{who} replaces the {type(optimizer).__name__}, which has taken steps already. Give the Trainer a new one.")
+        raise ConfigError(
+            f"{who} replaces the {type(optimizer).__name__}, which has taken steps already. Give the Trainer a new one."
+        )

@@ -1,6 +1,7 @@
 """Search with Optuna (Akiba et al., 2019): a tree-structured Parzen estimator proposes, a median rule gives up early."""
 
 import math
+import warnings
 from typing import Any
 
 from drivetrain.core.errors import MissingExtra, ParameterError
@@ -22,17 +23,7 @@ class OptunaSampler(Sampler):
                 "sampler 'optuna' searches ranges, not a list of points. Give a dict such as {'lr': LogUniform(1e-4, 1e-1)}."
             )
         self._optuna, self._space, self._n_trials = optuna, space, n_trials
-        if study is None:
-            before = optuna.logging.get_verbosity()
-            optuna.logging.set_verbosity(optuna.logging.WARNING)  # one line per trial is the sweep's own affair
-            try:
-                study = optuna.create_study(
-                    direction="minimize" if direction == "min" else "maximize",
-                    sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
-                )
-            finally:
-                optuna.logging.set_verbosity(before)
-        self.study = study
+        self.study = study if study is not None else _new_study(optuna, seed, direction)
         self._next = 0
         self._asked: dict[int, Any] = {}
         self._steps: dict[int, set[int]] = {}
@@ -117,3 +108,17 @@ class OptunaSampler(Sampler):
         from drivetrain.experiment.run_folder import plain
 
         return [plain(choice) for choice in axis.values].index(plain(value))
+
+
+def _new_study(optuna: Any, seed: int, direction: str) -> Any:
+    """Make a study in memory, quietly: the sweep has its own line for every trial."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Trials that still run count as bad ones, so that parallel proposals differ; Optuna calls this experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        return optuna.create_study(direction="minimize" if direction == "min" else "maximize", sampler=sampler)
+    finally:
+        optuna.logging.set_verbosity(before)

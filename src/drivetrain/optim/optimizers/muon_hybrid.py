@@ -69,7 +69,9 @@ class MuonHybrid(Optimizer):
         fused: bool | None = None,
     ):
         check_number("MuonHybrid", weight_decay=weight_decay, adam_eps=adam_eps, adam_weight_decay=adam_weight_decay)
-        check_number("MuonHybrid", **{k: v for k, v in {"lr": lr, "adam_lr": adam_lr}.items() if not isinstance(v, Tensor)})
+        check_number(
+            "MuonHybrid", **{k: v for k, v in {"lr": lr, "adam_lr": adam_lr}.items() if not isinstance(v, Tensor)}
+        )
         check_number("MuonHybrid", 0.0, 1.0, momentum=momentum)
         check_count("MuonHybrid", 1, ns_steps=ns_steps)
         if adjust_lr not in ADJUSTMENTS:
@@ -100,9 +102,7 @@ class MuonHybrid(Optimizer):
                 super().add_param_group({"params": own, "muon": is_muon, **options})
                 _keep_own_settings(self.param_groups[-1])
 
-    def _sides(
-        self, members: list[Any], muon: bool | None, options: Mapping[str, Any]
-    ) -> list[tuple[bool, list[Any]]]:
+    def _sides(self, members: list[Any], muon: bool | None, options: Mapping[str, Any]) -> list[tuple[bool, list[Any]]]:
         if muon is not None:
             vectors = [_shown(one) for one in members if muon and _tensor(one).ndim < 2]
             if vectors:

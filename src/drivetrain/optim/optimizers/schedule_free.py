@@ -94,7 +94,9 @@ class _ScheduleFree(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move z by the gradient at y, average it into x, and set y between the two."""
         if not self.training:
-            raise RuntimeError(f"{type(self).__name__} is in evaluation mode: call train() before the next forward pass.")
+            raise RuntimeError(
+                f"{type(self).__name__} is in evaluation mode: call train() before the next forward pass."
+            )
         loss = evaluate(closure)
         for group in self.param_groups:
             lr, share = self._advance(group)

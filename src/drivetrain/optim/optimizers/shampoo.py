@@ -54,7 +54,9 @@ class SOAP(Optimizer):
         for group in self.param_groups:
             for parameter in with_gradients(group, "SOAP"):
                 if is_dtensor(parameter):
-                    raise ConfigError("SOAP rotates whole matrices and does not work on sharded parameters. Use MuonHybrid or AdamW.")
+                    raise ConfigError(
+                        "SOAP rotates whole matrices and does not work on sharded parameters. Use MuonHybrid or AdamW."
+                    )
                 self._update(group, parameter)
         return loss
 

@@ -46,7 +46,9 @@ def with_gradients(group: Mapping[str, Any], who: str) -> list[Tensor]:
     """Return the parameters of a group that have a gradient; sparse ones are refused."""
     found = [p for p in group["params"] if p.grad is not None]
     if any(p.grad.layout is not torch.strided for p in found):
-        raise RuntimeError(f"{who} needs dense gradients, and one is sparse. Use sparse=False in the embedding, or SparseAdam.")
+        raise RuntimeError(
+            f"{who} needs dense gradients, and one is sparse. Use sparse=False in the embedding, or SparseAdam."
+        )
     return found
 
 
@@ -55,7 +57,9 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local_part(tensor) for tensor in tensors]
 
 
-def state_of(optimizer: Optimizer, parameters: list[Tensor], name: str, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def state_of(
+    optimizer: Optimizer, parameters: list[Tensor], name: str, make: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
     """Return one entry of the state for each parameter, made on first use."""
     entries = []
     for parameter in parameters:

@@ -67,6 +67,21 @@ class WrappedOptimizer(Optimizer):
         """Clear the gradients."""
         self.base_optimizer.zero_grad(set_to_none)
 
+    @property
+    def training(self) -> bool:
+        """Whether the parameters hold the weights that are trained; an optimizer without modes always says yes."""
+        return getattr(self.base_optimizer, "training", True)
+
+    def train(self) -> None:
+        """Put an optimizer with modes (schedule-free) into training mode."""
+        if hasattr(self.base_optimizer, "train"):
+            self.base_optimizer.train()
+
+    def eval(self) -> None:
+        """Put an optimizer with modes into evaluation mode."""
+        if hasattr(self.base_optimizer, "eval"):
+            self.base_optimizer.eval()
+
     def parameters(self) -> Iterable[Tensor]:
         """Yield every parameter, in the order of the groups."""
         return (p for group in self.param_groups for p in group["params"])

@@ -76,9 +76,9 @@ class NativeDynamo(Method):
         if config.allow_tf32:
             torch.set_float32_matmul_precision("high")
         if config.activation_memory_budget < 1:
-            import torch._functorch.config
+            from torch._functorch import config as functorch_config
 
-            torch._functorch.config.activation_memory_budget = config.activation_memory_budget
+            functorch_config.activation_memory_budget = config.activation_memory_budget
             ctx.note("compile: the activation memory budget holds for the whole process")
         whole = self.stage_of(config, ctx.plan.site) is Stage.COMPILE_MODEL
         compile_module(ctx.model, "model" if whole else "block", **settings)

@@ -1,0 +1,25 @@
+"""Cautious updates (Liang et al., 2024, arXiv 2411.16085): leave out what points against the present gradient."""
+
+from drivetrain.algorithms.utils.checks import check_at_least
+from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer, refuse_begun
+from drivetrain.context.state import State
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+class Cautious(Algorithm):
+    """Wraps the optimizer, so that of each update only entries that agree with the gradient are kept and scaled up."""
+
+    events = frozenset({Event.INIT})
+    writes = ("optimizers",)
+    after = ("#surgery", "#optimizer", "FastDefaults")
+    conflicts = {"ScheduleFree": "its weights are an average, not a point an update starts from. Use one of them"}
+
+    def __init__(self, eps: float = 1e-3):
+        check_at_least("Cautious", 0, eps=eps)
+        self.eps = eps
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        inside = own_optimizer(state, str(self))
+        refuse_begun(inside, str(self))
+        state.optimizers = (make_optimizer(state, "Cautious", inside, eps=self.eps),)

@@ -1,0 +1,85 @@
+"""Muon (Jordan et al., 2024; Liu et al., 2025, arXiv 2502.16982): orthogonalised momentum for hidden matrices.
+
+Which weights are hidden matrices is decided by `drivetrain.module.params.muon_groups`, from the layers that hold them; the rest
+stays with AdamW. With `adjust_lr="match_rms_adamw"` both take steps of one size, so one learning rate tuned for AdamW serves both.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from drivetrain.algorithms.surgery import model_of
+from drivetrain.algorithms.utils.checks import check_choice
+from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, refuse_begun
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.params import MuonGroups, muon_groups
+
+_OTHERS = ("adamw",)
+_OTHER_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+class Muon(Algorithm):
+    """Replaces the optimizer by Muon for hidden matrices and AdamW for everything else.
+
+    `lr=None` takes the rates of the optimizer that is replaced, group by group. `other_kwargs` are AdamW's settings (lr, betas, eps,
+    weight_decay); what is not given is taken over from the replaced optimizer where that has it.
+    """
+
+    events = frozenset({Event.INIT})
+    writes = ("optimizers",)
+    after = ("#surgery",)
+    tags = frozenset({"optimizer"})
+    exclusive = frozenset({"optimizer"})
+
+    def __init__(
+        self,
+        lr: float | None = None,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        other: str = "adamw",
+        other_kwargs: Mapping[str, Any] = {},  # only read
+    ):
+        check_choice("Muon", "other", other, _OTHERS)
+        for name in other_kwargs:
+            if name not in _OTHER_SETTINGS:
+                raise ConfigError(unknown_name("setting", name, _OTHER_SETTINGS, where="Muon(other_kwargs=...)"))
+        self.lr, self.momentum, self.weight_decay, self.ns_steps = lr, momentum, weight_decay, ns_steps
+        self.adjust_lr, self.other, self.other_kwargs = adjust_lr, other, dict(other_kwargs)
+        self.split: MuonGroups | None = None
+        """Which parameter went where, and why."""
+
+    def explain(self) -> str:
+        """Return the split, one line per parameter with the reason."""
+        return "Muon has not seen the model yet." if self.split is None else self.split.explain()
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model, replaced = model_of(state, str(self)), own_optimizer(state, str(self))
+        refuse_begun(replaced, str(self))
+        self.split = muon_groups(model)
+        if not self.split.muon:
+            raise ConfigError(
+                f"Muon found no hidden matrix in {type(model).__name__}: everything would go to AdamW.\n{self.split.explain()}"
+            )
+        to_muon = {id(parameter) for _, parameter in self.split.muon}
+        groups = []
+        for group in named_groups(replaced, model):
+            for is_muon in (True, False):
+                own = [(name, p) for name, p in group["params"] if (id(p) in to_muon) is is_muon]
+                if own:
+                    groups.append({"params": own, "muon": is_muon, **self._settings(group, replaced)})
+        settings = {"momentum": self.momentum, "ns_steps": self.ns_steps, "adjust_lr": self.adjust_lr}
+        state.optimizers = (make_optimizer(state, "MuonHybrid", groups, **settings),)
+        counts = {f"muon/{side}_tensors": len(getattr(self.split, side)) for side in ("muon", "other")}
+        logger.log_hyperparameters(counts)
+
+    def _settings(self, group: Mapping[str, Any], replaced: Optimizer) -> dict[str, Any]:
+        """Return the settings of a group of the replaced optimizer, in MuonHybrid's words."""
+        lr = group["lr"] if self.lr is None else self.lr
+        other = {"lr": lr, **{name: group[name] for name in _OTHER_SETTINGS[1:] if name in group}, **self.other_kwargs}
+        return {"lr": lr, "weight_decay": self.weight_decay, **{f"adam_{name}": value for name, value in other.items()}}

@@ -1,0 +1,36 @@
+"""Sharpness-aware minimisation (Foret et al., 2020, arXiv 2010.01412): step with the gradient of the worst point nearby.
+
+Each such step costs a second forward and backward pass, on the same batches and with the same random numbers; the Trainer
+repeats them when the optimizer asks.
+"""
+
+from drivetrain.algorithms.utils.checks import check_at_least, check_whole
+from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer
+from drivetrain.context.state import State
+from drivetrain.core.event import Event
+from drivetrain.core.lazy import lazy_exports
+from drivetrain.core.plugin import Algorithm, Logger
+
+__getattr__, __dir__ = lazy_exports(__name__, {"drivetrain.optim.optimizers.sharpness": ["SAMOptimizer"]})
+
+
+class SAM(Algorithm):
+    """Wraps the optimizer in SAM; every `interval`-th step is sharpness-aware.
+
+    The perturbation uses the gradient averaged over all processes, so any number of them takes the same steps.
+    """
+
+    events = frozenset({Event.AFTER_LOAD})
+    writes = ("optimizers",)
+
+    def __init__(self, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1):
+        check_at_least("SAM", 0, rho=rho, epsilon=epsilon)
+        check_whole("SAM", 1, interval=interval)
+        self.rho, self.epsilon, self.interval = rho, epsilon, interval
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        inside = own_optimizer(state, str(self))
+        if getattr(inside, "needs_closure", False):
+            return  # a second train() of the same trainer
+        settings = {"rho": self.rho, "epsilon": self.epsilon, "interval": self.interval}
+        state.optimizers = (make_optimizer(state, "SAM", inside, **settings),)

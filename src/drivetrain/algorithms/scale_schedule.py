@@ -1,0 +1,30 @@
+"""Scale a run and its schedules by one ratio, under the name Composer once had for it."""
+
+import warnings
+
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+class ScaleSchedule(Algorithm):
+    """Asks for a run of `ratio` times its length; `Trainer(scale_schedule_ratio=ratio)` says the same and is preferred."""
+
+    events = frozenset({Event.INIT})
+    writes = ("timestamp", "schedulers")
+
+    def __init__(self, ratio: float):
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
+            raise ConfigError(
+                f"ScaleSchedule(ratio={ratio!r}): expected a number above 0, such as 0.5 for half the run."
+            )
+        self.ratio = float(ratio)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        state.scale_schedule_ratio = self.ratio
+        warnings.warn(
+            "ScaleSchedule is kept for old code: write Trainer(scale_schedule_ratio=...) instead.",
+            DeprecationWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,111 @@
+"""Schedule-free training (Defazio et al., 2024, arXiv 2405.15682): an average of the iterates replaces the schedule.
+
+The optimizer holds two sets of weights: gradients are taken at one, the other is evaluated. It has modes, which the Trainer
+switches around evaluations. This algorithm puts it in place, gives batch norms the statistics of the weights that are
+evaluated, and leaves those in the model at the end.
+"""
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from drivetrain.algorithms.surgery import model_of
+from drivetrain.algorithms.utils.checks import check_choice, check_whole
+from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, refuse_begun
+from drivetrain.algorithms.utils.statistics import copy_statistics, measure_batch_norms, put_statistics
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.module.wrapping import unwrap
+
+_KINDS = {"adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
+_STARTS = frozenset({Event.EVAL_START, Event.PREDICT_START})
+_ENDS = frozenset({Event.EVAL_END, Event.PREDICT_END})
+
+
+class ScheduleFree(Algorithm):
+    """Replaces the optimizer by a schedule-free one and evaluates with its averaged weights.
+
+    `lr=None` takes over the rates of the replaced optimizer. `warmup` is in batches or optimizer steps and counts updates. Before an
+    evaluation, batch norms are measured on `bn_batches` batches of training data, and put back afterwards.
+    """
+
+    events = frozenset({Event.INIT, Event.FIT_START, Event.FIT_END}) | _STARTS | _ENDS
+    writes = ("optimizers", "model")
+    after = ("#surgery",)
+    tags = frozenset({"optimizer", "average"})
+    exclusive = frozenset({"optimizer"})
+    conflicts = {
+        "EMA": "schedule-free training averages the weights itself. Leave EMA out",
+        "SWA": "schedule-free training averages the weights itself. Leave SWA out",
+    }
+
+    def __init__(
+        self,
+        kind: Literal["adamw", "sgd"] = "adamw",
+        lr: float | None = None,
+        beta: float = 0.9,
+        beta2: float = 0.999,
+        warmup: str | int | Time = "0ba",
+        weight_decay: float = 0,
+        r: float = 0,
+        weight_lr_power: float = 2,
+        bn_batches: int = 50,
+    ):
+        check_choice("ScheduleFree", "kind", kind, tuple(_KINDS))
+        check_whole("ScheduleFree", 0, bn_batches=bn_batches)
+        self.warmup = ensure_time(warmup, TimeUnit.STEP)
+        if self.warmup.unit not in (TimeUnit.BATCH, TimeUnit.STEP) or self.warmup.value < 0:
+            raise ConfigError(
+                f"ScheduleFree(warmup={str(self.warmup)!r}): expected batches or optimizer steps, such as '500ba' or '500st'."
+            )
+        self.kind, self.lr, self.beta, self.beta2 = kind, lr, beta, beta2
+        self.weight_decay, self.r, self.weight_lr_power, self.bn_batches = weight_decay, r, weight_lr_power, bn_batches
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event is Event.INIT:
+            self._replace(state)
+        elif event is Event.FIT_START:
+            self._refuse_scheduler(state)
+            self._optimizer(state).train()
+        elif event is Event.FIT_END:
+            self._optimizer(state).eval()
+            self._measure(state)
+        elif event in _STARTS:
+            self._statistics = copy_statistics(unwrap(model_of(state, str(self))))
+            if self._optimizer(state).param_groups[0]["k"]:
+                self._measure(state)
+        else:
+            put_statistics(self._statistics)
+            self._statistics = []
+
+    def _replace(self, state: State) -> None:
+        replaced = own_optimizer(state, str(self))
+        refuse_begun(replaced, str(self))
+        groups = [
+            {"params": group["params"], "lr": group["lr"] if self.lr is None else self.lr}
+            for group in named_groups(replaced, model_of(state, str(self)))
+        ]
+        settings: dict[str, Any] = (
+            {"betas": (self.beta, self.beta2)} if self.kind == "adamw" else {"momentum": self.beta}
+        )
+        settings |= {"weight_decay": self.weight_decay, "warmup_steps": int(self.warmup.value)}
+        settings |= {"r": self.r, "weight_lr_power": self.weight_lr_power}
+        state.optimizers = (make_optimizer(state, _KINDS[self.kind], groups, **settings),)
+
+    def _optimizer(self, state: State) -> Any:
+        return own_optimizer(state, str(self))
+
+    def _measure(self, state: State) -> None:
+        if self.bn_batches:
+            measure_batch_norms(state, self.bn_batches)
+
+    def _refuse_scheduler(self, state: State) -> None:
+        if state.schedulers:
+            raise ConfigError(
+                f"ScheduleFree replaces the schedule, and this run has one ({type(state.schedulers[0]).__name__}). Leave "
+                "create_scheduler_fn out; ScheduleFree(warmup='500ba') warms up."
+            )

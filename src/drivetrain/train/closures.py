@@ -1,0 +1,246 @@
+"""Repeating an update's forward and backward passes, for optimizers that look at the loss more than once (SAM, LBFGS).
+
+While such an optimizer is in use, the batches of the open accumulation window are remembered, each with the random numbers it
+met. Evaluating again runs the very same passes: same batches, same dropout, same mixing. Whoever watches sees one pass only.
+Callbacks, loggers, trackers and metrics are set aside, buffers (running statistics) are put back, and only algorithms act again,
+because what they do to batch, outputs, loss and gradients is part of the function that is minimised.
+
+With any other optimizer nothing is remembered.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.context.moving import move_to_device
+from drivetrain.core.engine import Engine
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train import loaders
+from drivetrain.train.metrics import MetricSet
+from drivetrain.train.tracking import LossTracker
+
+_STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
+
+
+def requires_closure(optimizer: Any) -> bool:
+    """Say whether an optimizer's `step` cannot do without a closure, as LBFGS's."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+@dataclass(kw_only=True)
+class _Memory:
+    """A batch of the window and everything its passes depend on."""
+
+    batch: Any
+    step: int
+    synchronises: bool
+    sizes: tuple[int, int] | None
+    """Samples of the batch on this rank and on all of them, where the loader counts them."""
+    rng: dict[str, Any]
+    generators: dict[str, Tensor]
+
+
+class WindowRepeat:
+    """Remembers the batches of a window, steps the optimizer with a closure, and is that closure."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.is_wanted = False
+        """Whether the optimizer of this run evaluates more than once."""
+        self._memories: list[_Memory] = []
+        self._engine: Engine | None = None
+        self._returns_loss = False
+        self._overflowed = False
+
+    def prepare(self) -> None:
+        """Look at the optimizer of the run, once everything is loaded and in place."""
+        trainer, optimizer = self._trainer, self._trainer.optimizer
+        self._returns_loss = requires_closure(optimizer)
+        self.is_wanted = self._returns_loss or bool(getattr(optimizer, "needs_closure", False))
+        if not self.is_wanted:
+            self._memories = []
+            return
+        if self._returns_loss and trainer._accelerator.scaler is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} evaluates the loss itself, which float16 with its scaled gradients does not allow. Use "
+                "precision='bf16' or full precision."
+            )
+        self._engine = Engine(trainer.state, plugins=trainer._algorithms, host=trainer)
+
+    def remember(self, batch: Any) -> None:
+        """Keep a batch of the window, before anything has been done to it."""
+        trainer = self._trainer
+        if trainer._gradients.window.opens:
+            self._memories = []
+        info = None if trainer._sample_source is None else trainer._sample_source.batch_info
+        generators = trainer.state.generators
+        self._memories.append(
+            _Memory(
+                batch=_shallow(batch),
+                step=trainer.state.step,
+                synchronises=trainer._gradients.synchronises,
+                sizes=None if info is None else (info.size, info.global_size),
+                rng=capture_rng(),
+                generators={name: generator.get_state() for name, generator in generators.items()},
+            )
+        )
+
+    def step(self) -> None:
+        """Step the optimizer, which may evaluate the window again; non-finite gradients skip the step and lower the scale."""
+        accelerator, optimizer = self._trainer._accelerator, self._trainer.optimizer
+        scaler, self._overflowed = accelerator.scaler, False
+        if scaler is None:
+            optimizer.step(self.evaluate)
+        else:
+            before = scaler.get_scale()
+            # By position: torch refuses the keyword, because most closures would bring scaled gradients. Ours does not.
+            scaler.step(optimizer, self.evaluate)
+            scaler.update()
+            if self._overflowed:
+                scaler.update(before * scaler.get_backoff_factor())
+            accelerator.optimizer_step_was_skipped = scaler.get_scale() < before
+        self._memories = []
+
+    def evaluate(self) -> Tensor | None:
+        """Compute the gradients of the window at the present weights; return its loss to an optimizer that reads it."""
+        trainer = self._trainer
+        if not self._memories:
+            raise ConfigError("there is no batch to evaluate again: a closure works inside the Trainer's own step.")
+        with torch.enable_grad(), self._set_aside():
+            trainer.optimizer_zero_grad()
+            trainer._gradients.window.reset()
+            losses, sizes = [], []
+            for memory in self._memories:
+                self._go_back_to(memory)
+                trainer._perform_forward_and_backward_passes(trainer.state.batch, memory.step)
+                output = trainer.state.batch_output
+                losses.append(output["loss"].detach())
+                sizes.append(output["batch_size"])
+            trainer._gradients.finish()
+            trainer._clip_gradients()
+            trainer._fire(Event.AFTER_TRAIN_BATCH)
+        return self._mean(losses, sizes) if self._returns_loss else None
+
+    def _go_back_to(self, memory: _Memory) -> None:
+        trainer = self._trainer
+        restore_rng(memory.rng)
+        for name, generator in trainer.state.generators.items():
+            if name in memory.generators:
+                generator.set_state(memory.generators[name])
+            else:  # made during the first pass
+                generator.manual_seed(generator.initial_seed())
+        trainer.state.batch = _shallow(memory.batch)
+        trainer._gradients.synchronises = memory.synchronises
+        if memory.sizes is not None:
+            size, everywhere = memory.sizes
+            source = SimpleNamespace(batch_info=SimpleNamespace(size=size, global_size=everywhere), sample_index=None)
+            trainer._gradients._loader = trainer._sample_source = source
+
+    def _mean(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
+        """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
+        total = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum() / max(1, sum(sizes))
+        world = get_num_processes()
+        return total if world == 1 else loaders.sum_over_ranks(total, self._trainer.device) / world
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Hide everything that a pass leaves behind apart from gradients."""
+        trainer, state, gradients, engine = self._trainer, self._trainer.state, self._trainer._gradients, self._engine
+        assert engine is not None
+        accelerator, scaler = trainer._accelerator, trainer._accelerator.scaler
+        fields = {name: getattr(state, name) for name in _STEP_FIELDS}
+        held = {name: vars(trainer)[name] for name in ("_fire", "_loss_tracker", "_train_metrics", "_logged")}
+        source, loader = trainer._sample_source, gradients._loader
+        window, synchronises = gradients.window.state_dict(), gradients.synchronises
+        buffers, rng = _copies(trainer.model), capture_rng()
+        generators = {name: generator.get_state() for name, generator in state.generators.items()}
+        second_scale = None if scaler is None else _SecondScale(scaler)
+        try:
+            self.is_wanted = False
+            trainer._fire, trainer._loss_tracker = engine.fire, LossTracker()
+            trainer._train_metrics, trainer._logged = MetricSet(None), {}
+            accelerator.scaler = second_scale
+            yield
+        finally:
+            self.is_wanted = True
+            accelerator.scaler = scaler
+            self._overflowed = second_scale is not None and second_scale.overflowed
+            for name, value in held.items():
+                setattr(trainer, name, value)
+            for name, value in fields.items():
+                setattr(state, name, value)
+            trainer._sample_source, gradients._loader, gradients.synchronises = source, loader, synchronises
+            gradients.window.load_state_dict(window)
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+            restore_rng(rng)
+            for name, value in generators.items():
+                state.generators[name].set_state(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batches of an open window, so that a run that stops inside one can still evaluate it again."""
+        is_open = self._trainer._gradients.window.count > 0
+        return {"memories": [vars(memory) for memory in self._memories] if is_open else []}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember the batches of the window that was open."""
+        device = self._trainer.device
+        self._memories = []
+        for saved in state["memories"]:
+            kept = {**saved, "batch": move_to_device(device, saved["batch"])}
+            kept["sizes"] = None if saved["sizes"] is None else tuple(saved["sizes"])
+            kept["generators"] = {name: value.cpu() for name, value in saved["generators"].items()}
+            self._memories.append(_Memory(**kept))
+
+
+class _SecondScale:
+    """A gradient scaler for the repeated passes: the real one has unscaled this update's gradients already and would refuse."""
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        self.scaler = scaler
+        self.overflowed = False
+
+    def scale(self, loss: Tensor) -> Any:
+        return self.scaler.scale(loss)
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the scale out; gradients that are not finite are dropped, so that the step has nothing to go by."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        torch._foreach_mul_(gradients, 1.0 / self.scaler.get_scale())
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.overflowed = not bool(
+            torch.isfinite(norm)
+        )  # the host waits here, as float16 makes it do once per step anyway
+        if self.overflowed:
+            for parameter in parameters:
+                parameter.grad = None
+
+
+def _shallow(batch: Any) -> Any:
+    """Return a batch whose entries can be replaced without changing the one given."""
+    return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+
+
+def _copies(model: Any) -> list[tuple[Tensor, Tensor]]:
+    buffers = unwrap(model).buffers() if isinstance(model, nn.Module) else ()
+    return [(buffer, buffer.detach().clone()) for buffer in buffers]

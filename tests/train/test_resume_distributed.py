@@ -1,0 +1,71 @@
+"""A run on several processes is interrupted and resumed, on as many processes or on another number."""
+
+import pytest
+import torch
+from tests.train.tasks import make_data, make_model, weights
+from torch import nn
+
+from drivetrain.train.callbacks import TrainerCallback
+from drivetrain.train.trainer import Trainer
+
+
+class Pull(TrainerCallback):
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_step_start(self, trainer, **kwargs):
+        if trainer.state.clock.batch == self.at:
+            raise RuntimeError("the plug is pulled")
+
+
+class Seen(TrainerCallback):
+    def __init__(self):
+        self.rows = []
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        self.rows.append([round(value, 6) for value in batch[0][:, 0].tolist()])
+
+
+def run(folder=None, pull=None, dropout=0.0, accumulation=2, **kwargs):
+    """Train at a constant global batch; return rows seen per step, weights and the epochs' losses."""
+    double = torch.float64
+    model = make_model(dtype=double, dropout=dropout)
+    seen = Seen()
+    callbacks = [seen] if pull is None else [seen, Pull(pull)]
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=callbacks, seed=7)
+    if folder is not None:
+        kwargs = {"checkpoint_dir": folder, "checkpoint_every": "1ba", "async_checkpoint": False, **kwargs}
+    try:
+        history = trainer.train(
+            make_data(35, dtype=double), num_epochs=3, global_batch_size=8, gradient_accumulation_steps=accumulation, **kwargs
+        )
+    except RuntimeError as error:
+        if "plug" not in str(error):
+            raise
+        return None
+    return seen.rows, weights(model), list(history.get_metric_values("train_loss_epoch"))
+
+
+@pytest.mark.parametrize("at", [3, 5, 8])
+def test_two_processes_resume_bit_for_bit(world2, tmp_path, at):
+    expected = world2(run, dropout=0.3)
+    world2(run, tmp_path, pull=at, dropout=0.3)
+    resumed = world2(run, tmp_path, dropout=0.3, resume_from="auto")
+    for (rows, ours, losses), (all_rows, theirs, all_losses) in zip(resumed, expected):
+        assert rows == all_rows[at:]
+        assert all(map(torch.equal, ours, theirs))
+        assert losses == all_losses
+
+
+def test_two_then_one_then_four_processes_see_one_sequence_and_end_alike(world2, world4, tmp_path):
+    whole_rows, theirs, all_losses = run(accumulation=1)
+    world2(run, tmp_path, pull=3, accumulation=1)
+    assert run(tmp_path, pull=7, accumulation=1, resume_from="auto") is None
+    results = world4(run, tmp_path, accumulation=1, resume_from="auto")
+    joined = [sum(parts, []) for parts in zip(*(rows for rows, _, _ in results))]
+    expected = [set(rows) for rows in whole_rows[7:]]
+    assert [set(rows) for rows in joined] == expected  # a tail of three rows has a copy on the fourth process
+    for _, ours, losses in results:
+        for a, b in zip(ours, theirs):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        assert losses == pytest.approx(all_losses, abs=1e-10)
