@@ -36,10 +36,12 @@ __getattr__, __dir__ = lazy_exports(
         ".data.loader": ["SmartDataLoader"],
         ".checkpoint.checkpointer": ["Checkpointer"],
         ".checkpoint.store": ["save_checkpoint", "load_checkpoint"],
+        ".record.recorder": ["Recorder"],
         ".optim.scheduler": ["OptimScheduler"],
         ".optim.optim_set": ["OptimSet"],
         ".optim.noam": ["NoamLr"],
         ".train.trainer": ["Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
+        ".train.verification": ["verify_resume"],
         ".torch_names": ["torch"],
     },
 )

@@ -9,6 +9,7 @@ _HOMES = {
     "drivetrain.context.context": ("Context", "TorchContext=Context"),
     "drivetrain.context.moving": ("move_to_device",),
     "drivetrain.data.loader": ("SmartDataLoader",),
+    "drivetrain.record.recorder": ("Recorder",),
     "drivetrain.checkpoint.store": ("save_checkpoint", "load_checkpoint"),
     "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
     "drivetrain.runtime.collectives": ("broadcast_from_master", "distributed_barrier"),

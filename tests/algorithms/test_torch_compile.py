@@ -23,20 +23,13 @@ def fresh_compiler():
         torch._dynamo.config.recompile_limit = limit
 
 
-def build(model=None, algorithms=(), **settings):
+def build(model=None, algorithms=(), precision=None, **settings):
     torch.manual_seed(0)
     model = ConvNet() if model is None else model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     plugins = [TorchCompile(backend="eager", **settings), *algorithms]
-    return Trainer(
-        model,
-        nn.CrossEntropyLoss(),
-        optimizer,
-        callbacks=(),
-        algorithms=plugins,
-        seed=3,
-        precision="bf16" if any("LowPrecision" in str(one) for one in plugins) else None,
-    )
+    given = {"callbacks": (), "algorithms": plugins, "seed": 3, "precision": precision}
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, **given)
 
 
 def compiled(model):
@@ -72,7 +65,8 @@ def test_training_is_what_it_is_without():
 
 
 def test_it_acts_after_load_and_after_all_surgery():
-    trainer = build(algorithms=[LowPrecisionGroupNorm(apply_at="after_load"), BlurPool(min_channels=8)])
+    plugins = [LowPrecisionGroupNorm(apply_at="after_load"), BlurPool(min_channels=8)]
+    trainer = build(algorithms=plugins, precision="bf16")
     order = [str(plugin) for plugin in trainer.engine.listeners(Event.AFTER_LOAD)]
     assert order == ["LowPrecisionGroupNorm", "TorchCompile"]
     assert [event for event in Event if TorchCompile().match(event, None)] == [Event.AFTER_LOAD]

@@ -227,3 +227,8 @@ def test_strict_names_a_callback_that_changes_the_state():
     with pytest.raises(RuntimeError, match=r"Meddler.*loss"):
         train(make_trainer(callbacks=[Meddler()], strict=True))
     train(make_trainer(callbacks=[Meddler()]))
+
+
+def test_a_precision_the_device_cannot_run_is_refused():
+    with pytest.raises(ConfigError, match="bf16"):
+        train(make_trainer(precision="fp8", device="cpu"))

@@ -78,7 +78,7 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
     params = {"epochs": epochs, "output_dir": output_dir, "random_seed": seed}
     require_data()
     try:
-        with quiet_console():
+        with quiet_console(), one_thread():
             folder = _run(params)
     except KeyboardInterrupt:
         print("\nInterrupted; everything is saved. `drivetrain demo` with the same options goes on from here.", file=sys.stderr)
@@ -96,6 +96,19 @@ def quiet_console() -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: with matrices this small several would mostly wait for each other, the more so on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _run(params: dict[str, Any]) -> Path:

@@ -106,8 +106,9 @@ def run_experiment(
     joined = _join_world(resolved)
     place, lock = _agree_on_place(experiment, resolved, force=force, folder=folder)
     if place.beginning.is_finished:
-        return _already_finished(place)
-    result = _run_in(experiment, place, lock, argv=argv, trial=trial)
+        result = _already_finished(place)
+    else:
+        result = _run_in(experiment, place, lock, argv=argv, trial=trial)
     if joined:  # after an error peers may never answer, so then the group is left as it is
         from drivetrain.runtime.group import destroy_group
 

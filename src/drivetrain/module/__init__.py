@@ -30,6 +30,8 @@ __getattr__, __dir__ = lazy_exports(
         ".checkpointing": ["checkpoint_blocks"],
         ".layout": ["channels_last_input", "is_worth_channels_last", "to_channels_last"],
         ".accumulation": ["AccumulationWindow", "scale_gradients"],
+        ".fp8": ["Float8Linear", "convert_linears_to_fp8", "supports_fp8"],
+        ".attention": ["AttentionAdapter", "AttentionBias", "find_attention", "register_attention"],
         ".precision": ["Precision", "parse_precision"],
     },
 )

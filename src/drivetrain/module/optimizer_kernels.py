@@ -9,11 +9,8 @@ def use_fused_kernels(optimizer: Optimizer) -> bool:
     An optimizer without such a kernel, one whose owner chose another, and one with parameters it cannot take are left alone.
     """
     groups = optimizer.param_groups
-    if (
-        not type(optimizer).__module__.startswith("torch.optim.")
-        or "fused" not in optimizer.defaults
-        or any(group.get("fused") is not None for group in groups)
-    ):
+    is_torch = type(optimizer).__module__.startswith("torch.optim.")
+    if not is_torch or "fused" not in optimizer.defaults or any(group.get("fused") is not None for group in groups):
         return False
     if any(group.get("foreach") or group.get("differentiable") or group.get("capturable") for group in groups):
         return False

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit
 
+_DECIMALS = 9  # forgives binary fractions: 0.2 of 7 epochs is 1.4 epochs, and 0.29 of 100 batches is batch 29
 _EPOCH, _BATCH, _STEP = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP
 
 
@@ -49,13 +50,13 @@ def position_in(unit: TimeUnit, state: Any) -> float:
 def span_of(time: Time, state: Any, ssr: float = 1.0) -> Span:
     """Return a time as a real number of units; a fraction of the run in the unit of its length, others multiplied by `ssr`."""
     if time.unit is not TimeUnit.DURATION:
-        return Span(time.value * ssr, time.unit)
+        return Span(round(time.value * ssr, _DECIMALS), time.unit)
     run = state.max_duration
     if run is None:
         raise ConfigError(
             f"{str(time)!r} is a fraction of the run, whose length is not known: give max_duration, such as '10ep'."
         )
-    return Span(time.value * run.value, run.unit)
+    return Span(round(time.value * run.value, _DECIMALS), run.unit)
 
 
 def in_common_unit(first: Span, second: Span, state: Any, who: str) -> tuple[Span, Span]:

@@ -77,9 +77,9 @@ class TrainerRuntime:
 
     # The model.
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Any, **ddp_kwargs: Any) -> Any:
         """Wrap a model for gradient averaging when there are several processes."""
-        return wrap_ddp(model, self.device) if is_distributed() and isinstance(model, nn.Module) else model
+        return wrap_ddp(model, self.device, **ddp_kwargs) if is_distributed() and isinstance(model, nn.Module) else model
 
     def unwrap_model(self, model: Any, keep_torch_compile: bool = True) -> Any:
         """Return the user's own model."""

@@ -4,17 +4,22 @@ Algorithms and monitors call `log_metrics`; epoch means come through `record`. A
 step=...)`, or a sink with `scalar(tag, value)` such as the `Recorder`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
+
+from drivetrain.runtime.run import current_run
 
 
 class Logbook:
     """Feeds the run history and the loggers of one trainer."""
 
-    def __init__(self, trainer: Any, loggers: list[Any]):
-        self._trainer, self.loggers = trainer, loggers
+    def __init__(self, trainer: Any, loggers: Collection[Any]):
+        run = current_run()
+        recorder = None if run is None else run.recorder  # inside an experiment metrics go to its recorder too
+        self._trainer = trainer
+        self.loggers = [*loggers, *([recorder] if recorder is not None and recorder not in loggers else [])]
 
     def record(self, name: str, value: Any) -> None:
         """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
@@ -47,6 +52,12 @@ class Logbook:
                 logger.log_images(images, name=name, step=step)
             elif hasattr(logger, "image"):
                 logger.image(name, images)
+
+    def flush(self) -> None:
+        """Let every logger write what it holds."""
+        for logger in self.loggers:
+            if callable(getattr(logger, "flush", None)):
+                logger.flush()
 
     def _send(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         if not self.loggers:

@@ -66,7 +66,8 @@ def restore(trainer: Any) -> None:
     if is_distributed():
         trainer._vote = StopVote()
         trainer._fire = trainer._fire_together
-        trainer.model = trainer._accelerator.prepare_model(trainer.model)
+        unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
+        trainer.model = trainer._accelerator.prepare_model(trainer.model, **({"find_unused_parameters": True} if unused else {}))
         if trainer._units is not None:
             trainer._units.rebind(trainer.model)
         if trainer._restored_rng is None:
@@ -84,6 +85,7 @@ def _fill_state(trainer: Any) -> None:
     state.scaler = getattr(trainer._accelerator, "scaler", None)
     state.history = trainer.run_history
     state.epoch_loss = EpochLoss(trainer)
+    state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
     smart = loaders.smart_loader(trainer._train_dataloader)
     state.train_dataloader = trainer._train_dataloader if smart is None else smart
     state.gradients = trainer._gradients
@@ -201,6 +203,7 @@ def obey_signal(trainer: Any, number: int) -> None:
 
 def finish(trainer: Any) -> None:
     """After the last event: wait for files, stop the clock, let ranks part."""
+    trainer.logbook.flush()
     trainer._keeper.wait()
     trainer.state.clock.stop()
     if trainer._units is not None:

@@ -221,10 +221,15 @@ def call_seed_form(create_scheduler: Callable[..., Any], optimizer: Any) -> Any:
     return create_scheduler(optimizer) if wants_optimizer else create_scheduler()
 
 
-def refuse_precision_without_device(trainer: Any) -> None:
-    """Refuse a precision the device cannot run, before the first step."""
-    precision, device = trainer._accelerator.precision, torch.device(trainer.device)
-    if precision.name == "fp8" and device.type != "cuda":
+def prepare_precision(trainer: Any) -> None:
+    """Refuse a precision the device cannot run, before the first step, and convert the layers of an 8-bit one."""
+    if trainer._accelerator.mixed_precision != "fp8" or not isinstance(trainer.model, nn.Module):
+        return
+    from drivetrain.module.fp8 import convert_linears_to_fp8, supports_fp8
+
+    device = torch.device(trainer.device)
+    if not supports_fp8(device):
         raise ConfigError(
-            f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device.type}."
+            f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device}. Use 'bf16' here."
         )
+    convert_linears_to_fp8(trainer.model)

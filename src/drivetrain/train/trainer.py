@@ -142,7 +142,7 @@ class Trainer:
         self._logged: dict[str, LossTracker] = {}
         self._callbacks = tuple(callbacks)
         self._algorithms, loggers = tuple(algorithms), tuple(loggers)
-        self.logbook = Logbook(self, list(loggers))
+        self.logbook = Logbook(self, loggers)
         self._strict_steps = (StrictSteps(),) if strict else ()
         self.callback_handler = self._create_callback_handler(self._callbacks)
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
@@ -998,6 +998,7 @@ class Trainer:
         settings = self.settings
         assert settings is not None
         self.model = loaders.move_model(self, self.model)
+        setup.prepare_precision(self)
         setup.resolve_optimizer(self)
         overfit = settings.overfit_batches or None
         self._train_dataloader = loaders.prepare(

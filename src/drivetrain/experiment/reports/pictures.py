@@ -2,6 +2,7 @@
 
 import base64
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
@@ -25,19 +26,21 @@ def pictures(runs: Sequence[RunData]) -> str:
     """Return the newest pictures of each tag, those of all runs together, and the newest histograms."""
     budget, parts, left_out = MOST_BYTES, [], []
     owned = [(picture, name) for name, run in zip(names_of(runs), runs) for picture in run.pictures]
-    owned.sort(key=lambda entry: entry[0].tag)  # stable: within a tag run by run, newest first
-    for tag, group in groupby(owned, key=lambda entry: entry[0].tag):
-        figures, seen = [], dict.fromkeys((name for _, name in owned), 0)
+    owned.sort(key=lambda entry: (_family(entry[0].tag), entry[0].tag))  # stable: within a tag run by run, newest first
+    for family, group in groupby(owned, key=lambda entry: _family(entry[0].tag)):
+        figures: list[str] = []
+        seen: Counter[tuple[str, str]] = Counter()
         for picture, name in group:
             size = picture.path.stat().st_size
-            seen[name] += 1
-            if size > min(LARGEST, budget) or seen[name] > PER_TAG:
-                left_out.append(f"{picture.path.name} of {tag} ({size_text(size)})")
+            seen[picture.tag, name] += 1
+            if size > min(LARGEST, budget) or seen[picture.tag, name] > PER_TAG:
+                left_out.append(f"{picture.path.name} of {picture.tag} ({size_text(size)})")
                 continue
             budget -= size
-            figures.append(_figure(picture, name if len(runs) > 1 else ""))
+            own = picture.tag.removeprefix(family).lstrip("/")
+            figures.append(_figure(picture, [own, name if len(runs) > 1 else ""]))
         if figures:
-            parts.append(f'<h3>{escape(tag)}</h3><div class="pictures">{"".join(figures)}</div>')
+            parts.append(f'<h3>{escape(family)}</h3><div class="pictures">{"".join(figures)}</div>')
     if left_out:
         shown = ", ".join(left_out[:6]) + (", …" if len(left_out) > 6 else "")
         parts.append(
@@ -46,12 +49,17 @@ def pictures(runs: Sequence[RunData]) -> str:
     return section("Pictures", *parts, _histograms(runs))
 
 
-def _figure(picture: Picture, owner: str) -> str:
+def _family(tag: str) -> str:
+    """Return what tags such as `mistakes/3` and `mistakes/5` have in common."""
+    return tag.rpartition("/")[0] or tag
+
+
+def _figure(picture: Picture, words: list[str]) -> str:
     data = picture.path.read_bytes()
     kind = PICTURE_TYPES[picture.path.suffix.lower()]
     large = " large" if _width(data) >= LARGE_FROM else ""
     step = "" if picture.step is None else f"step {picture.step}"
-    caption = escape(", ".join(filter(None, (owner, step))))
+    caption = escape(", ".join(filter(None, (*words, step))))
     source = f"data:{kind};base64,{base64.b64encode(data).decode()}"
     return f'<figure class="picture{large}"><img src="{source}" alt="{escape(picture.tag)}"><figcaption>{caption}</figcaption></figure>'
 

@@ -20,6 +20,7 @@ from drivetrain.experiment.reports.html import (
     table,
 )
 from drivetrain.experiment.reports.scales import short
+from drivetrain.experiment.standard import standard_parameters
 
 SPLITS = re.compile(r"^(training|train|evaluation|eval|validation|valid|val|test)[/_.]")
 NOT_TRAINING = ("eval", "val", "test")
@@ -49,8 +50,9 @@ def summary_cards(run: RunData) -> str:
     ]
     for tag in shown[:3]:
         entry = summaries[tag]
-        cards.append((short(entry.last), f"{tag}, last; best {short(entry.best)} at {short(entry.best_step)}"))
-    cards += [(number(value), name) for name, value in list(run.summary.items())[:3]]
+        cards.append((short(entry.last), f"{tag}; best {short(entry.best)} at step {short(entry.best_step)}"))
+    known = {entry.last for entry in summaries.values()}
+    cards += [(number(value), name) for name, value in run.summary.items() if value not in known][:3]
     if isinstance(record.status.get("step"), int):
         cards.append((f"{record.status['step']:,}", "steps"))
     cards.append((duration(record.status.get("seconds")), "duration"))
@@ -140,12 +142,13 @@ def _compared(head: list[str], rows: list[str], *, numbers_from: int | None = No
 
 
 def parameters(runs: Sequence[RunData]) -> str:
-    """Return every parameter with its value and, for one run, where it came from; given ones come first."""
+    """Return every parameter with its value and, for one run, where it came from: given ones, the experiment's own, the others."""
+    common = {parameter.name for parameter in standard_parameters()}
     given = {
         name for run in runs for name, origin in run.record.origins.items() if origin not in ("default", "defaults")
     }
     every = dict.fromkeys(name for run in runs for name in run.record.parameters)
-    ordered = sorted(every, key=lambda name: name not in given)
+    ordered = sorted(every, key=lambda name: (name not in given, name in common))
     if len(runs) == 1:
         record = runs[0].record
         rows = [

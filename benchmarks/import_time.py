@@ -1,0 +1,48 @@
+"""What importing costs: `import drivetrain` alone, and `from drivetrain import Trainer` over `import torch`.
+
+    python benchmarks/import_time.py [--runs 7]
+
+Each import runs in a fresh interpreter, the cases in turn; the least time of each counts.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+from benchmarks.timing import environment, write_result
+
+CASES = {
+    "nothing": "pass",
+    "import drivetrain": "import drivetrain",
+    "import torch": "import torch",
+    "import torch, then Trainer": "import torch; from drivetrain import Trainer",
+    "python -m drivetrain --help": None,
+}
+
+
+def seconds(code: str | None) -> float:
+    command = [sys.executable, "-m", "drivetrain", "--help"] if code is None else [sys.executable, "-c", code]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def main(runs: int = 7) -> dict[str, float]:
+    times = {name: min(seconds(code) for _ in range(1)) for name, code in CASES.items()}
+    for _ in range(runs - 1):
+        for name, code in CASES.items():
+            times[name] = min(times[name], seconds(code))
+    own = times["import drivetrain"] - times["nothing"]
+    trainer = times["import torch, then Trainer"] - times["import torch"]
+    for name, value in times.items():
+        print(f"{name:32} {value * 1e3:8.0f} ms")
+    print(f"import drivetrain: {own * 1e3:.0f} ms; Trainer over torch: {trainer * 1e3:.0f} ms, {trainer / times['import torch']:.3f} of it")
+    write_result("import_time", {"seconds": times, "own": own, "trainer_over_torch": trainer, "runs": runs} | environment())
+    return times
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7)
+    main(parser.parse_args().runs)
