@@ -33,7 +33,7 @@ def imported_folders(path: Path) -> set[str]:
             names = [node.module or ""] + [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            if parts[0] == "drivetrain" and len(parts) > 1:
+            if parts[0] == "drivetrain" and len(parts) > 1 and parts[1] != "__version__":
                 found.add(parts[1])
     return found
 

@@ -42,6 +42,14 @@ __getattr__, __dir__ = lazy_exports(
         ".optim.noam": ["NoamLr"],
         ".train.trainer": ["Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
         ".train.verification": ["verify_resume"],
+        ".experiment.declare": ["group", "parameter", "param_group"],
+        ".experiment.running": ["new_seed"],
+        ".experiment.sweeps.space": ["param_matrix"],
+        ".experiment.sweeps.sweeping": ["sweep", "run_parameter_sweep"],
         ".torch_names": ["torch"],
     },
+    modules=[
+        *("algorithms", "checkpoint", "context", "core", "data", "experiment", "module", "optim", "record", "runtime", "train"),
+        *("callbacks", "finetuning", "functional", "run_config", "schedulers", "surgery", "tracking", "trainer", "utils"),
+    ],
 )

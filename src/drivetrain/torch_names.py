@@ -14,6 +14,10 @@ _HOMES = {
     "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
     "drivetrain.runtime.collectives": ("broadcast_from_master", "distributed_barrier"),
     "drivetrain.runtime.group": ("init_distributed",),
+    "drivetrain.runtime.seeds": ("derive_seed",),
+    "drivetrain.context.state": ("State",),
+    "drivetrain.checkpoint.checkpointer": ("Checkpointer",),
+    "drivetrain.experiment.sweeps.sweeping": ("run_parameter_sweep",),
 }
 
 

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 from drivetrain.algorithms.agc import AGC
 from drivetrain.algorithms.cautious import Cautious
@@ -21,7 +22,7 @@ from drivetrain.algorithms.soap import SOAP
 from drivetrain.algorithms.swa import SWA
 from drivetrain.core.errors import PluginConflictError
 from drivetrain.core.event import Event
-from tests.algorithms.optimizer_tasks import conv_run, resumed_equals_uninterrupted
+from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run, resumed_equals_uninterrupted
 from tests.algorithms.tasks import image_data, make_state, train
 
 E = Event
@@ -45,7 +46,7 @@ CASES = {
     "Cautious": (Cautious, {E.INIT}),
     "SAM": (SAM, {E.AFTER_LOAD}),
     "ScheduleFree": (lambda: ScheduleFree("sgd", 0.2), {E.INIT, E.FIT_START, E.FIT_END, *LOOKING}),
-    "FastDefaults": (FastDefaults, {E.INIT, E.FIT_END}),
+    "FastDefaults": (lambda: FastDefaults(channels_last=False), {E.INIT, E.FIT_END}),
     "ScaleSchedule": (lambda: ScaleSchedule(0.5), {E.INIT}),
 }
 
@@ -87,12 +88,18 @@ def test_what_cannot_work_together_is_refused_naming_both(pair):
     assert all(type(one).__name__ in str(caught.value) for one in pair)
 
 
-@pytest.mark.parametrize("name", ["Muon", "SOAP", "ScheduleFree", "Cautious", "SAM"])
-def test_several_optimizers_and_none_are_refused_by_name(name):
-    algorithm = CASES[name][0]()
-    with pytest.raises(ValueError, match=f"{type(algorithm).__name__} works with a single torch optimizer"):
-        trainer = conv_run(algorithm, optimizers=())
-        train(trainer, image_data(), num_epochs=1)
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "ScheduleFree", "Cautious"])
+def test_a_run_without_an_optimizer_to_replace_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name} works with a single torch optimizer; this run has none"):
+        conv_run(CASES[name][0](), optimizers=())
+
+
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "ScheduleFree", "Cautious"])
+def test_an_optimizer_that_has_begun_is_not_replaced(name):
+    first = conv_run()
+    train(first, image_data(), num_epochs=1)
+    with pytest.raises(ValueError, match="has taken steps already"):
+        ReadyTrainer(first.model, nn.CrossEntropyLoss(), first.optimizer, (), algorithms=[CASES[name][0]()])
 
 
 SIGNATURES = {

@@ -1,6 +1,7 @@
 """Every public argument, attribute, hook and callback argument, with its default, as people who move over know them."""
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import fields
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import drivetrain
+from drivetrain.core.errors import StopTrainingError
 from drivetrain.train import callbacks, finetuning, utils
 from drivetrain.train.callbacks import CallbackHandler, TrainerCallback
 from drivetrain.train.run_config import TrainerRunConfig
@@ -269,6 +271,13 @@ def test_a_callback_method_takes_the_trainer_and_what_its_event_carries(name):
     assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
 
 
+def raiser(error):
+    def raise_it():
+        raise error
+
+    return raise_it
+
+
 def test_every_callback_method_is_called_with_its_arguments():
     calls = {}
 
@@ -284,14 +293,13 @@ def test_every_callback_method_is_called_with_its_arguments():
     trainer.evaluate(make_data(8))
     trainer.predict(make_data(8))
 
-    class Broken(Trainer):
-        def train_epoch_end(self):
-            raise drivetrain.core.errors.StopTrainingError("enough")
-
-    train(make_trainer(cls=Broken, callbacks=[Everything()]))
-    with pytest.raises(TypeError):
-        train(make_trainer(callbacks=[Everything()]), 3)
-    assert set(CALLBACK_METHODS) - set(calls) <= {"on_exception"}
+    for error in (StopTrainingError("enough"), KeyError("mine")):
+        broken = make_trainer(callbacks=[Everything()])
+        broken.train_epoch_end = raiser(error)
+        with pytest.raises(KeyError, match="mine") if isinstance(error, KeyError) else nullcontext():
+            train(broken)
+    assert set(calls) == set(CALLBACK_METHODS)
+    assert calls["on_exception"] == [["exception"]]
     assert calls["on_train_step_end"][0] == ["batch", "batch_output", "step"]
     assert calls["on_eval_step_end"][0] == calls["on_predict_step_end"][0] == ["batch", "batch_output"]
     assert calls["on_eval_epoch_start"][0] == calls["on_eval_epoch_end"][0] == ["is_intermediate"]
@@ -387,7 +395,13 @@ def test_schedulers_have_their_arguments():
     length = {"num_epochs": None, "num_update_steps_per_epoch": None, "total_steps": None, "num_warmup_steps": 0}
     assert signature(WSDLrScheduler.__init__) == {"optimizer": NONE, **length, **rest}
     assert signature(WSDLrScheduler.create_scheduler_fn) == {**defaults, "num_warmup_epochs": None, **rest}
-    for name in ("get_checkpoint_steps", "get_decay_info", "get_phase_info", "get_current_step", "get_current_phase_info"):
+    for name in (
+        "get_checkpoint_steps",
+        "get_decay_info",
+        "get_phase_info",
+        "get_current_step",
+        "get_current_phase_info",
+    ):
         assert callable(getattr(WSDLrScheduler, name))
     assert callable(WSDLrScheduler._get_checkpoint_info.cache_clear)
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 def lazy_exports(
-    package: str, exports: Mapping[str, Iterable[str]]
+    package: str, exports: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of `package`, whose names live in the given modules.
 
-    `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames.
+    `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
+    names submodules that are attributes too, so that `import package` is enough to reach them.
     """
+    submodules = frozenset(modules)
     home: dict[str, tuple[str, str]] = {}
     for module, names in exports.items():
         for entry in names:
@@ -19,10 +21,12 @@ def lazy_exports(
             home[public] = (module, private or public)
 
     def getattr_(name: str) -> object:
+        if name in submodules:
+            return importlib.import_module(f".{name}", package)
         if name not in home:
             from drivetrain.core.errors import nearest_name
 
-            near = nearest_name(name, home)
+            near = nearest_name(name, home) or nearest_name(name, submodules)
             hint = f" Did you mean {near!r}?" if near else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
         module, private = home[name]
@@ -31,6 +35,6 @@ def lazy_exports(
         return value
 
     def dir_() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home})
+        return sorted({*vars(sys.modules[package]), *home, *submodules})
 
     return getattr_, dir_

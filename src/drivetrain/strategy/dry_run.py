@@ -19,7 +19,7 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.apply import PlanContext, prepared_input
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.value import Failure
 
@@ -39,6 +39,7 @@ class DryRun:
     """Calls a model with its input."""
     loss: Callable[[Any, Any], Any]
     """The user's loss of input and output."""
+    prepare_input: Callable[[Any, torch.device], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,8 @@ def _run(trial: nn.Module, plan: ResolvedPlan, run: DryRun) -> tuple[str, str, t
     trial.to(device)
     mode = trial.training
     trial.eval()
-    plain = PlanContext(trial, plan)
-    plain_batch = plain.prepared(run.batch)
-    expected, expected_norm = _loss_and_norm(trial, plain_batch, run, run.loss)
+    inputs = prepared_input(run.batch, device, run.prepare_input)
+    expected, expected_norm = _loss_and_norm(trial, inputs, run, run.loss)
     trial.zero_grad()
     trial.train(mode)
     ctx = run.make(trial)

@@ -58,8 +58,8 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
         raise ConfigError(
             f"the optimizer holds {len(missing)} parameters that are not the model's. A plan is applied to one model and its optimizer."
         )
-    layout = [
-        ([by_id[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
+    layout = [  # only what a group has of its own: the rest comes from the settings, which methods may change
+        ([by_id[id(p)] for p in group["params"]], _own_settings(group, optimizer.defaults))
         for group in optimizer.param_groups
     ]
 
@@ -72,3 +72,11 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
     return OptimizerRecipe(
         build=type(optimizer), settings=settings, groups=groups, existing=optimizer, names=names
     )
+
+
+def _own_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "param_names") and not (key in defaults and defaults[key] is value)
+    }

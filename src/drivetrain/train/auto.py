@@ -338,6 +338,7 @@ class _Request:
             batch=self._check_batch(),
             call=self._call,
             loss=self.loss_func,
+            prepare_input=self.prepare_input,
         )
         return try_plan(self.model, resolved, run)
 

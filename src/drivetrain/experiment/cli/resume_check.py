@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Che
         again = build()
         return again[0] if isinstance(again, tuple) else again
 
-    verdict = verify_resume(fresh, dataset, num_steps, **options)
+    with redirect_stdout(sys.stderr):  # what the trainers print must not get between the checks
+        verdict = verify_resume(fresh, dataset, num_steps, **options)
     remedy = "" if verdict.is_exact else "give what differs a state, or --deterministic strict on a GPU"
     return Check(is_good=verdict.is_exact, name="resume", found=str(verdict), remedy=remedy)
 
@@ -142,6 +144,12 @@ def _same(a: Any, b: Any) -> bool:
     import torch
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        # NaN equals nothing, itself included, so bytes are compared.
-        return a.shape == b.shape and a.dtype == b.dtype and bytes(a.contiguous().view(torch.uint8).numpy()) == bytes(b.contiguous().view(torch.uint8).numpy())
+        # Bytes are compared, because NaN equals nothing, itself included.
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
     return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _bytes(tensor: Any) -> Any:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

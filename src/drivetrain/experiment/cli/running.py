@@ -4,7 +4,9 @@ import argparse
 import sys
 import time
 import traceback
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainError, ExperimentError, ParameterError
@@ -58,7 +60,8 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
         _print_beginning(experiment, resolved, folder)
     began = time.time()
     try:
-        run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
     except KeyboardInterrupt:
         _print_ending(folder, as_json)
         return 130
@@ -121,12 +124,20 @@ def _has_begun(folder: Path, began: float) -> bool:
 def _print_failure(error: Exception, folder: Path) -> None:
     rank = getattr(error, "rank", None)
     if rank is None:
-        traceback.print_exception(error)
+        traceback.print_exception(type(error), error, _from_user_code(error))
         return
     from drivetrain.experiment.logs import log_file
 
     print(f"Error: {error}", file=sys.stderr)
     print(f"rank {rank} failed first; its log: {log_file(folder, rank)}", file=sys.stderr)
+
+
+def _from_user_code(error: Exception) -> TracebackType | None:
+    """Return the traceback from the experiment's own function on; what starts it is of no interest to its author."""
+    package, trace = str(Path(__file__).parents[2]), error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(package):
+        trace = trace.tb_next
+    return trace or error.__traceback__
 
 
 def _print_ending(folder: Path, as_json: bool) -> None:

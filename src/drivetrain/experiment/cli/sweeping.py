@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, SweepError
@@ -45,22 +46,23 @@ def execute(arguments: argparse.Namespace) -> int:
     has_ranges = any(not isinstance(axis, list) for axis in space.values())
     in_pool = arguments.processes is not None or arguments.gpus_per_trial is not None
     try:
-        result = sweep(
-            experiment,
-            space,
-            sampler=arguments.sampler or ("random" if has_ranges else "grid"),
-            executor=arguments.executor or ("pool" if in_pool else "inline"),
-            n_trials=arguments.trials,
-            objective=arguments.objective,
-            direction=arguments.direction,
-            params=fixed,
-            seed=arguments.seed,
-            num_processes=arguments.processes,
-            gpus_per_trial=arguments.gpus_per_trial,
-            retries=arguments.retries,
-            resume=arguments.resume,
-            on_change=None if arguments.json else _live_table(),
-        )
+        with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+            result = sweep(
+                experiment,
+                space,
+                sampler=arguments.sampler or ("random" if has_ranges else "grid"),
+                executor=arguments.executor or ("pool" if in_pool else "inline"),
+                n_trials=arguments.trials,
+                objective=arguments.objective,
+                direction=arguments.direction,
+                params=fixed,
+                seed=arguments.seed,
+                num_processes=arguments.processes,
+                gpus_per_trial=arguments.gpus_per_trial,
+                retries=arguments.retries,
+                resume=arguments.resume,
+                on_change=None if arguments.json else _live_table(),
+            )
     except SweepError as error:
         _print_result(error.result, arguments.json)
         print(f"Error: {error}", file=sys.stderr)

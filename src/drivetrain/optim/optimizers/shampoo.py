@@ -91,7 +91,7 @@ class SOAP(Optimizer):
         _average(state, gradient, group["betas"][1])
         for side in _SIDES:
             if side in state:
-                state[f"{side}_basis"] = torch.linalg.eigh(state[side].float())[1].flip(1).to(gradient)
+                state[f"{side}_basis"] = _laid_out(torch.linalg.eigh(state[side].float())[1].flip(1), gradient)
 
 
 def _average(state: dict[str, Any], gradient: Tensor, beta: float) -> None:
@@ -112,6 +112,11 @@ def _rotate(matrix: Tensor, state: dict[str, Any], back: bool = False) -> Tensor
     return matrix.clone() if matrix is state["exp_avg"] else matrix
 
 
+def _laid_out(basis: Tensor, like: Tensor) -> Tensor:
+    """Return a basis row by row, as it comes back from a file: the order in memory decides how products round."""
+    return basis.to(like).contiguous()
+
+
 def _refresh(state: dict[str, Any]) -> None:
     """Bring the bases up to date by one step of orthogonal iteration, and the second moment into their order."""
     for dim, side in enumerate(_SIDES):
@@ -120,4 +125,4 @@ def _refresh(state: dict[str, Any]) -> None:
         average, basis = state[side].float(), state[f"{side}_basis"].float()
         order = torch.einsum("ij,ik,kj->j", basis, average, basis).argsort(descending=True)
         state["exp_avg_sq"] = state["exp_avg_sq"].index_select(dim, order)
-        state[f"{side}_basis"] = torch.linalg.qr(average @ basis[:, order])[0].to(state[side])
+        state[f"{side}_basis"] = _laid_out(torch.linalg.qr(average @ basis[:, order])[0], state[side])

@@ -1,0 +1,860 @@
+"""What the Trainer promises to users, subclasses and test doubles, met the way users meet it."""
+
+import functools
+import math
+import warnings
+from collections import UserDict
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from drivetrain.core.errors import ConfigError, StopTrainingError
+from drivetrain.train.callbacks import (
+    CallbackHandler,
+    EarlyStoppingCallback,
+    ModelEmaCallback,
+    SaveBestModelCallback,
+    SaveTrainingStateCallback,
+    TrainerCallback,
+)
+from drivetrain.train.placeholders import TrainerPlaceholderValues
+from drivetrain.train.schedulers import CosineLrScheduler
+from drivetrain.train.tracking import InMemoryRunHistory
+from drivetrain.train.trainer import Trainer
+from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
+
+
+class Trace(TrainerCallback):
+    """Keeps the name of every event of the loop."""
+
+    def __init__(self):
+        self.events = []
+
+    def run_event(self, event, state, logger):
+        self.events.append(event.name)
+
+
+# ---------------------------------------------------------------------- stopping and failing
+
+
+def test_a_stop_inside_a_step_still_saves_the_final_state(tmp_path):
+    class Stopper(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, step, **kwargs):
+            if step == 1:
+                raise StopTrainingError("enough")
+
+    trainer = make_trainer(callbacks=[Stopper(), SaveTrainingStateCallback(save_dir=tmp_path)])
+    train(trainer)
+    assert (tmp_path / "final").exists()
+
+
+def test_a_state_can_be_saved_by_hand_after_an_error_in_a_step(tmp_path):
+    class Broken(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            raise KeyError("mine")
+
+    trainer = make_trainer(callbacks=[Broken()])
+    with pytest.raises(KeyError):
+        train(trainer)
+    trainer.save_training_state(tmp_path / "state")
+    assert (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("where", ["hook", "callback"])
+def test_a_stop_before_the_first_epoch_ends_the_run_in_good_order(where):
+    seen = []
+
+    class Stopper(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            if where == "callback":
+                raise StopTrainingError("not today")
+
+        def on_stop_training_error(self, trainer, **kwargs):
+            seen.append("stop")
+
+        def on_training_run_end(self, trainer, **kwargs):
+            seen.append("end")
+
+        def on_exception(self, trainer, **kwargs):
+            seen.append("exception")
+
+    class Mine(Trainer):
+        def training_run_start(self):
+            if where == "hook":
+                raise StopTrainingError("not today")
+
+    trainer = make_trainer(cls=Mine, callbacks=[Stopper()])
+    train(trainer)
+    assert seen == ["stop", "end"] and trainer.state.clock.batch == 0
+
+
+def test_an_error_in_a_stand_alone_evaluation_is_told_to_guests_and_leaves_modes():
+    told = []
+
+    class Listener(TrainerCallback):
+        def on_exception(self, trainer, exception, **kwargs):
+            told.append(exception)
+
+        def close(self):
+            told.append("closed")
+
+    class Broken(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            raise KeyError("mine")
+
+        def calculate_predict_batch(self, batch):
+            raise KeyError("mine")
+
+    for verb in ("evaluate", "predict"):
+        told.clear()
+        trainer = make_trainer(cls=Broken, callbacks=[Listener()])
+        trainer.model.train()
+        with pytest.raises(KeyError, match="mine") as caught:
+            getattr(trainer, verb)(make_data(8))
+        assert told == [caught.value, "closed"]
+        assert all(module.training for module in trainer.model.modules())
+
+
+def test_request_stop_ends_the_run_after_the_step():
+    class Asker(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, step, **kwargs):
+            if step == 1:
+                trainer.request_stop("enough")
+
+    trainer = make_trainer(callbacks=[Asker()])
+    train(trainer, num_epochs=3)
+    assert trainer.state.clock.batch == 2
+
+
+# ---------------------------------------------------------------------- traces
+
+STEP = [
+    "AFTER_DATALOADER", "BATCH_START", "{open}", "BEFORE_FORWARD", "AFTER_FORWARD", "BEFORE_LOSS", "AFTER_LOSS", "STEP_OUTPUT",
+    "BEFORE_BACKWARD", "AFTER_BACKWARD", "{update}", "BATCH_END", "BATCH_CHECKPOINT",
+]  # fmt: skip
+UPDATE = ["AFTER_TRAIN_BATCH", "BEFORE_STEP", "AFTER_STEP"]
+
+
+def step(opens=True, updates=True):
+    events = []
+    for name in STEP:
+        if name == "{open}":
+            events += ["BEFORE_TRAIN_BATCH"] * opens
+        elif name == "{update}":
+            events += UPDATE if updates else []
+        else:
+            events.append(name)
+    return ["BEFORE_DATALOADER", *events]
+
+
+def traced(trainer_kwargs=None, **kwargs):
+    trace = Trace()
+    trainer = make_trainer(callbacks=[trace], **(trainer_kwargs or {}))
+    trace.events.clear()
+    train(trainer, make_data(16), **kwargs)
+    return trace.events
+
+
+BEGIN = ["BEFORE_LOAD", "AFTER_LOAD", "FIT_START", "EPOCH_START"]
+END = ["EPOCH_END", "EPOCH_CHECKPOINT", "FIT_END"]
+
+
+def test_the_events_of_a_run_without_evaluation():
+    assert traced() == [*BEGIN, *step(), *step(), *END]
+
+
+def test_the_events_of_an_accumulated_run():
+    events = traced(gradient_accumulation_steps=2)
+    assert events == [*BEGIN, *step(updates=False), *step(opens=False), *END]
+
+
+def test_the_events_of_a_micro_batched_run():
+    micro = ["BEFORE_FORWARD", "AFTER_FORWARD", "BEFORE_LOSS", "AFTER_LOSS"]
+    back = ["BEFORE_BACKWARD", "AFTER_BACKWARD"]
+    one = [
+        "BEFORE_DATALOADER",
+        "AFTER_DATALOADER",
+        "BATCH_START",
+        "BEFORE_TRAIN_BATCH",
+        *micro,
+        *back,
+        *micro,
+        "STEP_OUTPUT",
+        *back,
+    ]
+    one += [*UPDATE, "BATCH_END", "BATCH_CHECKPOINT"]
+    assert traced(microbatch_size=4) == [*BEGIN, *one, *one, *END]
+
+
+def test_the_events_of_a_stopped_and_of_a_failed_run():
+    class Ends(Trainer):
+        error = None
+
+        def backward_step(self, loss):
+            raise self.error
+
+    begin = [*BEGIN, *step()[: step().index("AFTER_BACKWARD")]]
+    for error, rest in ((StopTrainingError("enough"), ["STOP", "FIT_END"]), (KeyError("mine"), [])):
+        trace = Trace()
+        trainer = make_trainer(cls=Ends, callbacks=[trace])
+        trainer.error = error
+        trace.events.clear()
+        try:
+            train(trainer)
+        except KeyError:
+            assert isinstance(error, KeyError)
+        assert trace.events == [*begin, *rest]
+
+
+def test_the_events_of_evaluate_and_predict():
+    trace = Trace()
+    trainer = make_trainer(callbacks=[trace])
+    trace.events.clear()
+    trainer.evaluate(make_data(8))
+    batch = ["EVAL_BATCH_START", "EVAL_BEFORE_FORWARD", "EVAL_AFTER_FORWARD", "EVAL_BATCH_END"]
+    inside = ["EVAL_BEFORE_ALL", "EVAL_START", *batch, "EVAL_END", "EVAL_AFTER_ALL"]
+    assert trace.events == ["EVAL_STANDALONE_START", *inside, "EVAL_STANDALONE_END"]
+    trace.events.clear()
+    trainer.predict(make_data(8))
+    batch = ["PREDICT_BATCH_START", "PREDICT_BEFORE_FORWARD", "PREDICT_AFTER_FORWARD", "PREDICT_BATCH_END"]
+    assert trace.events == ["PREDICT_START", *batch, "PREDICT_END"]
+
+
+# ---------------------------------------------------------------------- logging and history
+
+
+def test_a_value_logged_in_a_loss_hook_is_weighted_by_its_own_batch():
+    class Logging(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            self.log("rows", float(len(batch[1])))
+            return super().calculate_train_batch_loss(batch)
+
+        def calculate_eval_batch_loss(self, batch):
+            output = super().calculate_eval_batch_loss(batch)
+            self.log("rows", torch.tensor(float(len(batch[1]))))
+            return output
+
+    history = train(make_trainer(cls=Logging), make_data(11), eval_dataset=make_data(11), num_epochs=2)
+    expected = (8 * 8 + 3 * 3) / 11
+    assert history.get_metric_values("train_rows_epoch") == pytest.approx([expected] * 2)
+    assert history.get_metric_values("eval_rows_epoch") == pytest.approx([expected] * 2)
+
+
+def test_a_logged_value_may_have_a_weight_of_its_own():
+    class Logging(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, step, **kwargs):
+            trainer.log("odd", step, weight=1 + step)
+
+    history = train(make_trainer(callbacks=[Logging()]))
+    assert history.get_latest_metric("train_odd_epoch") == pytest.approx((0 * 1 + 1 * 2 + 2 * 3) / 6)
+
+
+def test_a_logger_needs_no_more_than_log_metrics():
+    class Minimal:
+        def __init__(self):
+            self.seen = {}
+
+        def log_metrics(self, metrics):
+            self.seen.update(metrics)
+
+    logger = Minimal()
+    train(make_trainer(loggers=[logger]), eval_dataset=make_data())
+    assert {"train_loss_epoch", "eval_loss_epoch"} <= set(logger.seen)
+
+
+def test_a_history_of_the_users_own_is_used_even_when_it_is_empty_and_falsy():
+    class Falsy(InMemoryRunHistory):
+        def __len__(self):
+            return len(self._metrics)
+
+    history = Falsy()
+    assert make_trainer(run_history=history).run_history is history
+
+
+def test_an_epoch_without_batches_records_nan_and_warns():
+    trainer = make_trainer()
+    with pytest.warns(UserWarning, match="no batch"):
+        history = trainer.train(DataLoader(TensorDataset(torch.zeros(0, 6), torch.zeros(0))), num_epochs=1)
+    assert math.isnan(history.get_latest_metric("train_loss_epoch"))
+
+
+def test_evaluate_forgets_the_history_unless_told_otherwise():
+    trainer = make_trainer()
+    train(trainer, eval_dataset=make_data())
+    trainer.evaluate(reset_run_history=False)
+    assert {"train_loss_epoch", "eval_loss_epoch", "evaluation_loss"} <= set(trainer.run_history.get_metric_names())
+    trainer.evaluate()
+    assert set(trainer.run_history.get_metric_names()) == {"evaluation_loss"}
+
+
+def test_evaluate_without_any_dataset_says_what_to_do():
+    with pytest.raises(ConfigError, match="eval_dataset"):
+        make_trainer().evaluate()
+
+
+def test_train_without_a_dataset_says_what_to_do():
+    with pytest.raises(ConfigError, match="train_dataset"):
+        make_trainer().train(num_epochs=1)
+
+
+# ---------------------------------------------------------------------- schedulers and placeholders
+
+
+def test_a_plateau_scheduler_waits_for_the_first_evaluation():
+    trainer = make_trainer(lr=0.5)
+    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9)
+    train(trainer, num_epochs=4, eval_dataset=make_data(), eval_interval=2, create_scheduler_fn=plateau)
+    # Two evaluations, after epochs 2 and 4: the first sets the mark, the second does not beat it.
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_a_plateau_scheduler_that_watches_what_will_never_be_recorded_is_refused_at_the_start():
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match="scheduler_metric"):
+        train(trainer, create_scheduler_fn=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    assert trainer.state.clock.batch == 0
+
+
+def test_a_scheduler_may_be_stepped_per_epoch():
+    trainer = make_trainer(lr=1.0)
+    make = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    train(trainer, num_epochs=3, create_scheduler_fn=make, scheduler_interval="epoch")
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.125)
+
+
+def test_a_duration_in_epochs_tells_schedulers_the_number_of_epochs():
+    rates = []
+
+    class Look(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    for kwargs in ({"num_epochs": 4}, {"num_epochs": None, "max_duration": "4ep"}):
+        trainer = make_trainer(callbacks=[Look()])
+        train(trainer, create_scheduler_fn=CosineLrScheduler.create_scheduler_fn(), **kwargs)
+        assert trainer.run_config.num_epochs == 4
+    assert len(rates) == 24 and rates[:12] == rates[12:] and rates[0] > rates[11]
+
+
+def test_a_scheduler_instance_of_the_trainers_optimizer_is_used():
+    trainer = make_trainer(lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+    train(trainer, create_scheduler_fn=scheduler)
+    assert trainer.scheduler is scheduler and trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.125)
+
+
+def test_a_scheduler_the_user_assigned_stays():
+    trainer = make_trainer(lr=1.0)
+    trainer.scheduler = scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+    train(trainer)
+    train(trainer)
+    assert trainer.scheduler is scheduler and trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.5**6)
+
+
+def test_an_older_override_of_create_scheduler_receives_the_optimizer():
+    given = []
+
+    class Old(Trainer):
+        def create_scheduler(self, optimizer):
+            given.append(optimizer)
+            return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)
+
+    trainer = make_trainer(cls=Old)
+    train(trainer, create_scheduler_fn=lambda optimizer: None)
+    assert given == [trainer.optimizer]
+
+
+def test_placeholders_see_limited_loaders():
+    P, seen = TrainerPlaceholderValues, {}
+
+    def make(optimizer, first, **numbers):
+        seen.update(numbers, first=first)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    fn = functools.partial(
+        make,
+        first=P.NUM_EPOCHS * P.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        train_len=P.TRAIN_DATALOADER_LEN,
+        eval_len=P.EVAL_DATALOADER_LEN,
+    )
+    train(
+        make_trainer(),
+        make_data(80),
+        num_epochs=2,
+        eval_dataset=make_data(40),
+        limit_train_batches=6,
+        limit_eval_batches=0.4,
+        gradient_accumulation_steps=4,
+        create_scheduler_fn=fn,
+    )
+    assert seen == {"first": 4, "train_len": 6, "eval_len": 2}
+
+
+# ---------------------------------------------------------------------- callbacks that watch
+
+
+def test_an_average_that_is_never_evaluated_is_refused_at_the_start(tmp_path):
+    trainer = make_trainer(callbacks=[ModelEmaCallback(save_path=tmp_path / "ema.pt")])
+    with pytest.raises(ValueError, match="eval_dataset"):
+        train(trainer)
+    assert trainer.state.clock.batch == 0
+    quiet = ModelEmaCallback(save_path=tmp_path / "ema.pt", evaluate_during_training=False)
+    train(make_trainer(callbacks=[quiet]))
+
+
+def test_a_misspelt_watched_metric_is_answered_after_the_first_epoch_with_the_nearest(tmp_path):
+    trainer = make_trainer(callbacks=[SaveBestModelCallback(tmp_path / "b.pt", watch_metric="eval_acuracy_epoch")])
+    trainer._eval_metrics = type(trainer._eval_metrics)(
+        {"accuracy": lambda out, y: (out.argmax(-1) == y).float().mean()}
+    )
+    with pytest.raises(ValueError, match="eval_accuracy_epoch"):
+        train(trainer, num_epochs=3, eval_dataset=make_data())
+    assert trainer.state.clock.epoch == 1
+
+
+def test_early_stopping_watches_a_metric_of_the_users_own(tmp_path):
+    class Mine(Trainer):
+        def train_epoch_end(self):
+            self.run_history.update_metric("mine", 1.0)
+
+    callback = EarlyStoppingCallback(early_stopping_patience=2, watch_metric="mine", greater_is_better=True)
+    trainer = make_trainer(cls=Mine, callbacks=[callback])
+    train(trainer, num_epochs=9)
+    assert trainer.state.clock.epoch == 3
+
+
+# ---------------------------------------------------------------------- doubles and seams
+
+
+def test_a_replaced_handler_is_heard_and_can_grow():
+    first, second = Losses(), Trace()
+    trainer = make_trainer()
+    trainer.callback_handler = CallbackHandler([first])
+    trainer.callback_handler.add_callback(second)
+    train(trainer)
+    assert len(first.values) == 3 and second.events
+    trainer.callback_handler._enabled = False
+    train(trainer)
+    assert len(first.values) == 3
+
+
+def test_seams_are_called_when_overridden():
+    called = []
+
+    def noting(name):
+        def method(self, *args, **kwargs):
+            called.append(name)
+            return getattr(super(Seams, self), name)(*args, **kwargs)
+
+        return method
+
+    names = [
+        "_create_accelerator", "_create_callback_handler", "_prepare_model_optimizer_and_dataloaders", "_create_run_config",
+        "_check_eval_batch_size", "_run_training", "_run_train_epoch", "_run_eval_epoch", "_run_evaluation",
+        "_perform_forward_and_backward_passes", "_update_loss_tracker", "_add_epoch_loss_to_run_history", "_clip_gradients",
+    ]  # fmt: skip
+    Seams = type("Seams", (Trainer,), {name: noting(name) for name in names})
+    trainer = make_trainer(cls=Seams)
+    train(trainer, make_data(8), eval_dataset=make_data(8))
+    trainer.evaluate(make_data(8))
+    assert set(called) == set(names)
+
+
+def test_a_mock_model_and_a_mock_loader_of_length_zero_train():
+    class Mocked(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return mock.MagicMock(__len__=lambda self: 0)
+
+        create_eval_dataloader = create_train_dataloader
+
+    trainer = Mocked(mock.Mock(), mock.Mock(), mock.Mock(), callbacks=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(mock.Mock(), num_epochs=2, eval_dataset=mock.Mock())
+    assert trainer.run_history.current_epoch == 3
+
+
+def test_a_patched_loader_class_is_the_one_that_is_called():
+    trainer = make_trainer()
+    with mock.patch("drivetrain.trainer.DataLoader") as patched:
+        trainer.train_dataset = data = make_data()
+        trainer.create_train_dataloader(4, {"num_workers": 0, "shuffle": False})
+    kwargs = patched.call_args.kwargs
+    assert kwargs["dataset"] is data and kwargs["batch_size"] == 4 and kwargs["shuffle"] is False
+    assert {name: kwargs[name] for name in trainer._train_dl_kwargs} == trainer._train_dl_kwargs
+
+
+@pytest.mark.parametrize(
+    ("given", "absent"),
+    [
+        ({"sampler": [1, 0]}, {"shuffle"}),
+        ({"batch_sampler": [[0], [1]]}, {"shuffle", "batch_size"}),
+        ({"batch_size": 3}, set()),
+    ],
+)
+def test_a_users_loader_argument_takes_the_defaults_it_rules_out_with_it(given, absent):
+    trainer = make_trainer()
+    trainer.train_dataset = make_data()
+    trainer.create_train_dataloader(8, given)
+    assert not absent & set(trainer._train_dl_kwargs)
+    assert {name: trainer._train_dl_kwargs[name] for name in given} == given
+
+
+def test_iterable_datasets_get_no_shuffle():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from zip(*make_data().tensors)
+
+    trainer = make_trainer()
+    trainer.train_dataset = Stream()
+    trainer.create_train_dataloader(8, {"num_workers": 0})
+    assert "shuffle" not in trainer._train_dl_kwargs
+
+
+def test_a_loader_made_by_an_override_and_a_collate_function_are_used():
+    class Mine(Trainer):
+        def create_train_dataloader(self, batch_size, train_dl_kwargs=None):
+            return [(torch.zeros(2, 6), torch.zeros(2, dtype=torch.long))] * 3
+
+    trainer = make_trainer(cls=Mine)
+    train(trainer)
+    assert (trainer.state.clock.batch, trainer.state.clock.sample) == (3, 6)
+
+    def collate(rows):
+        return torch.stack([x for x, _ in rows]) * 0, torch.stack([y for _, y in rows])
+
+    look = []
+
+    class Look(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            look.append(batch[0].abs().sum().item())
+
+    train(make_trainer(callbacks=[Look()]), collate_fn=collate)
+    assert look == [0.0] * 3
+
+
+def test_the_users_dictionary_is_not_altered_and_callbacks_see_the_true_loss():
+    kept, seen, scaled = [], [], []
+
+    class Mine(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = {**super().calculate_train_batch_loss(batch), "extra": 7}
+            kept.append((output, dict(output)))
+            return output
+
+        def backward_step(self, loss):
+            scaled.append(loss.item())
+            super().backward_step(loss)
+
+    class Look(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            seen.append((batch_output["loss"].item(), batch_output["extra"]))
+
+    train(make_trainer(cls=Mine, callbacks=[Look()], lr=0.0), make_data(32), gradient_accumulation_steps=4)
+    assert all(output == copy for output, copy in kept)
+    assert [loss for loss, _ in seen] == [copy["loss"].item() for _, copy in kept]
+    assert scaled == pytest.approx([loss / 4 for loss, _ in seen])
+
+
+def test_entries_of_the_users_own_survive_micro_batches():
+    seen = []
+
+    class Mine(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return {**output, "rows": batch[1], "note": "mine"}
+
+    class Look(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            seen.append(batch_output)
+
+    train(make_trainer(cls=Mine, callbacks=[Look()], lr=0.0), make_data(8), microbatch_size=3)
+    whole = nn.functional.cross_entropy(make_model()(make_data(8).tensors[0]), make_data(8).tensors[1])
+    assert seen[0]["batch_size"] == 8 and seen[0]["loss"].item() == pytest.approx(whole.item(), rel=1e-6)
+    assert torch.equal(seen[0]["rows"], make_data(8).tensors[1]) and seen[0]["note"] == "mine"
+    assert seen[0]["model_outputs"].shape == (8, 3) and not seen[0]["model_outputs"].requires_grad
+
+
+# ---------------------------------------------------------------------- batches and predictions
+
+
+class Named(UserDict):
+    """A mapping that is no dict, as tokenisers return."""
+
+
+def test_predictions_need_no_targets():
+    x = make_data(11).tensors[0]
+    trainer = make_trainer()
+    expected = trainer.predict(make_data(11), per_device_batch_size=4)
+    assert torch.equal(trainer.predict(TensorDataset(x), per_device_batch_size=4), expected)
+    rows = list(x)
+    kwargs = {"per_device_batch_size": 4, "dataloader_kwargs": {"num_workers": 0}}
+    assert torch.equal(trainer.predict(rows, **kwargs), expected)
+    train(trainer, make_data(8))  # batches of pairs again: the loss is back
+    assert trainer.predict(TensorDataset(x), limit_batches=1, per_device_batch_size=4).shape == (4, 3)
+
+
+def test_predictions_of_a_mapping_without_targets():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return {"logits": self.layer(x), "pair": (x, x + 1)}
+
+    model, x = Model(), make_data(5).tensors[0]
+    trainer = Trainer(model, nn.CrossEntropyLoss(), callbacks=())
+    kwargs = {"per_device_batch_size": 2, "dataloader_kwargs": {"num_workers": 0}}
+    outputs = trainer.predict([{"x": row} for row in x], **kwargs)
+    assert torch.allclose(outputs["logits"], model.layer(x)) and torch.equal(outputs["pair"][1], x + 1)
+
+
+def test_the_form_follows_the_loss_function():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x, labels=None):
+            logits = self.layer(x)
+            loss = None if labels is None else nn.functional.cross_entropy(logits, labels) * 2
+            return {"logits": logits, "loss": loss}
+
+    x, y = make_data(8).tensors
+    data, model = [{"x": a, "labels": b} for a, b in zip(x, y)], Model()
+    trainer = Trainer(model, nn.CrossEntropyLoss(), callbacks=())
+    kwargs = {"dataloader_kwargs": {"num_workers": 0}}
+    once = trainer.evaluate(data, **kwargs)["evaluation_loss"]
+    trainer.loss_func = None
+    assert trainer.evaluate(data, **kwargs)["evaluation_loss"] == pytest.approx(2 * once)
+
+
+def test_evaluation_metrics_of_a_tuple_batch_use_logits_when_the_model_carries_its_loss():
+    class Output:
+        def __init__(self, loss, logits):
+            self.loss, self.logits = loss, logits
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x, y):
+            logits = self.layer(x)
+            return Output(nn.functional.cross_entropy(logits, y), logits)
+
+    trainer = Trainer(Model(), callbacks=(), metrics={"accuracy": lambda out, y: (out.argmax(-1) == y).float().mean()})
+    data = make_data(16)
+    expected = (trainer.model.layer(data.tensors[0]).argmax(-1) == data.tensors[1]).float().mean().item()
+    assert trainer.evaluate(data)["evaluation_accuracy"] == pytest.approx(expected)
+
+
+def test_a_mapping_that_is_no_dict_trains_evaluates_and_splits():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def collate(rows):
+        return Named({"x": torch.stack([x for x, _ in rows]), "labels": torch.stack([y for _, y in rows])})
+
+    results = []
+    for size in (None, 3):
+        torch.manual_seed(0)
+        model = Model()
+        trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+        train(trainer, collate_fn=collate, eval_dataset=make_data(), microbatch_size=size)
+        results.append(model.layer.weight.detach().clone())
+    assert torch.allclose(*results, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- runs in a row
+
+
+def test_a_development_run_does_not_stop_later_files(tmp_path):
+    trainer = make_trainer()
+    train(trainer, fast_dev_run=True)
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_a_development_run_needs_no_limit_and_visits_every_hook():
+    trace = Trace()
+    trainer = make_trainer(callbacks=[trace])
+    trainer.train(make_data(), eval_dataset=make_data(), fast_dev_run=2)
+    assert trainer.state.clock.batch == 2 and trace.events.count("EVAL_BATCH_END") == 2
+
+
+def test_train_twice_evaluate_between_and_after():
+    trainer = make_trainer()
+    train(trainer, num_epochs=2, eval_dataset=make_data())
+    before = weights(trainer.model)
+    trainer.evaluate(make_data(), per_device_batch_size=5)
+    assert all(map(torch.equal, before, weights(trainer.model)))
+    history = train(trainer, num_epochs=2, reset_run_history=False)
+    assert trainer.state.clock.epoch == 2 and len(history.get_metric_values("train_loss_epoch")) == 2
+    reference = make_trainer()
+    train(reference, num_epochs=4)
+    assert all(map(torch.equal, weights(reference.model), weights(trainer.model)))
+
+
+def test_a_global_generator_is_not_touched_without_a_seed():
+    torch.manual_seed(7)
+    expected = torch.get_rng_state()
+    trainer = make_trainer(make_model())
+    torch.manual_seed(7)
+    Trainer(trainer.model, nn.CrossEntropyLoss(), trainer.optimizer, callbacks=())
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+# ---------------------------------------------------------------------- models of transformers
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def tiny_gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=31, n_positions=16, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def texts(count=8, length=10):
+    """Sequences with unequal numbers of labels, as padded text has."""
+    generator = torch.Generator().manual_seed(2)
+    rows = []
+    for index in range(count):
+        ids = torch.randint(0, 31, (length,), generator=generator)
+        labels = ids.clone()
+        labels[length - index % 5 :] = -100
+        rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return rows
+
+
+def language_trainer(**kwargs):
+    model = tiny_gpt2()
+    return Trainer(
+        model, None, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=kwargs.pop("callbacks", ()), **kwargs
+    )
+
+
+LOADING = {
+    "train_dataloader_kwargs": {"num_workers": 0, "shuffle": False},
+    "eval_dataloader_kwargs": {"num_workers": 0},
+}
+
+
+def test_a_language_model_with_its_own_loss_equals_a_hand_written_loop():
+    rows, trainer = texts(), language_trainer()
+    losses = Losses()
+    trainer.callback_handler.add_callback(losses)
+    trainer.train(rows, num_epochs=2, eval_dataset=rows, per_device_batch_size=4, **LOADING)
+    model = tiny_gpt2().train()
+    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        for start in (0, 4):
+            batch = {name: torch.stack([row[name] for row in rows[start : start + 4]]) for name in rows[0]}
+            loss = model(**batch).loss
+            expected.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses.values == expected
+    assert trainer.state.clock.token == 2 * 8 * 10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 4, "per_device_batch_size": 2},
+        {"microbatch_size": 3, "per_device_batch_size": 8},
+    ],
+)
+def test_counted_labels_make_accumulation_token_true(settings):
+    rows = texts()
+    whole = language_trainer(count_items="labels")
+    whole.train(rows, num_epochs=2, per_device_batch_size=8, **LOADING)
+    split = language_trainer(count_items="labels")
+    split.train(rows, num_epochs=2, **settings, **LOADING)
+    for a, b in zip(weights(whole.model), weights(split.model)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_accumulating_a_carried_loss_without_a_count_warns_once():
+    trainer = language_trainer()
+    with pytest.warns(UserWarning, match="count_items") as caught:
+        trainer.train(texts(), num_epochs=1, per_device_batch_size=2, gradient_accumulation_steps=2, **LOADING)
+    assert len(caught) == 1
+
+
+def test_a_classifier_works_with_and_without_a_loss_function_and_with_torchmetrics():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        {
+            "input_ids": torch.randint(0, 31, (7,), generator=generator),
+            "attention_mask": torch.ones(7, dtype=torch.long),
+            "labels": torch.randint(0, 3, (), generator=generator),
+        }
+        for _ in range(10)
+    ]
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=31, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    histories, trainers = [], []
+    for loss_func in (None, nn.CrossEntropyLoss()):
+        torch.manual_seed(0)
+        model = transformers.BertForSequenceClassification(config)
+        metrics = {"accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3)}
+        trainer = Trainer(
+            model,
+            loss_func,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=(),
+            metrics=metrics,
+            train_metrics=metrics,
+        )
+        histories.append(trainer.train(rows, num_epochs=2, eval_dataset=rows, per_device_batch_size=4, **LOADING))
+        trainers.append(trainer)
+    first, second = histories
+    for name in ("train_loss_epoch", "eval_loss_epoch", "eval_accuracy_epoch", "train_accuracy_epoch"):
+        assert first.get_metric_values(name) == pytest.approx(second.get_metric_values(name), rel=1e-5)
+    outputs = trainers[1].predict(rows, per_device_batch_size=4, dataloader_kwargs={"num_workers": 0})
+    labels = torch.stack([row["labels"] for row in rows])
+    accuracy = (outputs.logits.argmax(-1) == labels).float().mean().item()
+    assert second.get_latest_metric("eval_accuracy_epoch") == pytest.approx(accuracy)
+    unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in rows]
+    again = trainers[1].predict(unlabelled, per_device_batch_size=4, dataloader_kwargs={"num_workers": 0})
+    assert torch.equal(again.logits, outputs.logits)
+
+
+def test_a_tokenisers_batch_is_understood():
+    def collate(rows):
+        return transformers.BatchEncoding({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+    plain, encoded = language_trainer(), language_trainer()
+    plain.train(texts(), num_epochs=1, **LOADING)
+    encoded.train(texts(), num_epochs=1, collate_fn=collate, **LOADING)
+    assert all(map(torch.equal, weights(plain.model), weights(encoded.model)))
+
+
+def test_a_language_model_in_bfloat16_trains_and_checkpoints(tmp_path):
+    model = tiny_gpt2().float()
+    trainer = Trainer(model, None, torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=(), precision="bf16")
+    history = trainer.train(texts(), num_epochs=3, per_device_batch_size=4, checkpoint_dir=tmp_path / "run", **LOADING)
+    values = history.get_metric_values("train_loss_epoch")
+    assert values[-1] < values[0] and trainer.run_config.mixed_precision == "bf16"
+    trainer.save_checkpoint(tmp_path / "model.pt")
+    other = Trainer(tiny_gpt2().float(), None, None, callbacks=())
+    other.load_checkpoint(tmp_path / "model.pt", load_optimizer=False)
+    assert all(map(torch.equal, weights(other.model), weights(model)))
