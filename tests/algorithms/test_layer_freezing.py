@@ -8,7 +8,7 @@ from drivetrain.algorithms.layer_freezing import LayerFreezing, freeze_layers
 from drivetrain.core.event import Event
 from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import Log, Watch, image_data, train
-from tests.train.tasks import make_data, make_model, make_trainer
+from tests.train.tasks import make_data, make_trainer
 from tests.train.tasks import train as train_plain
 
 
@@ -34,20 +34,22 @@ def test_a_run_freezes_more_and_more_and_logs_it():
     train(trainer, image_data(), num_epochs=8)
     # Conv, batch norm, conv; the head is never frozen. Fractions 0.8 (e - 0.25) / 0.75 of 3 layers, rounded down.
     expected = [2 * int(round(3 * 0.8 * max(0.0, e / 8 - 0.25) / 0.75, 9)) for e in range(8)]
-    assert depths.values == expected and expected[-1] == 4 - 2
+    assert depths.values == expected and max(expected) > 0
     logged = [m for m in log.metrics if "layer_freezing/layers_frozen" in m]
     assert logged[-1]["layer_freezing/percentage_frozen"] == pytest.approx(0.8)
     assert len(trainer.optimizer.param_groups[0]["params"]) == 8  # the class leaves the groups alone
 
 
 def test_frozen_weights_stay_and_the_others_move():
-    trainer = make_trainer(make_model(), algorithms=[LayerFreezing(0.0)])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    trainer = make_trainer(model, algorithms=[LayerFreezing(0.0)])
     seen = Watch(Event.EPOCH_START, lambda state: [p.detach().clone() for p in state.model.parameters()])
     trainer.callback_handler.add_callback(seen)
-    train_plain(trainer, make_data(), num_epochs=4)
-    last = [p.detach() for p in trainer.model.parameters()]
-    assert torch.equal(last[0], last[0]) and not torch.equal(seen.values[0][0], seen.values[1][0])
-    assert not any(torch.equal(a, b) for a, b in zip(seen.values[-1][2:], last[2:]))
+    train_plain(trainer, make_data(), num_epochs=4)  # of two layers one is frozen after the second epoch
+    second, third, fourth = seen.values[1:]
+    assert all(map(torch.equal, third[:2], fourth[:2])) and not torch.equal(second[0], third[0])
+    assert not any(map(torch.equal, third[2:], fourth[2:]))
 
 
 def freeze_on_rank():

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from tests.strategy.tasks import Block, Tokens, loss_func, make_data, make_model, pairs_data, plain_losses
 from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
@@ -23,6 +22,7 @@ from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
+from tests.strategy.tasks import Block, Tokens, loss_func, make_data, make_model, pairs_data, plain_losses
 
 
 def mse(batch, output):
@@ -248,7 +248,13 @@ def test_samplers_batch_samplers_and_streams_work():
 
     def order(dataset=data, **kwargs):
         args = kwargs.pop("dataloader_args", {"batch_size": 4})
-        _, result, _ = call([("micro_batch", {"accumulation": 2})], dataset=dataset, dataloader_args=args, ignore_dryrun_on_load_strategy=True, **kwargs)
+        _, result, _ = call(
+            [("micro_batch", {"accumulation": 2})],
+            dataset=dataset,
+            dataloader_args=args,
+            ignore_dryrun_on_load_strategy=True,
+            **kwargs,
+        )
         return [batch[0].flatten().tolist() for batch in result.dataloader]
 
     assert order()[:2] == [[0, 1], [2, 3]]
@@ -262,7 +268,9 @@ def test_samplers_batch_samplers_and_streams_work():
 
 
 def test_drop_last_drops_the_last_global_batch():
-    _, result, _ = call([("micro_batch", 2)], dataset=pairs_data(14), dataloader_args={"batch_size": 4, "drop_last": True})
+    _, result, _ = call(
+        [("micro_batch", 2)], dataset=pairs_data(14), dataloader_args={"batch_size": 4, "drop_last": True}
+    )
     assert len(result.dataloader) == 6 and len(train(result)) == 6
     assert len(train(result)) == 6  # the next epoch begins anew
 
@@ -297,7 +305,9 @@ def own_methods():
         del _methods[method.name]
 
 
-@pytest.mark.parametrize(("name", "kind", "message"), [("wrong", "wrong", "changes the loss"), ("broken", "error", "half-way")])
+@pytest.mark.parametrize(
+    ("name", "kind", "message"), [("wrong", "wrong", "changes the loss"), ("broken", "error", "half-way")]
+)
 def test_a_plan_that_fails_its_trial_is_reported_and_the_model_is_untouched(own_methods, name, kind, message, tmp_path):
     model = First()
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -316,7 +326,9 @@ def test_an_error_while_applying_puts_the_model_back(own_methods):
     with pytest.raises(RuntimeError, match="half-way"):
         call(["broken", ("half", "bf16"), "checkpoint"], model, ignore_dryrun_on_load_strategy=True)
     assert type(model) is First and type(model.linear) is nn.Linear and model.linear.weight.dtype == torch.float32
-    assert list(model.state_dict()) == list(before) and all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert list(model.state_dict()) == list(before) and all(
+        torch.equal(v, before[k]) for k, v in model.state_dict().items()
+    )
 
 
 def test_a_plan_is_saved_after_success_and_reused(tmp_path):
@@ -327,7 +339,9 @@ def test_a_plan_is_saved_after_success_and_reused(tmp_path):
     status, result, reused = auto_accelerate(First(), torch.optim.SGD, pairs_data(), mse, optim_args={"lr": 0.1},
         dataloader_args={"batch_size": 8}, load_strategy=file, device="cpu")  # fmt: skip
     assert status and reused == plan and "loaded plan" not in reused.explain()
-    other = auto_accelerate(nn.Sequential(First()), load_strategy=file, plan_only=True, dataloader_args={"batch_size": 8}, device="cpu")[2]
+    other = auto_accelerate(
+        nn.Sequential(First()), load_strategy=file, plan_only=True, dataloader_args={"batch_size": 8}, device="cpu"
+    )[2]
     assert "loaded plan: model was" in other.explain()
 
 

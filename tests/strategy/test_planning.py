@@ -140,7 +140,9 @@ def test_an_optimizer_with_state_is_not_thrown_away():
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     before = copy.deepcopy(model.state_dict())
-    trainer = PlannedTrainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=(), strategy=["fused_optimizer"], device="cpu")
+    trainer = PlannedTrainer(
+        model, nn.CrossEntropyLoss(), optimizer, callbacks=(), strategy=["fused_optimizer"], device="cpu"
+    )
     with pytest.raises(ConfigError, match="has state already"):
         trainer.train(data(), num_epochs=1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

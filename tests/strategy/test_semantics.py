@@ -9,11 +9,11 @@ import warnings
 
 import pytest
 import torch
-from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
 
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters, unwrap
 from drivetrain.runtime.ranks import clear_data_ranks, num_data_ranks
 from drivetrain.train.auto import auto_accelerate
+from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
 
 ON_ANY_WORLD = {
     "parallel_mode": ["parallel_mode"],
@@ -29,12 +29,21 @@ ON_ANY_WORLD = {
     "fsdp, fused": ["fsdp", "fused_optimizer"],
     "ddp, compile": ["parallel_mode", ("compile", "eager")],
     "fsdp, compile, checkpoint": ["fsdp", ("compile", "eager"), "checkpoint"],
-    "ddp with small buckets, checkpoint, fused": [("parallel_mode", {"bucket_cap_mb": 1}), "checkpoint", "fused_optimizer"],
+    "ddp with small buckets, checkpoint, fused": [
+        ("parallel_mode", {"bucket_cap_mb": 1}),
+        "checkpoint",
+        "fused_optimizer",
+    ],
 }
 TENSOR = ("tensor_parallel", {"plan": TENSOR_PLAN})
 ON_TWO = {
     "tensor": [("parallel_mode", [("tensor", 2)]), TENSOR],
-    "tensor, checkpoint, micro batches": [("parallel_mode", [("tensor", 2), ("data", 1)]), TENSOR, "checkpoint", ("micro_batch", 2)],
+    "tensor, checkpoint, micro batches": [
+        ("parallel_mode", [("tensor", 2), ("data", 1)]),
+        TENSOR,
+        "checkpoint",
+        ("micro_batch", 2),
+    ],
 }
 ON_FOUR = {
     "hybrid fsdp": [("parallel_mode", [("zero", 2), ("data", 2)]), "fsdp"],
@@ -146,7 +155,10 @@ def test_sixteen_bits_stay_close_to_the_plain_model(world2):
 
 
 def test_a_short_last_batch_gives_the_gradient_of_its_own_mean(world2, world4):
-    plans = {name: ON_ANY_WORLD[name] for name in ("parallel_mode", "micro batches", "fsdp, checkpoint, micro batches", "zero1")}
+    plans = {
+        name: ON_ANY_WORLD[name]
+        for name in ("parallel_mode", "micro batches", "fsdp, checkpoint, micro batches", "zero1")
+    }
     for world in (world2, world4):
         check_against_plain(world(follow_all, plans, size=27), plans, size=27)
 
@@ -161,7 +173,9 @@ def dry_runs(plans):
             dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu",
         )  # fmt: skip
         assert torch.equal(torch.get_rng_state(), random), name
-        state = {key: (v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in clean_state_dict(model).items()}
+        state = {
+            key: (v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in clean_state_dict(model).items()
+        }
         assert all(torch.equal(state[key], value) for key, value in before.items()), name
         outcomes[name] = status, applied.explain(200)
         clear_data_ranks()

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tests.strategy.tasks import Block
 from torch import nn
 
 from drivetrain.core.errors import (
@@ -25,6 +24,7 @@ from drivetrain.strategy.mesh import fit_axes
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import _methods, expand_names, register_method
 from drivetrain.strategy.value import Failure, Strategy
+from tests.strategy.tasks import Block
 
 FULL = [
     ("parallel_mode", ([("tensor", 2), ("dp", 4)], None)),
@@ -175,9 +175,24 @@ def test_keys_without_a_meaning_warn_by_name():
         (["channels_last"], 1, UnsupportedMethodError, "no Conv2d"),
         ([("parallel_mode", [("tensor", 2)]), "tensor_parallel"], 2, MethodConfigError, "no plan for"),
         ([("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"0.upp": "colwise"})], 2, MethodConfigError, "0.up"),
-        ([("parallel_mode", [("tensor", 3)]), ("tensor_parallel", {"0.up": "colwise"})], 3, MethodConfigError, "32 features"),
-        ([("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"0.norm1": "colwise"})], 2, MethodConfigError, "LayerNorm"),
-        ([("parallel_mode", [("tensor", 2), ("data", 2)]), ("tensor_parallel", {"0.up": "colwise"}), "zero1"], 4, ConflictError, "zero1"),
+        (
+            [("parallel_mode", [("tensor", 3)]), ("tensor_parallel", {"0.up": "colwise"})],
+            3,
+            MethodConfigError,
+            "32 features",
+        ),
+        (
+            [("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"0.norm1": "colwise"})],
+            2,
+            MethodConfigError,
+            "LayerNorm",
+        ),
+        (
+            [("parallel_mode", [("tensor", 2), ("data", 2)]), ("tensor_parallel", {"0.up": "colwise"}), "zero1"],
+            4,
+            ConflictError,
+            "zero1",
+        ),
     ],
 )
 def test_plans_that_cannot_work_are_refused_before_anything_is_touched(plan, world, error, message):
@@ -255,10 +270,21 @@ def test_explain_and_diff_say_what_there_is():
     )  # fmt: skip
     text = plan.explain(width=90)
     assert max(map(len, text.splitlines())) <= 90
-    for word in ("mesh    data 4", "32 = 8 x 1 x 4", "fsdp", "step_s 0.25", "rejected ddp", "dropped tf32", "FAILED (oom)", "(tunable)"):
+    for word in (
+        "mesh    data 4",
+        "32 = 8 x 1 x 4",
+        "fsdp",
+        "step_s 0.25",
+        "rejected ddp",
+        "dropped tf32",
+        "FAILED (oom)",
+        "(tunable)",
+    ):
         assert word in text
     assert plan.diff(plan) == ""
-    assert Strategy(["zero1", ("amp_native", "bf16")]).diff(Strategy(["fsdp", ("amp_native", "fp16")])).splitlines() == [
+    assert Strategy(["zero1", ("amp_native", "bf16")]).diff(
+        Strategy(["fsdp", ("amp_native", "fp16")])
+    ).splitlines() == [
         "- zero1",
         "+ fsdp",
         "~ amp_native.dtype: 'bfloat16' -> 'float16'",
@@ -288,7 +314,9 @@ def test_a_malicious_pickle_executes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_legacy_pickle_loads_as_data(tmp_path):
-    data = pickle.dumps([("amp_native", {"dtype": torch.bfloat16}, False), ("checkpoint", (nn.Linear,)), "parallel_mode"])
+    data = pickle.dumps(
+        [("amp_native", {"dtype": torch.bfloat16}, False), ("checkpoint", (nn.Linear,)), "parallel_mode"]
+    )
     (tmp_path / "old.pkl").write_bytes(data)
     plan = Strategy.load(tmp_path / "old.pkl", allow_pickle=True)
     assert plan == Strategy([("amp_native", "bf16"), ("checkpoint", (nn.Linear,)), "parallel_mode"])

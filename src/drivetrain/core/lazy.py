@@ -3,11 +3,12 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
 def lazy_exports(
     package: str, exports: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of `package`, whose names live in the given modules.
 
     `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
@@ -20,7 +21,7 @@ def lazy_exports(
             public, _, private = entry.partition("=")
             home[public] = (module, private or public)
 
-    def getattr_(name: str) -> object:
+    def getattr_(name: str) -> Any:
         if name in submodules:
             return importlib.import_module(f".{name}", package)
         if name not in home:

@@ -45,7 +45,9 @@ class MasterCopies:
         """Return the optimizer's state with each copy beside what is kept about it."""
         state = super().state_dict()  # type: ignore[misc]
         masters = self._masters()
-        kept = {index: {**state["state"].get(index, {}), "master": masters[index].detach()} for index in range(len(masters))}
+        kept = {
+            index: {**state["state"].get(index, {}), "master": masters[index].detach()} for index in range(len(masters))
+        }
         return {**state, "state": {**state["state"], **kept}}
 
     @torch.no_grad()

@@ -62,7 +62,9 @@ def register_replace_pair(
         _pairs[pair_name] = _Registered(cls(), dict(kwargs or {}), tuple(supported_dtypes))
         return cls
 
-    return register if pair_cls is None else lambda cls=register(pair_cls): cls
+    if pair_cls is not None:
+        register(pair_cls)
+    return register
 
 
 def pair_names() -> list[str]:
@@ -76,7 +78,9 @@ def check_pair(name: str) -> None:
         raise ConfigError(unknown_name("pair", name, _pairs, where="module_replace"))
 
 
-def replace_pairs(model: nn.Module, pairs: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[list[str], list[str]]:
+def replace_pairs(
+    model: nn.Module, pairs: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[list[str], list[str]]:
     """Replace in place; return the names of the modules replaced, and remarks about those that were left."""
     wanted = {name: {} for name in _pairs} if pairs is None else pairs
     replaced: list[str] = []
@@ -139,7 +143,7 @@ class _RmsNorm(ReplacePair):
         assert weight is not None
         eps = next((float(value) for name in _EPSILONS if (value := getattr(module, name, None)) is not None), 1e-6)
         new = nn.RMSNorm(weight.shape[0], **{"eps": eps, **kwargs}, device="meta")
-        new.weight = weight  # type: ignore[assignment]
+        new.weight = weight
         return new
 
     def sample(self, module: nn.Module) -> tuple[Any, ...]:
@@ -183,7 +187,7 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
         return [], [f"{name}: left, because there is no sample to compare outputs on" for name in layers]
     expected = run(model)
     for module in layers.values():
-        module.__class__ = subclass_of(nn.MultiheadAttention, FusedAttention)
+        object.__setattr__(module, "__class__", subclass_of(nn.MultiheadAttention, FusedAttention))
     try:
         error = _largest_difference(expected, run(model))
         remark = None if error <= _MODEL_TOLERANCE else f"outputs differ by {error:.1e}"

@@ -51,7 +51,9 @@ def expand_tp_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict
         _check_style(pattern, style)
         names = [name for name in modules if name and fnmatch.fnmatchcase(name, pattern)]
         if not names:
-            raise ConfigError(unknown_name("layer", pattern, [name for name in modules if name], where="tensor_parallel"))
+            raise ConfigError(
+                unknown_name("layer", pattern, [name for name in modules if name], where="tensor_parallel")
+            )
         for name in names:
             _check_divides(name, modules[name], style, size)
             result[name] = style

@@ -186,7 +186,7 @@ def materialise(
         if param_init_fn is not None:
             param_init_fn(module)
         elif callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
         elif next(module.parameters(recurse=False), None) is not None or module._buffers:
             raise ConfigError(
                 f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
@@ -200,7 +200,9 @@ def apply_to_context(plan: Strategy, context: Context) -> Context:
 
     model = getattr(context, "model", None)
     if model is None:
-        raise ConfigError(f"a plan needs the item 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}.")
+        raise ConfigError(
+            f"a plan needs the item 'model' in the Context; it has: {', '.join(context._items()) or 'nothing'}."
+        )
     check_model(model, "Strategy.apply")
     resolved = resolve_plan(plan, model=model, device=context.device)
     optimizer, loader = getattr(context, "optimizer", None), getattr(context, "loader", None)
@@ -210,7 +212,7 @@ def apply_to_context(plan: Strategy, context: Context) -> Context:
         raise ConfigError("micro_batch needs the item 'loader' in the Context, with a global_batch_size.")
     ctx = shape(PlanContext(model, resolved, recipe, loss_func))
     finish(ctx, loader)
-    context.model = ctx.model
+    context.model = ctx.model  # type: ignore[attr-defined]
     if ctx.optimizer is not None:
         context.optimizer = ctx.optimizer  # type: ignore[attr-defined]
     if ctx.loader is not None:

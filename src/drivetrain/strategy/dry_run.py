@@ -60,7 +60,8 @@ def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
         trial = copy.deepcopy(model)
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
         return Outcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
-    kind, message, notes = "ok", "", ()
+    kind, message = "ok", ""
+    notes: tuple[str, ...] = ()
     try:
         kind, message, notes = _run(trial, plan, run)
     except ConfigError:

@@ -14,7 +14,9 @@ def explain(plan: Strategy, width: int = 100) -> str:
     lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})"]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
-    lines.append("  mesh    " + (" x ".join(f"{axis} {size}" for axis, size in plan.mesh) if plan.mesh else "not fixed yet"))
+    lines.append(
+        "  mesh    " + (" x ".join(f"{axis} {size}" for axis, size in plan.mesh) if plan.mesh else "not fixed yet")
+    )
     lines.append("  batch   " + (str(plan.batch) if plan.batch is not None else "not fixed yet"))
     lines.append("  methods, in order of application")
     notes = [reason for reason in plan.reasons]
@@ -33,7 +35,8 @@ def explain(plan: Strategy, width: int = 100) -> str:
     lines += [f"  rejected {text}" for text in plan.rejected[:5]]
     lines += [f"  dropped {name}: {reason}" for name, reason in plan.dropped]
     wrapped = [
-        textwrap.wrap(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4)) or [""] for line in lines
+        textwrap.wrap(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4)) or [""]
+        for line in lines
     ]
     return "\n".join(part for parts in wrapped for part in parts)
 

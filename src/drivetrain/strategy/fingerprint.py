@@ -11,7 +11,8 @@ from torch import nn
 def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> dict[str, Any]:
     """Return what identifies the place a plan was applied in."""
     text = "\n".join(
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in model.state_dict(keep_vars=True).items()
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     )
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -29,5 +30,7 @@ def changes_since(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list
     if old is None:
         return []
     return [
-        f"loaded plan: {name} was {old[name]}, is {value}" for name, value in new.items() if name in old and old[name] != value
+        f"loaded plan: {name} was {old[name]}, is {value}"
+        for name, value in new.items()
+        if name in old and old[name] != value
     ]

@@ -13,7 +13,7 @@ import torch
 
 from drivetrain.core.errors import StrategyFormatError
 
-_BUILTINS = {"list": list, "dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset}
+_BUILTINS: dict[str, type] = {"list": list, "dict": dict, "tuple": tuple, "set": set, "frozenset": frozenset}
 _BUILTINS |= {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
 
 

@@ -21,7 +21,9 @@ def make_loader(
     if sampler_cls is not None:
         shuffle = bool(given.pop("shuffle", False))
         made = sampler_cls(dataset, num_replicas=batch.data_ranks, rank=data_rank(), shuffle=shuffle, seed=seed)
-        given["sampler"] = made if isinstance(made, DistributedSampler) else _AsReplicas(made, dataset, batch.data_ranks)
+        given["sampler"] = (
+            made if isinstance(made, DistributedSampler) else _AsReplicas(made, dataset, batch.data_ranks)
+        )
     if given.get("batch_sampler") is not None:
         given["batch_sampler"] = SplitBatches(given["batch_sampler"], batch.data_ranks * batch.accumulation)
         return PlannedLoader(dataset, **given)

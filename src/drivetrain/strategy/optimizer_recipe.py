@@ -69,9 +69,7 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
 
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return OptimizerRecipe(
-        build=type(optimizer), settings=settings, groups=groups, existing=optimizer, names=names
-    )
+    return OptimizerRecipe(build=type(optimizer), settings=settings, groups=groups, existing=optimizer, names=names)
 
 
 def _own_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def expand_names(names: Iterable[object]) -> set[str]:
     for name in names:
         members = {method.name for method in _methods.values() if method.group == name}
         try:
-            result |= {find_method(name).name} if not members else members
+            result |= members or {find_method(name).name}
         except UnknownMethodError:
             valid = [*_methods, *group_names()]
             raise UnknownMethodError(unknown_name("method or group", name, dict.fromkeys(valid))) from None

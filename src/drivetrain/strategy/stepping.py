@@ -76,7 +76,8 @@ class Stepping:
             info = loader.batch_info
             assert info is not None
             if loader.drop_last and self.batch is not None and self.window.count == 0 and total is not None:
-                if total - (info.end - info.global_size) < self.batch.global_size:
+                left = total - (info.end - info.global_size)
+                if left < self.batch.global_size:
                     return
             self.begin(info, total)
             yield batch
@@ -239,7 +240,7 @@ class PlannedLoader(SmartDataLoader[Any]):
 
     _stepping: Stepping | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = super().__iter__()
         return batches if self._stepping is None else self._stepping.follow(self, batches)
 

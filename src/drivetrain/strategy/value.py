@@ -155,9 +155,7 @@ class Strategy:
 
     def remove_device_unsupported_method(self, device: torch.device | str) -> "Strategy":
         """Return the plan without methods that the device cannot run; they are listed in `dropped`."""
-        reasons = {
-            entry.name: find_method(entry.name).requires(None, torch.device(device), 1) for entry in self
-        }
+        reasons = {entry.name: find_method(entry.name).requires(None, torch.device(device), 1) for entry in self}
         dropped = [(name, reason) for name, reason in reasons.items() if reason is not None]
         kept = self._with([entry for entry in self if reasons[entry.name] is None])
         return replace(kept, dropped=(*self.dropped, *dropped))
@@ -180,7 +178,10 @@ class Strategy:
             batch = replan_batch(batch, ranks)
         entries = list(self)
         if found and config.axes:
-            settings = {**find_method("parallel_mode").plain(config), "axes": [[axis, axes[axis]] for axis, _ in config.axes]}
+            settings = {
+                **find_method("parallel_mode").plain(config),
+                "axes": [[axis, axes[axis]] for axis, _ in config.axes],
+            }
             place = next(index for index, entry in enumerate(self) if entry.name == "parallel_mode")
             entries[place] = as_entry(("parallel_mode", settings, entries[place].tunable))
         if batch is not None and "micro_batch" in self.opt_names():

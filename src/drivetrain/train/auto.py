@@ -154,7 +154,9 @@ def _options(kargs: Mapping[str, Any]) -> Options:
     if options.numerics not in ("exact", "mixed", "low"):
         raise ConfigError(f"numerics={options.numerics!r}: expected 'exact', 'mixed' or 'low'.")
     if options.sample_batch is not None and options.batch_size is None:
-        raise ConfigError("sample_batch was given without batch_size, the number of samples in a global batch. Pass both.")
+        raise ConfigError(
+            "sample_batch was given without batch_size, the number of samples in a global batch. Pass both."
+        )
     return options
 
 
@@ -181,7 +183,9 @@ def _with_wishes(plan: Strategy, included: Iterable[Any] | None, excluded: Itera
         raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists.")
     present = [name for name in plan.opt_names() if name in unwanted]
     if present:
-        raise ConflictError(f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them.")
+        raise ConflictError(
+            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
+        )
     for item in wanted:
         members = expand_names(item[:1])
         if members & set(plan.opt_names()):
@@ -281,7 +285,9 @@ class _Request:
 
     # Applying it.
 
-    def _apply(self, model: nn.Module, resolved: ResolvedPlan, batch: BatchPlan | None, quietly: bool = False) -> PlanContext:
+    def _apply(
+        self, model: nn.Module, resolved: ResolvedPlan, batch: BatchPlan | None, quietly: bool = False
+    ) -> PlanContext:
         """Shape a model and everything around it; `quietly` leaves out the loader."""
         recipe = None
         if self.optim_func is not None:

@@ -111,7 +111,9 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
         )
     half = resolved.config("half")
     if half is not None and half.dtype == "float16" and torch.device(trainer.device).type != "cpu":
-        raise UnsupportedMethodError("half in float16 needs scaled gradients of float32 copies. Use ('half', 'bf16') in the Trainer.")
+        raise UnsupportedMethodError(
+            "half in float16 needs scaled gradients of float32 copies. Use ('half', 'bf16') in the Trainer."
+        )
 
 
 def _hand_over(trainer: Any, ctx: PlanContext) -> None:
@@ -120,7 +122,9 @@ def _hand_over(trainer: Any, ctx: PlanContext) -> None:
     if ctx.autocast_dtype is not None:
         runtime.precision = next(p for p in PRECISIONS.values() if p.autocast_dtype is ctx.autocast_dtype)
     if ctx.scaler_dtype is not None:
-        runtime.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(torch.device(trainer.device))
+        runtime.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(
+            torch.device(trainer.device)
+        )
     micro = resolved.config("micro_batch")
     if micro is not None and trainer.settings is not None and (micro.size or micro.accumulation):
         settings = trainer.settings
@@ -145,4 +149,3 @@ def _size(plan: Strategy) -> int:
     for _, axis in plan.mesh:
         size *= axis
     return size
-

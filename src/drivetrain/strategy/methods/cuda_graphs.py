@@ -22,7 +22,9 @@ class CudaGraphs(Method):
 
     def check(self, config: NoConfig, site: Site) -> None:
         if "native_dynamo" not in site.names:
-            raise ConflictError("cuda_graphs records what the compiler makes, and there is no compile in the plan. Add 'compile'.")
+            raise ConflictError(
+                "cuda_graphs records what the compiler makes, and there is no compile in the plan. Add 'compile'."
+            )
 
     def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
         ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded anew")

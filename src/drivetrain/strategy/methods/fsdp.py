@@ -4,7 +4,7 @@ A mesh with both `zero` and `data` axes shards along `zero` and replicates along
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ class Fsdp(Method):
     """Fully sharded data parallel."""
 
     name, group, stage = "fsdp", "zero", Stage.SHELL
-    aliases: tuple[str, ...] = ("fsdp2",)
+    aliases: ClassVar[tuple[str, ...]] = ("fsdp2",)
     Config = FsdpConfig
     needs_processes = True
     renamed = {
@@ -45,7 +45,7 @@ class Fsdp(Method):
         "atorch_size_based_min_num_params": "wrap",
         "atorch_ignored_cls": "ignored",
     }
-    deaf = (
+    deaf: ClassVar[tuple[str, ...]] = (
         *("limit_all_gathers", "forward_prefetch", "use_orig_params", "sync_module_states", "backward_prefetch"),
         *("trainable_outermost", "wrap_trainable_outmost"),
     )

@@ -34,7 +34,7 @@ class FusedOptimizer(Method):
             ctx.note("fused_optimizer: left alone, because some parameters are split over ranks and others are not")
         elif recipe.build in _FUSED:
             recipe.settings["fused"], recipe.is_changed = True, True
-        elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build.__init__).parameters:
+        elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build).parameters:
             recipe.settings["foreach"], recipe.is_changed = True, True
             ctx.note(f"fused_optimizer: foreach, because {name} has no fused kernel")
         else:

@@ -31,7 +31,9 @@ class MicroBatch(Method):
             values["size"] = None  # without a search: one forward pass
         for key in ("size", "accumulation"):
             if values.get(key) is not None and not is_whole(values[key]):
-                raise self.bad(key, values[key], "a whole number of at least 1" + (", or 'auto'" if key == "size" else ""))
+                raise self.bad(
+                    key, values[key], "a whole number of at least 1" + (", or 'auto'" if key == "size" else "")
+                )
         return values
 
     def apply(self, ctx: "PlanContext", config: MicroBatchConfig) -> None:

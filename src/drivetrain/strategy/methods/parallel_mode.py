@@ -41,7 +41,9 @@ class ParallelMode(Method):
         """Read also `([(axis, size), ...], rank_order)`."""
         if isinstance(config, tuple | list) and not _is_axes(config):
             if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
-                raise self.bad("config", config, "([(axis, size), ...], rank_order) such as ([('tensor', 2), ('data', 4)], None)")
+                raise self.bad(
+                    "config", config, "([(axis, size), ...], rank_order) such as ([('tensor', 2), ('data', 4)], None)"
+                )
             if len(config) == 3 and config[2]:
                 raise MethodConfigError(
                     f"parallel_mode: multi_instance={config[2]!r} is not supported. Several instances of a model are the ranks along the "
@@ -86,7 +88,9 @@ class ParallelMode(Method):
                 f"parallel_mode: rank_order names {len(config.rank_order)} ranks, and there are {site.world} processes."
             )
         if config.sync_batchnorm and site.device.type == "cpu" and site.world > 1:
-            raise UnsupportedMethodError("parallel_mode: sync_batchnorm needs an accelerator; torch has none for the CPU.")
+            raise UnsupportedMethodError(
+                "parallel_mode: sync_batchnorm needs an accelerator; torch has none for the CPU."
+            )
         for axis in _UNBUILT_AXES:
             if site.axis(axis) > 1:
                 raise UnsupportedMethodError(

@@ -35,6 +35,7 @@ class Tf32(Method):
         return None
 
     def apply(self, ctx: "PlanContext", config: Tf32Config) -> None:
-        for backend in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-            backend.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        backends: Any = torch.backends
+        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            backend.fp32_precision = "tf32"
         ctx.note("tf32: holds for the whole process")

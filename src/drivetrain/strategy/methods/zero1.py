@@ -23,19 +23,26 @@ class Zero1(Method):
 
     def check(self, config: NoConfig, site: Site) -> None:
         if site.axis("tensor") > 1:
-            raise ConflictError("zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel.")
+            raise ConflictError(
+                "zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel."
+            )
 
     def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
         recipe = ctx.recipe
         if recipe is None:
-            raise ConflictError("zero1 splits the optimizer's state, and there is no optimizer. Pass optim_func, or leave zero1 out.")
+            raise ConflictError(
+                "zero1 splits the optimizer's state, and there is no optimizer. Pass optim_func, or leave zero1 out."
+            )
         inner: Callable[..., Optimizer] = recipe.build
 
         def build(groups: Any, **settings: Any) -> Optimizer:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             return ZeroRedundancyOptimizer(
-                list(groups), optimizer_class=inner, process_group=data_group(), **settings  # type: ignore[arg-type]
+                list(groups),
+                optimizer_class=inner,  # type: ignore[arg-type]
+                process_group=data_group(),
+                **settings,
             )
 
         recipe.build, recipe.is_changed = build, True

@@ -1,0 +1,147 @@
+"""`doctor`: the machine, runs that died in different ways, and programs that resume exactly or do not."""
+
+import json
+import os
+import time
+
+import pytest
+
+from drivetrain.experiment.cli import health
+from tests.experiment.folders import hold_lock, make_run
+
+
+def checks_of(command, *words):
+    """Run doctor and return its status and what it found, by name of the check."""
+    status, out, err = command("doctor", "--json", *words)
+    assert out, err
+    return status, {check["check"]: check for check in json.loads(out)}
+
+
+def test_the_machine_is_described(command, tmp_path):
+    status, checks = checks_of(command, "--output-dir", tmp_path / "o")
+    assert status == 0
+    assert checks["torch"]["good"] and checks["process group"]["good"] and "gloo" in checks["process group"]["found"]
+    assert "free disk" in checks and "a run will use" in checks and "CPUs" in checks
+    missing = [check for check in checks.values() if "not installed" in check["found"]]
+    assert all(check["good"] is None and check["remedy"].startswith("pip install") for check in missing)
+
+
+def test_lines_carry_marks_and_remedies(command, tmp_path):
+    status, out, _ = command("doctor", make_run(tmp_path, state="failed", error="RuntimeError: CUDA out of memory"))
+    assert status == 1
+    assert "✗ cause: memory ran out  → use a smaller batch" in out and "✓ manifest.json" in out
+
+
+def test_a_contradicting_launcher_is_found(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, checks = checks_of(command)
+    assert status == 1 and "RANK" in checks["launcher"]["found"]
+
+
+def test_a_finished_run_is_well(command, tmp_path):
+    status, checks = checks_of(command, make_run(tmp_path))
+    assert status == 0 and checks["state"]["found"].startswith("finished")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk was full"),
+        ("torch.OutOfMemoryError: CUDA out of memory.", "memory ran out"),
+        ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.", "a data worker died"),
+        ("NonFiniteLossError: the loss is NaN", "the loss became NaN"),
+    ],
+)
+def test_the_log_names_the_cause_of_death(command, tmp_path, text, cause):
+    folder = make_run(tmp_path, state="running")
+    (folder / "log.rank-1.txt").write_text(f"[ERROR] {text}\n")
+    status, checks = checks_of(command, folder)
+    assert status == 1 and checks["cause"]["found"].startswith(cause) and checks["state"]["found"].startswith("lost")
+
+
+def test_a_run_that_vanished_was_killed(command, tmp_path):
+    status, checks = checks_of(command, make_run(tmp_path, state="running"))
+    assert status == 1 and "without a word" in checks["cause"]["found"]
+
+
+def test_a_restarted_machine_is_named(tmp_path, monkeypatch):
+    import platform
+
+    from drivetrain.experiment.records import read_run
+
+    folder = make_run(tmp_path, state="running")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["host"]["name"] = platform.node()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(health, "_boot_time", time.time)
+    assert "this machine was restarted" in health._silent_death(read_run(folder))
+
+
+def test_an_interrupted_run_names_the_signal(command, tmp_path):
+    status, checks = checks_of(command, make_run(tmp_path, state="interrupted"))
+    assert status == 1 and "SIGTERM" in checks["cause"]["found"]
+
+
+def test_a_live_run_that_gives_no_sign_may_hang(command, tmp_path):
+    folder = make_run(tmp_path, state="running")
+    descriptor = hold_lock(folder)
+    try:
+        status, checks = checks_of(command, folder)
+        assert status == 1 and "may hang" in checks["state"]["remedy"]
+    finally:
+        os.close(descriptor)
+
+
+def test_damaged_files_and_nan_are_found_and_the_way_on_is_told(command, tmp_path):
+    import torch
+
+    from drivetrain.checkpoint.store import save_checkpoint
+
+    folder = make_run(tmp_path, state="failed", error="x", losses=[1.0, float("nan")])
+    for step in (1, 2):
+        path = save_checkpoint({"weight": torch.ones(3)}, step, path=folder / "checkpoints")
+    (path / "tensors.safetensors").write_bytes(b"short")
+    (folder / "checkpoints" / ".tmp-x").mkdir()
+    (folder / "status.json").write_text((folder / "status.json").read_text())
+    status, checks = checks_of(command, folder)
+    assert status == 1
+    assert checks["train/loss"]["found"] == "not finite from step 1 on"
+    assert "damaged" in checks["checkpoint-2"]["found"] and checks["checkpoint-1"]["good"]
+    assert checks["way on"]["remedy"] == f"drivetrain resume {folder}" and "died while saving" in checks["half a checkpoint"]["found"]
+
+
+def test_a_factory_of_trainers_is_certified(command, program):
+    path = program("FACTORY")
+    status, checks = checks_of(command, "--resume-check", "4", f"{path}:build")
+    assert status == 0 and checks["resume"]["found"].startswith("bit-exact: yes")
+    status, _, err = command("doctor", "--resume-check", "4", f"{path}:wrong")
+    assert status == 2 and "returned int" in err
+
+
+def test_an_experiment_is_killed_resumed_and_compared(command, program):
+    status, checks = checks_of(command, "--resume-check", "6", program("SMALL"), "--epochs", "3")
+    assert status == 0, checks
+    assert checks["resume"]["found"].startswith("bit-exact: yes (6 steps, killed after 3") and "kill -9" in checks
+
+
+def test_state_that_is_not_saved_shows_in_the_check(command, program):
+    status, checks = checks_of(command, "--resume-check", "6", program("SMALL"), "--epochs", "3", "--drifting")
+    assert status == 1 and "first difference: state." in checks["resume"]["found"]
+
+
+def test_an_experiment_that_is_too_short_is_said_so(command, program):
+    status, checks = checks_of(command, "--resume-check", "50", program("SMALL"), "--epochs", "1")
+    assert status == 1 and "ended before 50 steps" in checks["50 steps"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume-check", "2", "x.py:y"], "at least 4"),
+        (["--resume-check", "8"], "needs a TARGET"),
+        (["train.py:build"], "--resume-check 20 train.py:build"),
+    ],
+)
+def test_doctor_refuses_bad_input(command, words, message):
+    status, _, err = command("doctor", *words)
+    assert status == 2 and message in err

@@ -1,0 +1,140 @@
+"""`ls`, `show`, `compare` and `report` on run folders."""
+
+import json
+
+import pytest
+
+from drivetrain.experiment.cli.comparing import first_difference
+from drivetrain.experiment.cli.output import sparkline
+from tests.experiment.folders import hold_lock, make_run
+
+
+def test_ls_lists_runs_newest_first_with_their_state(command, tmp_path):
+    make_run(tmp_path, "a", started=1000.0)
+    make_run(tmp_path, "b", started=2000.0, state="failed")
+    make_run(tmp_path, "c", started=3000.0, state="running")
+    status, out, _ = command("ls", tmp_path)
+    rows = [line.split() for line in out.splitlines() if "digits" in line]
+    assert status == 0 and [row[0] for row in rows] == ["lost", "failed", "finished"]
+    assert "eval/accuracy 0.9804 (0.9804)" in out and rows[2][-1].endswith("/digits/a")
+
+
+def test_a_run_whose_lock_is_held_is_running(command_json, tmp_path):
+    import os
+
+    descriptor = hold_lock(make_run(tmp_path, state="running"))
+    try:
+        assert [run["state"] for run in command_json("ls", tmp_path, "--json")] == ["running"]
+    finally:
+        os.close(descriptor)
+
+
+def test_ls_filters_and_speaks_json(command_json, tmp_path):
+    make_run(tmp_path, "a", state="failed", losses=[1.0, float("nan")])
+    make_run(tmp_path, "b", experiment="other", metrics=False)
+    assert [run["experiment"] for run in command_json("ls", tmp_path, "--experiment", "other", "--json")] == ["other"]
+    (run,) = command_json("ls", tmp_path, "--status", "failed", "--json")
+    assert run["metric"] == "train/loss" and run["last"] == "nan" and run["best"] == 1.0
+
+
+def test_ls_of_an_empty_place_says_so_and_a_missing_one_is_bad_input(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = command("ls")
+    assert status == 0 and "no runs in output" in out
+    assert command("ls", tmp_path / "nowhere")[0] == 2
+
+
+def test_show_prints_parameters_environment_metrics_log_and_error(command, tmp_path):
+    folder = make_run(tmp_path, state="failed", error="ValueError: [bold]bad[/bold] input")
+    status, out, _ = command("show", folder)
+    assert status == 0
+    for text in ("lr", "cli", "3.11.2", "train/loss", "last line", "ValueError: [bold]bad[/bold] input", "amp_native"):
+        assert text in out
+
+
+def test_show_names_damaged_checkpoints(command_json, tmp_path):
+    import torch
+
+    from drivetrain.checkpoint.store import save_checkpoint
+
+    folder = make_run(tmp_path)
+    for step in (1, 2):
+        path = save_checkpoint({"weight": torch.ones(3)}, step, path=folder / "checkpoints")
+    tensors = path / "tensors.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    lines = {line["name"]: line["problem"] for line in command_json("show", folder, "--json")["checkpoints"]}
+    assert lines["checkpoint-1"] is None and "SHA-256" in lines["checkpoint-2"]
+
+
+def test_show_accepts_a_file_in_the_run_and_suggests_the_nearest_folder(command, tmp_path):
+    folder = make_run(tmp_path, "baseline")
+    assert command("show", folder / "metrics.jsonl")[0] == 0
+    status, _, err = command("show", folder.parent / "basline")
+    assert status == 2 and "Did you mean" in err and "baseline" in err
+
+
+def test_damaged_metrics_are_a_note_not_an_end(command_json, tmp_path):
+    folder = make_run(tmp_path)
+    (folder / "metrics.jsonl").write_text("nonsense\n")
+    data = command_json("show", folder, "--json")
+    assert data["metrics"] == {} and "line 1" in data["notes"][0]
+
+
+def test_compare_shows_only_what_differs_and_where_losses_part(command_json, tmp_path):
+    a = make_run(tmp_path, "a", losses=[3.0, 2.0, 1.0], diff="+one")
+    b = make_run(tmp_path, "b", losses=[3.0, 2.0, 1.5], lr=0.2, diff="+two", packages={"torch": "2.13.0", "numpy": "2.0.0"})
+    found = command_json("compare", a, b, "--json")
+    assert found["parameters"] == {"lr": [0.1, 0.2]}
+    assert found["packages"] == {"torch": ["2.11.0", "2.13.0"]} and found["hardware"] == {}
+    assert "-+one" in found["code"]["diff"] and "++two" in found["code"]["diff"]
+    assert found["losses_differ_from"] == {"train/loss": 2}
+    assert found["metrics"]["train/loss"]["best"] == [1.0, 1.5]
+
+
+def test_compare_takes_a_folder_of_runs_and_prints_tables(command, tmp_path):
+    make_run(tmp_path, "a")
+    make_run(tmp_path, "b")
+    status, out, _ = command("compare", tmp_path)
+    assert status == 0 and "parameters: no difference" in out and "the same at every common step" in out
+
+
+def test_compare_needs_two_runs(command, tmp_path):
+    folder = make_run(tmp_path)
+    status, _, err = command("compare", folder)
+    assert status == 2 and "at least two" in err
+
+
+def test_nan_does_not_differ_from_nan():
+    nan = float("nan")
+    assert first_difference([[(0, nan), (1, 1.0)], [(0, nan), (1, 1.0), (2, 5.0)]]) is None
+
+
+def test_report_is_written_into_the_run_and_its_path_printed(command, tmp_path):
+    folder = make_run(tmp_path)
+    status, out, _ = command("report", folder)
+    assert status == 0 and out.strip() == str(folder / "report.html") and (folder / "report.html").is_file()
+    status, out, _ = command("report", tmp_path, "--output", tmp_path / "all.html", "--json")
+    assert status == 0 and json.loads(out)["runs"] == [str(folder)]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_tables_fit_the_width(command, tmp_path, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    make_run(tmp_path)
+    _, out, _ = command("ls", tmp_path)
+    assert max(map(len, out.splitlines())) <= columns
+
+
+def test_colours_are_not_printed_where_they_are_not_wanted(command, tmp_path, monkeypatch):
+    folder = make_run(tmp_path, state="failed", error="x")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal that could show them
+    _, out, _ = command("show", folder)
+    assert "\033[3" not in out and "failed" in out
+
+
+def test_a_sparkline_shows_the_shape():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 1.0]) == "▁▁" and sparkline([]) == "" and len(sparkline(range(1000))) == 40

@@ -1,0 +1,66 @@
+"""The command as a whole: help, unknown words, exit statuses."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from drivetrain.experiment.cli.verbs import VERBS
+
+WITHOUT_TORCH = """
+import sys
+from drivetrain.__main__ import main
+try:
+    main({words!r})
+except SystemExit as stop:
+    assert stop.code == 0, stop.code
+loaded = {{"torch", "numpy", "rich"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+
+
+def test_help_lists_every_verb_quickly_and_without_torch():
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "drivetrain", "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.5
+    assert all(verb in done.stdout for verb in VERBS)
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH.format(words=["--help"])], check=True)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_every_verb_needs_no_torch(verb):
+    assert VERBS[verb][1]
+    code = WITHOUT_TORCH.format(words=[verb, "--help"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: drivetrain {verb}")
+
+
+def test_an_unknown_verb_is_named_with_the_nearest_one(command):
+    status, _, err = command("shwo", "x")
+    assert status == 2 and "Did you mean 'show'?" in err
+
+
+def test_an_unknown_option_is_named_with_the_nearest_one(command):
+    status, _, err = command("ls", "--statsu", "failed")
+    assert status == 2 and "--statsu" in err
+
+
+def test_options_are_not_abbreviated(command):
+    status, _, _ = command("ls", "--stat", "failed")
+    assert status == 2
+
+
+def test_no_verb_is_bad_input(command):
+    assert command()[0] == 2
+
+
+def test_version_is_printed(command):
+    import drivetrain
+
+    status, out, _ = command("--version")
+    assert status == 0 and drivetrain.__version__ in out

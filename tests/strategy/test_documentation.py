@@ -1,0 +1,52 @@
+"""Examples in docstrings, the guide, and the example program run."""
+
+import doctest
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = [
+    "strategy.value",
+    "strategy.registry",
+    "strategy.batching",
+    "strategy.mesh",
+    "strategy.device_spec",
+    "train.auto",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_snippets_of_the_guide_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "strategy"}
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "strategy.md").read_text(), re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "strategy.md", "exec"), names)
+
+
+def test_every_method_is_in_the_guide():
+    from drivetrain.strategy.registry import method_names
+
+    text = (ROOT / "docs" / "strategy.md").read_text()
+    assert not [name for name in method_names() if f"`{name}`" not in text]
+
+
+def test_the_example_learns_and_its_plan_is_reused(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("example_auto_accelerate", ROOT / "examples" / "auto_accelerate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    first = module.main(epochs=2, save_to=tmp_path / "plan.json")
+    assert first[1] < first[0]
+    again = module.main(epochs=1, plan=tmp_path / "plan.json", save_to=tmp_path / "again.json")
+    assert again[0] == pytest.approx(first[0], rel=1e-3)
+    assert "micro_batch" in capsys.readouterr().out

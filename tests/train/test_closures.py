@@ -1,0 +1,75 @@
+"""Optimizers that evaluate the loss themselves: LBFGS in the Trainer equals LBFGS in a loop."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.train.closures import WindowRepeat, requires_closure
+from drivetrain.train.optimizer_factory import make_optimizer
+from tests.algorithms.optimizer_tasks import ReadyTrainer
+from tests.train.tasks import make_data, make_model
+
+
+def lbfgs_trainer(dropout: float = 0.0):
+    model = make_model(dtype=torch.float64, dropout=dropout)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    return ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=1)
+
+
+def test_lbfgs_equals_a_loop_written_by_hand():
+    trainer = lbfgs_trainer()
+    data = make_data(dtype=torch.float64)
+    trainer.train(data, num_epochs=2, per_device_batch_size=8, train_dataloader_kwargs={"shuffle": False}, gradient_accumulation_steps=3)
+    model, (x, y) = make_model(dtype=torch.float64), data.tensors
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    for ours, theirs in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_every_evaluation_draws_the_same_random_numbers():
+    trainer = lbfgs_trainer(dropout=0.5)
+    masks = []
+    trainer.model[2].register_forward_hook(lambda m, args, out: masks.append((out == 0).clone()))
+    trainer.train(make_data(8, dtype=torch.float64), num_epochs=1, per_device_batch_size=8)
+    assert len(masks) > 3 and all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+def test_float16_is_refused_before_the_first_step():
+    trainer = lbfgs_trainer()
+    trainer._accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss itself"):
+        trainer.train(make_data(8, dtype=torch.float64), num_epochs=1)
+
+
+def test_other_optimizers_cost_nothing_and_remember_nothing():
+    model = make_model()
+    trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), ())
+    trainer.train(make_data(), num_epochs=1)
+    assert not trainer._repeat.is_wanted and trainer._repeat._memories == []
+    assert not requires_closure(trainer.optimizer) and requires_closure(torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_closure_outside_a_step_says_so():
+    with pytest.raises(ConfigError, match="no batch to evaluate"):
+        WindowRepeat(lbfgs_trainer()).evaluate()
+
+
+def test_the_factory_makes_optimizers_by_name_and_names_what_is_wrong():
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert type(make_optimizer("Lion", [weight], lr=0.1)).__name__ == "Lion"
+    inside = make_optimizer("AdamW", [{"params": [weight], "lr": 0.5}])
+    assert make_optimizer("SAM", inside, rho=0.2).base_optimizer is inside
+    with pytest.raises(ConfigError, match="Did you mean 'Lion'"):
+        make_optimizer("Lionn", [weight])
+    with pytest.raises(ConfigError, match="refused its settings"):
+        make_optimizer("Lion", [weight], momentum=1)
