@@ -42,6 +42,8 @@ __getattr__, __dir__ = lazy_exports(
         ".optim.noam": ["NoamLr"],
         ".train.trainer": ["Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
         ".train.verification": ["verify_resume"],
+        ".train.auto": ["AutoAccelerateResult", "auto_accelerate"],
+        ".strategy": ["DeviceSpec", "Strategy", "register_method", "register_replace_pair", "register_tp_plan"],
         ".experiment.declare": ["group", "parameter", "param_group"],
         ".experiment.running": ["new_seed"],
         ".experiment.sweeps.space": ["param_matrix"],
@@ -49,7 +51,7 @@ __getattr__, __dir__ = lazy_exports(
         ".torch_names": ["torch"],
     },
     modules=[
-        *("algorithms", "checkpoint", "context", "core", "data", "experiment", "module", "optim", "record", "runtime", "train"),
-        *("callbacks", "finetuning", "functional", "run_config", "schedulers", "surgery", "tracking", "trainer", "utils"),
+        *("algorithms", "checkpoint", "context", "core", "data", "experiment", "module", "optim", "record", "runtime", "strategy", "train"),
+        *("auto", "callbacks", "finetuning", "functional", "run_config", "schedulers", "surgery", "tracking", "trainer", "utils"),
     ],
 )

@@ -208,8 +208,8 @@ def test_gradients_are_complete_before_the_step_so_that_clipping_sees_the_truth(
 def test_without_a_loader_windows_are_counted_by_steps():
     model = nn.Linear(4, 1)
     _, result, _ = auto_accelerate(
-        model, torch.optim.SGD, loss_func=lambda x, out: out.mean(), optim_args={"lr": 1.0}, load_strategy=[("micro_batch", {"accumulation": 2})],
-        device="cpu",
+        model, torch.optim.SGD, loss_func=lambda x, out: out.mean(), optim_args={"lr": 1.0}, device="cpu",
+        load_strategy=[("micro_batch", {"accumulation": 2})],
     )  # fmt: skip
     before, changes = model.weight.clone(), []
     for _ in range(4):
@@ -219,6 +219,22 @@ def test_without_a_loader_windows_are_counted_by_steps():
         result.optim.zero_grad()
         changes.append((before - model.weight).mean().item())
     assert changes == pytest.approx([0, 1, 1, 2])
+
+
+def test_gradients_may_be_cleared_at_either_end_of_the_loop():
+    def run(clears_first):
+        torch.manual_seed(0)
+        _, result, _ = call([("micro_batch", 2)])
+        for batch in result.dataloader:
+            if clears_first:
+                result.optim.zero_grad()
+            result.loss_func(batch, result.model(batch)).backward()
+            result.optim.step()
+            if not clears_first:
+                result.optim.zero_grad()
+        return result.model.linear.weight
+
+    assert torch.equal(run(True), run(False))
 
 
 class Counting(IterableDataset):
@@ -336,7 +352,7 @@ def test_a_plan_is_saved_after_success_and_reused(tmp_path):
     _, _, plan = call(["parallel_mode", ("micro_batch", 2)], save_strategy_to_file=file)
     again = Strategy.load(file)
     assert again == plan and json.loads(file.read_text())["fingerprint"]["world"] == 1
-    status, result, reused = auto_accelerate(First(), torch.optim.SGD, pairs_data(), mse, optim_args={"lr": 0.1},
+    status, _, reused = auto_accelerate(First(), torch.optim.SGD, pairs_data(), mse, optim_args={"lr": 0.1},
         dataloader_args={"batch_size": 8}, load_strategy=file, device="cpu")  # fmt: skip
     assert status and reused == plan and "loaded plan" not in reused.explain()
     other = auto_accelerate(
@@ -454,8 +470,67 @@ def test_half_keeps_float32_copies_that_are_saved_and_restored():
 def test_a_model_on_the_meta_device_is_materialised():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    status, result, plan = auto_accelerate(model, load_strategy=["checkpoint"], device="cpu")
+    status, result, _ = auto_accelerate(model, load_strategy=["checkpoint"], device="cpu")
     assert status and result.model(torch.ones(2, 4)).shape == (2, 1)
+
+
+def test_images_become_channels_last():
+    class Images(nn.Sequential):
+        def forward(self, batch):
+            return super().forward(batch[0])
+
+    data = TensorDataset(torch.randn(16, 3, 8, 8), torch.randn(16, 1))
+    model = Images(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))
+    with pytest.warns(UserWarning, match="tf32"):
+        status, result, plan = call(["channels_last", "tf32"], model, dataset=data)
+    batch = result.prepare_input(next(iter(result.dataloader)), "cpu")
+    assert status and batch[0].is_contiguous(memory_format=torch.channels_last)
+    assert result.model[0].weight.is_contiguous(memory_format=torch.channels_last) and plan.dropped[0][0] == "tf32"
+
+
+def meta_here():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
+    plan = ["fsdp", ("amp_native", "bf16")]
+    _, result, _ = auto_accelerate(model, torch.optim.SGD, load_strategy=plan, optim_args={"lr": 0.1}, device="cpu")
+    out = result.model(torch.ones(2, 4))
+    out.sum().backward()
+    parameter = next(result.model.parameters())
+    policy = result.model._get_fsdp_state()._mp_policy
+    return out.dtype, parameter.dtype, parameter.grad.dtype, policy.param_dtype, policy.reduce_dtype
+
+
+def test_sharding_materialises_and_reduces_in_float32_under_mixed_precision(world2):
+    full, low = torch.float32, torch.bfloat16
+    assert world2(meta_here) == [(full, full, full, low, full)] * 2
+
+
+def groups_here():
+    import torch.distributed as dist
+
+    from drivetrain.runtime.ranks import clear_data_ranks, data_rank, num_data_ranks
+    from drivetrain.strategy.mesh import build_mesh
+
+    found = []
+    for axes, order in (
+        ((("tensor", 2), ("data", 2)), None),
+        ((("data", 2), ("tensor", 2)), None),
+        ((("tensor", 2), ("data", 2)), (0, 2, 1, 3)),
+        ((("tensor", 2), ("zero", 2), ("data", 1)), None),
+    ):
+        mesh = build_mesh(axes, order, "cpu")
+        place = (dist.get_process_group_ranks(mesh.get_group("tensor")), data_rank(), num_data_ranks())
+        found.append(place)
+        clear_data_ranks()
+    return found
+
+
+def test_the_first_axis_varies_fastest_and_ranks_along_tensor_share_samples(world4):
+    ranks = world4(groups_here)
+    assert [place[0] for place in ranks] == [([0, 1], 0, 2), ([0, 1], 0, 2), ([2, 3], 1, 2), ([2, 3], 1, 2)]
+    assert [place[1] for place in ranks] == [([0, 2], 0, 2), ([1, 3], 1, 2), ([0, 2], 0, 2), ([1, 3], 1, 2)]
+    assert [place[2] for place in ranks] == [([0, 2], 0, 2), ([1, 3], 1, 2), ([0, 2], 0, 2), ([1, 3], 1, 2)]
+    assert [place[3] for place in ranks] == [([0, 1], 0, 2), ([0, 1], 0, 2), ([2, 3], 1, 2), ([2, 3], 1, 2)]
 
 
 @pytest.mark.gpu

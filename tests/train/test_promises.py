@@ -257,7 +257,7 @@ def test_a_logger_needs_no_more_than_log_metrics():
         def __init__(self):
             self.seen = {}
 
-        def log_metrics(self, metrics):
+        def log_metrics(self, metrics, step=None):
             self.seen.update(metrics)
 
     logger = Minimal()
@@ -305,7 +305,9 @@ def test_train_without_a_dataset_says_what_to_do():
 
 def test_a_plateau_scheduler_waits_for_the_first_evaluation():
     trainer = make_trainer(lr=0.5)
-    plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9)
+    plateau = functools.partial(
+        torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=1e9, threshold_mode="abs"
+    )
     train(trainer, num_epochs=4, eval_dataset=make_data(), eval_interval=2, create_scheduler_fn=plateau)
     # Two evaluations, after epochs 2 and 4: the first sets the mark, the second does not beat it.
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
@@ -786,7 +788,7 @@ def test_counted_labels_make_accumulation_token_true(settings):
     split = language_trainer(count_items="labels")
     split.train(rows, num_epochs=2, **settings, **LOADING)
     for a, b in zip(weights(whole.model), weights(split.model)):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-8)  # the model computes its loss in float32
 
 
 def test_accumulating_a_carried_loss_without_a_count_warns_once():

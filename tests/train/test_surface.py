@@ -251,15 +251,15 @@ def test_the_default_callbacks_are_five_and_the_bar_can_be_left_out():
 
 STEP_END = {"trainer": NONE, "batch": NONE, "batch_output": NONE}
 CALLBACK_METHODS = {
-    **dict.fromkeys(
-        [
+    **{
+        name: {"trainer": NONE}
+        for name in (
             "on_init_end", "on_training_run_start", "on_train_epoch_start", "on_train_step_start", "on_train_epoch_end",
             "on_eval_epoch_start", "on_eval_epoch_end", "on_eval_step_start", "on_training_run_epoch_end",
             "on_training_run_end", "on_evaluation_run_start", "on_evaluation_run_end", "on_stop_training_error",
             "on_predict_start", "on_predict_step_start", "on_predict_end", "on_exception",
-        ],
-        {"trainer": NONE},
-    ),
+        )
+    },
     **dict.fromkeys(["on_train_step_end", "on_eval_step_end", "on_predict_step_end"], STEP_END),
 }  # fmt: skip
 

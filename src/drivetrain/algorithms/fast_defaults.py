@@ -44,6 +44,8 @@ class FastDefaults(Algorithm):
             raise ConfigError(f"FastDefaults(channels_last={channels_last!r}): expected 'auto', True or False.")
         self.tf32, self.cudnn_benchmark, self.fused_optimizer = tf32, cudnn_benchmark, fused_optimizer
         self.channels_last, self.fused_loss = channels_last, fused_loss
+        if fused_loss:
+            self.conflicts = {"#soft_targets": "a fused loss has no logits to fit soft targets to. Leave fused_loss out"}
         self.changes: list[str] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -78,14 +80,11 @@ class FastDefaults(Algorithm):
 
     def _fuse_loss(self, state: State, model: nn.Module) -> None:
         head = next((m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)), None)
-        if (
-            head is None
-            or not isinstance(state.loss_fn, nn.CrossEntropyLoss)
-            or not hasattr(nn.functional, "linear_cross_entropy")
-        ):
+        fits = isinstance(state.loss_fn, nn.CrossEntropyLoss) and state.loss_fn.label_smoothing == 0
+        if head is None or not fits or not hasattr(nn.functional, "linear_cross_entropy"):
             warn_no_effect(
-                "FastDefaults(fused_loss=True) needs a model that ends in a linear layer, nn.CrossEntropyLoss, and a torch with "
-                "linear_cross_entropy."
+                "FastDefaults(fused_loss=True) needs a model that ends in a linear layer, nn.CrossEntropyLoss without label "
+                "smoothing, and a torch with linear_cross_entropy."
             )
             return
         state.loss_fn = FusedCrossEntropy(state.loss_fn, head)
@@ -127,7 +126,6 @@ class FusedCrossEntropy(nn.Module):
             weight=loss.weight,
             reduction=loss.reduction,
             ignore_index=loss.ignore_index,
-            label_smoothing=loss.label_smoothing,
             options=nn.LinearCrossEntropyOptions(),
         )
 

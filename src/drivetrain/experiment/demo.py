@@ -81,7 +81,10 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
         with quiet_console(), one_thread():
             folder = _run(params)
     except KeyboardInterrupt:
-        print("\nInterrupted; everything is saved. `drivetrain demo` with the same options goes on from here.", file=sys.stderr)
+        print(
+            "\nInterrupted; everything is saved. `drivetrain demo` with the same options goes on from here.",
+            file=sys.stderr,
+        )
         return 130
     return _conclude(folder, epochs)
 
@@ -155,9 +158,15 @@ def _conclude(folder: Path, epochs: int) -> int:
         ("report", str(report)),
     ]
     print_table(["", ""], rows, title="Drivetrain demo")
-    print_lines("Next: open the report in a browser, then", f"  drivetrain show {folder}", f"  drivetrain ls {folder.parents[1]}")
+    print_lines(
+        "Next: open the report in a browser, then",
+        f"  drivetrain show {folder}",
+        f"  drivetrain ls {folder.parents[1]}",
+    )
     if accuracy < TARGET_ACCURACY:
-        print_lines(f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more of them.")
+        print_lines(
+            f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more of them."
+        )
         return 1
     return 0
 

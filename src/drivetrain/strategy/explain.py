@@ -19,7 +19,7 @@ def explain(plan: Strategy, width: int = 100) -> str:
     )
     lines.append("  batch   " + (str(plan.batch) if plan.batch is not None else "not fixed yet"))
     lines.append("  methods, in order of application")
-    notes = [reason for reason in plan.reasons]
+    notes = list(plan.reasons)
     for name, config, tunable in sorted(plan, key=lambda entry: (find_method(entry.name).stage, entry.name)):
         method = find_method(name)
         settings = _settings(config)

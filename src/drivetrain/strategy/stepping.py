@@ -37,10 +37,12 @@ class Stepping:
         self.device = ctx.device
         self.scaler = ctx.scaler
         self.skip_nonfinite = ctx.skip_nonfinite
-        self.was_skipped = False
+        self.was_skipped = self.just_updated = False
         self._loss_func = ctx.loss_func
         self._info: BatchInfo | None = None
         self._factor: float | None = None
+        self._is_stepped = False  # whether `step` was called for the micro-batch in hand
+        self._is_finished = False  # whether the gradients of a closing window are complete and unscaled
         self._is_complete = False  # whether the window's gradients need no correction when it closes
         self._is_followed = False  # whether a loader says when windows open
         self.begin(None)
@@ -49,7 +51,7 @@ class Stepping:
         """Take the next micro-batch; `total` is the number of samples in the epoch, where it is known."""
         window = self.window
         window.begin(last=info is not None and bool(info.last))
-        self._info, self._factor = info, None
+        self._info, self._factor, self._is_stepped = info, None, False
         if window.opens:
             self._is_complete = self.batch is not None and info is not None and total is not None
             if self._is_complete:
@@ -118,9 +120,9 @@ class Stepping:
 
     def finish_gradients(self, optimizer: Optimizer) -> None:
         """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
-        if self._finished:
+        if self._is_finished:
             return
-        self._finished = True
+        self._is_finished = True
         collect = getattr(optimizer, "collect_gradients", None)
         if collect is not None:
             collect()
@@ -130,9 +132,23 @@ class Stepping:
         if factor is not None:
             scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
 
-    _finished = False
-
     def step(self, optimizer: Optimizer) -> None:
+        """End the micro-batch: update the parameters if it closes its window."""
+        self._is_stepped, self.just_updated = True, False
+        if self.window.closes:
+            self._update(optimizer)
+            self.just_updated = not self.was_skipped
+        if not self._is_followed:
+            self.begin(None)
+
+    def may_clear(self) -> bool:
+        """Say whether no gradient of an open window would be lost: before its first backward, or after its update.
+
+        So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
+        """
+        return self.window.closes if self._is_stepped else self.window.opens
+
+    def _update(self, optimizer: Optimizer) -> None:
         """Update the parameters, unless a gradient is not finite and the plan says to skip then."""
         self.finish_gradients(optimizer)
         self.was_skipped = False
@@ -145,13 +161,8 @@ class Stepping:
             self.was_skipped = True
         else:
             optimizer.step()
-        self._finished = False
+        self._is_finished = False
         self.window.reset()
-
-    def next_by_steps(self) -> None:
-        """Open the next window position by counting steps, where no loader does it."""
-        if not self._is_followed:
-            self.begin(None)
 
 
 class PlannedOptimizer(Optimizer):
@@ -192,17 +203,12 @@ class PlannedOptimizer(Optimizer):
         """Update the parameters if the window closes, else do nothing."""
         if closure is not None:
             raise ConfigError("step(closure): a plan's optimizer takes no closure; call backward before step.")
-        if self.window_closed:
-            self.stepping.step(self.inner)
-            self.__dict__["_has_stepped"] = True
-
-    _has_stepped = False
+        self.stepping.step(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients if the window has closed, else keep them."""
-        if self.window_closed:
+        """Clear the gradients between windows, and keep them inside one."""
+        if self.stepping.may_clear():
             self.inner.zero_grad(set_to_none)
-        self.stepping.next_by_steps()
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
@@ -225,7 +231,7 @@ class PlannedScheduler:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the learning rate on, unless the update was left out."""
-        if self._optimizer.window_closed and not self._optimizer.step_was_skipped:
+        if self._optimizer.stepping.just_updated:
             self.inner.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,7 +306,7 @@ class _Weighted(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
 
 

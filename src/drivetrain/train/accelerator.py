@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.module.precision import Precision, parse_precision
-from drivetrain.module.wrapping import unwrap, wrap_ddp
+from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
 from drivetrain.runtime.collectives import distributed_barrier, gather_rows
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
@@ -79,7 +79,9 @@ class TrainerRuntime:
 
     def prepare_model(self, model: Any, **ddp_kwargs: Any) -> Any:
         """Wrap a model for gradient averaging when there are several processes."""
-        return wrap_ddp(model, self.device, **ddp_kwargs) if is_distributed() and isinstance(model, nn.Module) else model
+        if not is_distributed() or not isinstance(model, nn.Module) or is_wrapped(model):
+            return model
+        return wrap_ddp(model, self.device, **ddp_kwargs)
 
     def unwrap_model(self, model: Any, keep_torch_compile: bool = True) -> Any:
         """Return the user's own model."""
@@ -166,6 +168,14 @@ class TrainerRuntime:
         """Write an object atomically, once per node or once."""
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             write_atomically(lambda temporary: torch.save(obj, temporary), path)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
+        """Refuse kindly: the trainer saves its state."""
+        raise DistributedError(f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything.")
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
+        """Refuse kindly: the trainer restores its state."""
+        raise DistributedError(f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder).")
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Refuse kindly: registration is attribute assignment on the state."""

@@ -121,7 +121,8 @@ def auto_accelerate(
     check_model(model)
     if model_input_format not in _FORMATS:
         raise ConfigError(
-            f"model_input_format={model_input_format!r}: expected None (model(x)), 'unpack_sequence' (model(*x)) or 'unpack_dict' (model(**x))."
+            f"model_input_format={model_input_format!r}: expected None for model(x), 'unpack_sequence' for model(*x), or 'unpack_dict' for "
+            "model(**x)."
         )
     if save_strategy_to_file is not None:
         refuse_pickle_name(save_strategy_to_file)
@@ -170,7 +171,8 @@ def _refuse_search(load_strategy: Any, finetune: bool) -> None:
         )
     if finetune:
         raise ConfigError(
-            "finetune_strategy=True searches the configurations of the loaded plan, and the search is not in this version yet. Leave it out."
+            "finetune_strategy=True searches the configurations of the loaded plan, and the search is not in this version yet. Leave "
+            "it out."
         )
 
 

@@ -78,10 +78,7 @@ class MappingForm(OtherForm):
         return None if self.target is None else batch[self.target]
 
     def predictions(self, outputs: Any) -> Any:
-        logits = getattr(outputs, "logits", None)
-        if logits is None and isinstance(outputs, Mapping):
-            logits = outputs.get("logits")
-        return outputs if logits is None else logits
+        return logits_of(outputs)
 
 
 class WholeForm(OtherForm):
@@ -130,6 +127,18 @@ def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
     )
 
 
+def find_inputs(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
+    """Choose how batches meet the model for a prediction: as for a loss, but targets may be absent."""
+    if isinstance(batch, Tensor):
+        return WholeForm()
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return PairForm()
+    if isinstance(batch, Mapping) and not has_own_loss(model) and not any(name in batch for name in TARGET_NAMES):
+        _check_entries(batch, model)
+        return MappingForm(None, keep_target=True)
+    return find_form(batch, model, has_loss_func)
+
+
 def has_own_loss(model: Any) -> bool:
     """Whether the model computes its loss from outputs and batch, as `ComposerModel` does."""
     loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
@@ -151,6 +160,14 @@ def _check_entries(entries: Mapping[str, Any], model: Any) -> None:
             f"the batch has entries that {type(unwrap(model)).__name__}.forward does not take: {', '.join(unknown)}. "
             f"It takes: {', '.join(parameters)}. Drop them in a collate_fn, or override calculate_train_batch_loss."
         )
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits that outputs carry, or the outputs themselves."""
+    logits = getattr(outputs, "logits", None)
+    if logits is None and isinstance(outputs, Mapping):
+        logits = outputs.get("logits")
+    return outputs if logits is None else logits
 
 
 def carried_loss(outputs: Any) -> Tensor:

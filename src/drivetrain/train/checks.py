@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import BatchOutputError, ConfigError, unknown_name
+from drivetrain.core.errors import BatchOutputError, ConfigError
 from drivetrain.core.event import Event
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
@@ -84,9 +84,25 @@ def check_batch_output(output: Any, trainer: Any) -> None:
             f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
         )
     if not trainer.evaluating:
+        _warn_of_sample_weights(trainer, output)
         _check_hidden(trainer, Event.AFTER_FORWARD, trainer._saw_forward, "self.forward(...)", "self.model(...)")
         _check_hidden(
             trainer, Event.BEFORE_LOSS, trainer._saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
+        )
+
+
+def _warn_of_sample_weights(trainer: Any, output: Mapping[str, Any]) -> None:
+    """Say that token counts are not known where a model computes its own loss over them."""
+    is_counted = trainer._count_items is not None or not {"num_items", "num_items_in_batch"}.isdisjoint(output)
+    if trainer._window.length == 1 or trainer.loss_func is not None or is_counted:
+        return
+    batch = trainer.state.batch
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, torch.Tensor) and labels.dim() >= 2:
+        warnings.warn(
+            f"labels have shape {tuple(labels.shape)} and the model computes its own loss: accumulated batches are weighted by samples, "
+            "not by labels. Pass Trainer(count_items='labels') to weigh them by labels that are not ignored.",
+            stacklevel=2,
         )
 
 
@@ -119,19 +135,25 @@ def check_loss(loss: Any, trainer: Any) -> None:
 
 def check_watched_metrics(trainer: Any) -> None:
     """Refuse callbacks that watch an evaluation metric when nothing will be evaluated."""
+    if trainer._eval_dataloader is not None:
+        return
     for callback in trainer.callback_handler:
         metric = getattr(callback, "watch_metric", None)
-        if not isinstance(metric, str) or not metric.startswith("eval_") or trainer._eval_dataloader is not None:
+        if not isinstance(metric, str) or not metric.startswith(("eval_", "ema_model_eval_")):
             continue
+        if not getattr(callback, "evaluate_during_training", True):
+            continue  # an average that is saved without being compared
         raise ValueError(
             f"{type(callback).__name__} watches {metric!r}, but train() got no eval_dataset, so it will never be recorded. Pass "
             "eval_dataset=..., or watch 'train_loss_epoch'."
         )
 
 
-def watched_metric(trainer: Any, metric: str) -> Any:
-    """Return the latest value of a metric a callback watches, or say which names were recorded."""
-    names = list(trainer.run_history.get_metric_names())
-    if metric not in names:
-        raise ValueError(unknown_name("metric", metric, names, where="watch_metric"))
-    return trainer.run_history.get_latest_metric(metric)
+def check_plateau(trainer: Any) -> None:
+    """Refuse a scheduler that waits for an evaluation metric when nothing will be evaluated."""
+    metric = trainer.settings.scheduler_metric
+    if metric.startswith("eval_") and trainer._eval_dataloader is None:
+        raise ConfigError(
+            f"ReduceLROnPlateau watches scheduler_metric={metric!r}, but train() got no eval_dataset, so it will never be recorded. Pass "
+            "eval_dataset=..., or scheduler_metric='train_loss_epoch'."
+        )

@@ -30,6 +30,16 @@ def evaluation_mode(trainer: Any, is_intermediate: bool) -> Iterator[None]:
 
 
 @contextmanager
+def errors_told(trainer: Any) -> Iterator[None]:
+    """Let every guest know of an error and close what it holds; the error goes on unchanged."""
+    try:
+        yield
+    except BaseException as error:
+        trainer._close_after(error)
+        raise
+
+
+@contextmanager
 def own_events(trainer: Any, after_forward: Event) -> Iterator[None]:
     """Let `forward` fire the event of this phase, and the loss fire none."""
     before = trainer._after_forward, trainer._before_loss

@@ -4,6 +4,7 @@ A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, k
 A loader the user built is used as it is; what it cannot tell is found out another way.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -101,7 +102,10 @@ def _splits_itself(loader: DataLoader[Any]) -> bool:
 
 
 def _refuse_empty(trainer: Any, loader: Any) -> None:
-    if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader) or length(loader) != 0:
+    if length(loader) != 0:
+        return
+    if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader):
+        warnings.warn(f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.", stacklevel=2)
         return
     size = len(trainer.train_dataset)
     raise ConfigError(

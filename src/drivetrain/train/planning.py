@@ -102,7 +102,8 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
     micro = resolved.config("micro_batch")
     if micro is not None and trainer.settings is not None and trainer.settings.microbatch_size is not None:
         raise ConfigError(
-            f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of them."
+            f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
+            "them."
         )
     if resolved.site.axis("tensor") > 1:
         raise UnsupportedMethodError(

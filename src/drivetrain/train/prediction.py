@@ -1,5 +1,7 @@
 """Prediction: the model's outputs for a dataset, in its order, each sample once on any number of processes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from drivetrain.core.event import Event
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.train import loaders
-from drivetrain.train.batches import join_outputs
+from drivetrain.train.batches import find_form, find_inputs, join_outputs
 from drivetrain.train.evaluation import evaluating_optimizer, kept_modes, own_events
 
 
@@ -18,7 +20,12 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
     """Turn the prediction loop and join its outputs."""
     state, fire, parts = trainer.state, trainer._fire, []
     move = loaders.mover(trainer, loader)
-    with own_events(trainer, Event.PREDICT_AFTER_FORWARD), kept_modes(trainer.model), evaluating_optimizer(trainer):
+    with (
+        own_events(trainer, Event.PREDICT_AFTER_FORWARD),
+        _without_targets(trainer),
+        kept_modes(trainer.model),
+        evaluating_optimizer(trainer),
+    ):
         if isinstance(trainer.model, nn.Module):
             trainer.model.eval()
         fire(Event.PREDICT_START)
@@ -39,6 +46,16 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
     if not parts:
         raise BatchOutputError("predict() was given no samples.")
     return join_outputs(parts)
+
+
+@contextmanager
+def _without_targets(trainer: Any) -> Iterator[None]:
+    """Let batches meet the model without targets, which predictions do not need."""
+    trainer._find_form, trainer._form = find_inputs, None
+    try:
+        yield
+    finally:
+        trainer._find_form, trainer._form = find_form, None
 
 
 def _in_dataset_order(trainer: Any, loader: Any, rows: Any) -> Any:

@@ -1,5 +1,6 @@
 """What one call of `train()` asks for, checked before anything is built."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,7 +75,8 @@ class TrainSettings:
             parse_time("eval_interval", self.eval_interval)
 
     def _check_limits(self) -> None:
-        if self.num_epochs is None and self.max_num_train_steps is None and self.max_duration is None:
+        ends = (self.num_epochs, self.max_num_train_steps, self.max_duration)
+        if not self.fast_dev_run and all(end is None for end in ends):
             raise ConfigError(
                 "train() was given no end. Pass num_epochs=, max_num_train_steps= or max_duration= (for example '10ep', "
                 "'500ba', '2h'); the first one reached ends the run."
@@ -106,6 +108,14 @@ class TrainSettings:
             resume_from=None,
             sanity_eval_batches=0,
         )
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs as far as it is given, by itself or as a duration."""
+        given = [] if self.num_epochs is None else [self.num_epochs]
+        if self.max_duration is not None and self.max_duration.unit is TimeUnit.EPOCH:
+            given.append(math.ceil(self.max_duration.value))
+        return min(given, default=None)
 
     @property
     def eval_time(self) -> Time | None:

@@ -16,7 +16,8 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.train import loaders, resuming
-from drivetrain.train.checks import check_optimizer, check_scheduler, check_watched_metrics
+from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.checks import check_optimizer, check_plateau, check_scheduler, check_watched_metrics
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
@@ -36,9 +37,18 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     trainer._eval_dataloader = None
     if trainer.eval_dataset is not None:
         trainer._eval_dataloader = trainer.create_eval_dataloader(batch_size, eval_kwargs)
+    if trainer.strategy is not None:
+        from drivetrain.train.planning import apply_strategy
+
+        apply_strategy(trainer)
+        settings = trainer.settings  # a plan may set micro-batches
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.run_config = trainer._create_run_config(
-        settings.num_epochs, settings.gradient_accumulation_steps, settings.max_num_train_steps
+        per_device_batch_size=batch_size,
+        num_epochs=settings.epochs,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        max_num_train_steps=settings.max_num_train_steps,
+        gradient_clip_value=settings.gradient_clip_value,
     )
     check_watched_metrics(trainer)
     trainer._limits = RunLimits(settings)
@@ -57,6 +67,7 @@ def _prepare_scheduler(trainer: Any) -> None:
         trainer.scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
         trainer._scheduler_is_ours = True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        check_plateau(trainer)
         trainer.settings = replace(trainer.settings, scheduler_interval="epoch")
     trainer._schedules_each_step = trainer.settings.scheduler_interval == "step"
 
@@ -65,7 +76,7 @@ def _bind_units(trainer: Any) -> None:
     """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
     if trainer._units is None:
         return
-    batches, epochs = loaders.length(trainer._train_dataloader), trainer.settings.num_epochs
+    batches, epochs = loaders.length(trainer._train_dataloader), trainer.settings.epochs
     total = None if batches is None or epochs is None else batches * epochs
     dtype = trainer._accelerator.precision.autocast_dtype
     trainer._units.bind(total_steps=total, steps_per_epoch=batches, autocast_dtype=dtype)
@@ -85,6 +96,8 @@ def prepare_loop(trainer: Any) -> None:
     trainer._gradients.settle()
     trainer._listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     trainer._saw_forward = trainer._saw_loss = False
+    trainer._plateau_watch = MetricWatch(settings.scheduler_metric, greater_is_better=False)
+    trainer._plateau_watch.start(trainer, forget=True)
     trainer._eval_every = None
     if trainer._eval_dataloader is not None:
         trainer._eval_every = evaluation_inside_epochs(settings, state)
@@ -127,7 +140,11 @@ def _describes_units(optimizer: Any) -> bool:
 
 
 def make_run_config(
-    trainer: Any, num_epochs: int | None, gradient_accumulation_steps: int, max_num_train_steps: int | None
+    trainer: Any,
+    num_epochs: int | None,
+    gradient_accumulation_steps: int,
+    max_num_train_steps: int | None,
+    gradient_clip_value: float | None,
 ) -> TrainerRunConfig:
     """Collect the facts of a run; counts are None where the loader has no length."""
     settings, runtime = trainer.settings, trainer._accelerator
@@ -146,7 +163,7 @@ def make_run_config(
         eval_per_device_batch_size=eval_per_device,
         eval_dl_kwargs=trainer._eval_dl_kwargs,
         gradient_accumulation_steps=gradient_accumulation_steps,
-        gradient_clip_value=settings.gradient_clip_value if settings else None,
+        gradient_clip_value=gradient_clip_value,
         train_total_batch_size=None if per_device is None else per_device * processes * accumulation,
         eval_total_batch_size=None if eval_per_device is None else eval_per_device * processes,
         num_update_steps_per_epoch=steps,

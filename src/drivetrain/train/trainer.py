@@ -27,11 +27,21 @@ from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, find_form, join_outputs, split_batch
+from drivetrain.train.batches import (
+    BatchForm,
+    WholeForm,
+    batch_size_of,
+    carried_loss,
+    find_form,
+    join_outputs,
+    logits_of,
+    split_batch,
+)
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps
+from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output, check_loss
-from drivetrain.train.evaluation import evaluation_mode, kept_history
+from drivetrain.train.evaluation import errors_told, evaluation_mode, kept_history
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.logbook import Logbook
@@ -112,7 +122,7 @@ class Trainer:
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
         self.state.precision = self._accelerator.mixed_precision
-        self.run_history: RunHistory = run_history or InMemoryRunHistory()
+        self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
         self.run_config: TrainerRunConfig | None = None
         self.create_scheduler_fn: Any = None
         self.collate_fn: Any = None
@@ -168,6 +178,7 @@ class Trainer:
     @loss_func.setter
     def loss_func(self, loss_func: Any) -> None:
         self.state.loss_fn = loss_func
+        self._form = None  # how a batch meets the model depends on it
 
     @property
     def optimizer(self) -> Any:
@@ -193,7 +204,7 @@ class Trainer:
     @property
     def writes_files(self) -> bool:
         """Whether this run may write: a development run leaves nothing behind."""
-        return self.settings is None or not self.settings.fast_dev_run
+        return not (self._is_running and self.settings is not None and self.settings.fast_dev_run)
 
     @property
     def callback_handler(self) -> Any:
@@ -203,6 +214,8 @@ class Trainer:
     @callback_handler.setter
     def callback_handler(self, handler: Any) -> None:
         self._callback_handler = handler
+        if isinstance(handler, CallbackHandler):
+            handler.on_change = self._callbacks_changed
         self._callbacks_changed(list(handler))
 
     @property
@@ -325,10 +338,17 @@ class Trainer:
         self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
         self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, limit_batches)
         self.model = loaders.move_model(self, self.model)
-        if self.run_config is None:
-            self.run_config = self._create_run_config(None, 1, None)
+        self._eval_metrics.to(self.device)
+        self.run_config = self._create_run_config(
+            per_device_batch_size=per_device_batch_size,
+            num_epochs=1,
+            gradient_accumulation_steps=1,
+            max_num_train_steps=None,
+            gradient_clip_value=None,
+        )
         before = set(self.run_history.get_metric_names())
-        self._run_evaluation()
+        with errors_told(self):
+            self._run_evaluation()
         names = [
             name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
         ]
@@ -349,7 +369,8 @@ class Trainer:
 
         loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
         self.model = loaders.move_model(self, self.model)
-        return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu)
+        with errors_told(self):
+            return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu)
 
     def lr_find(
         self,
@@ -386,9 +407,10 @@ class Trainer:
     def log(self, name: str, value: Any, weight: float | None = None) -> None:
         """Keep a value on the device and record its weighted mean over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`."""
         output = self.state.batch_output
-        size = weight if weight is not None else output["batch_size"] if isinstance(output, Mapping) else 1
+        if weight is None:  # inside a loss hook its output is not there yet
+            weight = output["batch_size"] if isinstance(output, Mapping) else batch_size_of(None, self.state.batch)
         tracker = self._logged.setdefault(name, LossTracker())
-        tracker.update(value.detach() if isinstance(value, Tensor) else value, size)
+        tracker.update(value.detach() if isinstance(value, Tensor) else value, weight)
 
     def gather(self, tensor: Any, padding_value: Any = None) -> Any:
         """Join tensors of all processes along the first dimension; unequal lengths are exchanged, so nothing is padding."""
@@ -433,6 +455,8 @@ class Trainer:
         """Return the loader of the training data."""
         if loaders.is_ready_loader(self.train_dataset):
             return self.train_dataset
+        if self.train_dataset is None:
+            raise ConfigError("train() has no data: pass train_dataset, a dataset or a loader.")
         defaults = self.get_default_train_dl_kwargs(batch_size)
         self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
         return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **self._train_dl_kwargs)
@@ -530,8 +554,7 @@ class Trainer:
 
     def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return what metrics compare: outputs (or their logits) and targets."""
-        form = self._form_of(batch)
-        return form.predictions(batch_output["model_outputs"]), form.targets(batch)
+        return logits_of(batch_output["model_outputs"]), self._form_of(batch).targets(batch)
 
     # ------------------------------------------------------------------ forward and loss
 
@@ -576,6 +599,7 @@ class Trainer:
     _saw_forward = _saw_loss = False
     _listens_before_loss = False
     _own_loss: Callable[..., Any] | None = None
+    _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
     def _calculate_batch_loss(self, batch: Any) -> dict[str, Any]:
         """The default of both loss hooks: model and loss as one autocast region."""
@@ -593,7 +617,7 @@ class Trainer:
         """Return how batches of this type meet the model; decided when the type changes."""
         if type(batch) is self._form_type and self._form is not None:
             return self._form
-        self._form, self._form_type = find_form(batch, self.model, self.loss_func is not None), type(batch)
+        self._form, self._form_type = self._find_form(batch, self.model, self.loss_func is not None), type(batch)
         own = getattr(unwrap(self.model), "loss", None) if isinstance(self.model, nn.Module) else None
         self._own_loss = own if isinstance(self._form, WholeForm) else None
         return self._form
@@ -604,17 +628,20 @@ class Trainer:
         """Turn epochs until a limit, a stop or an error; always end in good order."""
         state, fire = self.state, self._fire
         try:
-            self.training_run_start()
-            fire(Event.FIT_START)
-            setup.prepare_loop(self)
-            if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
-                self._run_sanity_evaluation()
+            self._is_running = True
             try:
-                while not self._limits.reached(state.clock) and self._stop is None:
+                self.training_run_start()
+                fire(Event.FIT_START)
+                setup.prepare_loop(self)
+                if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
+                    self._run_sanity_evaluation()
+                self._agree_to_stop()
+                while not self._limits.reached(state.clock):
                     if self._run_epoch():
                         break
             except (StopTrainingError, TrainingStopped) as stop:
                 self._stop = stop
+            self._inside_step = False
             if self._stop is not None:
                 self.print(f"Training stopped: {self._stop}")
                 fire(Event.STOP)
@@ -622,8 +649,11 @@ class Trainer:
             fire(Event.FIT_END)
             resuming.finish(self)
         except BaseException as error:
+            self._inside_step = False
             self._close_after(error)
             raise
+        finally:
+            self._is_running = False
         if isinstance(self._stop, TrainingStopped):
             raise self._stop
 
@@ -691,7 +721,7 @@ class Trainer:
     def _forward_and_loss(self, announce: bool = True) -> dict[str, Any]:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""
         state, fire = self.state, self._fire
-        state.losses = None
+        state.losses = state.batch_output = None
         fire(Event.BEFORE_FORWARD)
         output = self.calculate_train_batch_loss(state.batch)
         if self._first_batch:
@@ -778,7 +808,7 @@ class Trainer:
     # ------------------------------------------------------------------ accumulation
 
     _first_batch = False
-    _inside_step = False
+    _is_running = _inside_step = False
     _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
     _restored_rng: Any = None
     _ddp = False
@@ -809,7 +839,7 @@ class Trainer:
     def _perform_micro_batches(self, batch: Any) -> None:
         """Split one batch, accumulate its gradients, and show guests the whole batch once, before the last backward."""
         state, synchronises = self.state, self._gradients.synchronises
-        parts, outputs = split_batch(batch, self._microbatch_size or 1), []
+        parts, outputs, whole = split_batch(batch, self._microbatch_size or 1), [], None
         self._gradients.refer_to(batch_size_of(None, batch))
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
@@ -819,17 +849,21 @@ class Trainer:
                 output = self._forward_and_loss(announce=False)
                 outputs.append(output)
                 if is_last:
-                    state.batch, state.batch_output = batch, self._join(outputs)
+                    state.batch, state.batch_output = batch, (whole := self._join(outputs))
                     self._fire(Event.STEP_OUTPUT)
+                    state.batch, state.batch_output = part, output  # its weight is that of its own items
                 self._backward(output)
+        state.batch, state.batch_output = batch, whole
 
     def _join(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the outputs of the micro-batches as those of the whole batch; joined only if somebody listens."""
         sizes = [output["batch_size"] for output in outputs]
         loss = sum(output["loss"].detach() * size for output, size in zip(outputs, sizes)) / max(1, sum(sizes))
-        listens = self.engine.listens(Event.STEP_OUTPUT)
-        joined = join_outputs([output["model_outputs"] for output in outputs]) if listens else None
-        return {"loss": loss, "model_outputs": joined, "batch_size": sum(sizes)}
+        whole = {"loss": loss, "model_outputs": None, "batch_size": sum(sizes)}
+        if self.engine.listens(Event.STEP_OUTPUT):
+            names = [name for name in outputs[0] if name not in ("loss", "batch_size")]
+            whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)
+        return whole
 
     # ------------------------------------------------------------------ evaluation
 
@@ -853,7 +887,7 @@ class Trainer:
             move = loaders.mover(self, dl)
             with torch.no_grad():
                 for batch in dl:
-                    state.batch = batch if move is None else move(batch)
+                    state.batch, state.batch_output = batch if move is None else move(batch), None
                     fire(Event.EVAL_BATCH_START)
                     fire(Event.EVAL_BEFORE_FORWARD)
                     output = self.calculate_eval_batch_loss(state.batch)
@@ -933,6 +967,7 @@ class Trainer:
         assert self._count_tokens is not None
         return self._count_tokens(batch) * self._gradients.window.world
 
+    _plateau_watch: MetricWatch
     _count_tokens: Callable[[Any], int] | None = None
     _sample_source: Any = None
     _wants_index = _may_pad = False
@@ -941,7 +976,9 @@ class Trainer:
         """Step a scheduler that counts epochs; one that watches a metric gets it."""
         assert self.settings is not None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(self.run_history.get_latest_metric(self.settings.scheduler_metric))
+            value = self._plateau_watch.new_value(self)
+            if value is not None:  # an epoch without an evaluation tells it nothing
+                self.scheduler.step(value)
         elif self.scheduler is not None:
             self.scheduler_step()
 
@@ -1009,22 +1046,17 @@ class Trainer:
             self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
 
-    def _units_are_bound(self) -> None:
-        """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
-        if self._units is None or self.settings is None:
-            return
-        batches = loaders.length(self._train_dataloader)
-        epochs = self.settings.num_epochs
-        total = None if batches is None or epochs is None else batches * epochs
-        self._units.bind(total_steps=total, steps_per_epoch=batches)
-
     def _create_run_config(
         self,
+        per_device_batch_size: int,
         num_epochs: int | None,
         gradient_accumulation_steps: int,
         max_num_train_steps: int | None,
+        gradient_clip_value: float | None,
     ) -> TrainerRunConfig:
-        return setup.make_run_config(self, num_epochs, gradient_accumulation_steps, max_num_train_steps)
+        return setup.make_run_config(
+            self, num_epochs, gradient_accumulation_steps, max_num_train_steps, gradient_clip_value
+        )
 
     def _check_eval_batch_size(self) -> None:
         setup.check_eval_batch_size(self)

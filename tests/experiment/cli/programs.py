@@ -62,7 +62,7 @@ def member(y: int = 3):
     return y
 '''
 
-FACTORY = '''
+FACTORY = """
 import torch
 import drivetrain as dt
 
@@ -76,4 +76,4 @@ def build():
 
 def wrong():
     return 3
-'''
+"""

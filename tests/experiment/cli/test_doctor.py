@@ -107,7 +107,10 @@ def test_damaged_files_and_nan_are_found_and_the_way_on_is_told(command, tmp_pat
     assert status == 1
     assert checks["train/loss"]["found"] == "not finite from step 1 on"
     assert "damaged" in checks["checkpoint-2"]["found"] and checks["checkpoint-1"]["good"]
-    assert checks["way on"]["remedy"] == f"drivetrain resume {folder}" and "died while saving" in checks["half a checkpoint"]["found"]
+    assert (
+        checks["way on"]["remedy"] == f"drivetrain resume {folder}"
+        and "died while saving" in checks["half a checkpoint"]["found"]
+    )
 
 
 def test_a_factory_of_trainers_is_certified(command, program):
@@ -124,11 +127,36 @@ def test_an_experiment_is_killed_resumed_and_compared(command, program):
     assert checks["resume"]["found"].startswith("bit-exact: yes (6 steps, killed after 3") and "kill -9" in checks
 
 
+def test_the_first_difference_of_two_checkpoints_is_named_and_times_do_not_count(tmp_path):
+    import torch
+
+    from drivetrain.checkpoint.store import save_checkpoint
+    from drivetrain.experiment.cli.resume_check import _verdict
+
+    def save(name, weight, note):
+        state = {
+            "weight": torch.tensor(weight),
+            "nothing": torch.tensor(float("nan")),
+            "note": note,
+            "total_wct": len(name) / 7,
+        }
+        save_checkpoint(state, 1, path=tmp_path / name / "checkpoints")
+        return tmp_path / name
+
+    whole = save("whole", [1.0, 2.0], "a")
+    assert _verdict(whole, save("resumed", [1.0, 2.0], "a"), 4).is_good
+    assert "first difference: state.weight" in _verdict(whole, save("weights", [1.0, 2.5], "a"), 4).found
+    assert "first difference: state.note" in _verdict(whole, save("notes", [1.0, 2.0], "b"), 4).found
+    assert "no checkpoint to compare" in _verdict(whole, tmp_path / "empty", 4).found
+
+
+@pytest.mark.slow
 def test_state_that_is_not_saved_shows_in_the_check(command, program):
     status, checks = checks_of(command, "--resume-check", "6", program("SMALL"), "--epochs", "3", "--drifting")
     assert status == 1 and "first difference: state." in checks["resume"]["found"]
 
 
+@pytest.mark.slow
 def test_an_experiment_that_is_too_short_is_said_so(command, program):
     status, checks = checks_of(command, "--resume-check", "50", program("SMALL"), "--epochs", "1")
     assert status == 1 and "ended before 50 steps" in checks["50 steps"]["found"]

@@ -84,7 +84,9 @@ def test_damaged_metrics_are_a_note_not_an_end(command_json, tmp_path):
 
 def test_compare_shows_only_what_differs_and_where_losses_part(command_json, tmp_path):
     a = make_run(tmp_path, "a", losses=[3.0, 2.0, 1.0], diff="+one")
-    b = make_run(tmp_path, "b", losses=[3.0, 2.0, 1.5], lr=0.2, diff="+two", packages={"torch": "2.13.0", "numpy": "2.0.0"})
+    b = make_run(
+        tmp_path, "b", losses=[3.0, 2.0, 1.5], lr=0.2, diff="+two", packages={"torch": "2.13.0", "numpy": "2.0.0"}
+    )
     found = command_json("compare", a, b, "--json")
     assert found["parameters"] == {"lr": [0.1, 0.2]}
     assert found["packages"] == {"torch": ["2.11.0", "2.13.0"]} and found["hardware"] == {}

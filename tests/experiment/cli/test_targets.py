@@ -62,7 +62,7 @@ def test_a_file_named_like_a_loaded_module_is_still_loaded(tmp_path):
     [
         ("nowhere.py", "there is no file nowhere.py"),
         ("no_such_module:x", "there is no module 'no_such_module'"),
-        ("json:dumpz", "Did you mean 'dumps'"),
+        ("json:lods", "Did you mean 'loads'"),
     ],
 )
 def test_what_is_not_there_is_named(target, message):

@@ -19,7 +19,12 @@ SHOWN_DIFF_LINES = 60
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="two or more run folders; a folder that holds runs stands for all of them")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="two or more run folders; a folder that holds runs stands for all of them",
+    )
     add_json_option(parser)
 
 
@@ -53,7 +58,9 @@ def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
             "diff": _diff_of_diffs(records),
         },
         "packages": _differing(packages),
-        "hardware": {name: values for name, values in environment.items() if name not in NOT_HARDWARE and differs(values)},
+        "hardware": {
+            name: values for name, values in environment.items() if name not in NOT_HARDWARE and differs(values)
+        },
         "metrics": {
             tag: {
                 "last": [entries[tag].last if tag in entries else None for entries in summaries],
@@ -94,7 +101,7 @@ def _git(record: RunRecord, field: str) -> str:
 
 def _diff_of_diffs(records: Sequence[RunRecord]) -> list[str]:
     """Return how the uncommitted changes of the others differ from those of the first run."""
-    first, lines = _git(records[0], "diff"), []
+    first, lines = _git(records[0], "diff"), list[str]()
     for record in records[1:]:
         other = _git(record, "diff")
         if other != first:
@@ -124,4 +131,6 @@ def _print(found: dict[str, Any]) -> None:
     if rows:
         print_table(["metric", *runs], rows)
     for tag, step in found["losses_differ_from"].items():
-        print_lines(f"{tag}: " + ("the same at every common step" if step is None else f"differs from step {step:g} on"))
+        print_lines(
+            f"{tag}: " + ("the same at every common step" if step is None else f"differs from step {step:g} on")
+        )

@@ -19,12 +19,28 @@ STALE_SECONDS = 60.0
 """A live run renews its heartbeat every ten seconds."""
 
 CAUSES = (
-    (r"OutOfMemoryError|out of memory|Cannot allocate memory|std::bad_alloc", "memory ran out", "use a smaller batch, microbatch_size=..., or a larger machine"),
+    (
+        r"OutOfMemoryError|out of memory|Cannot allocate memory|std::bad_alloc",
+        "memory ran out",
+        "use a smaller batch, microbatch_size=..., or a larger machine",
+    ),
     (r"No space left on device|ENOSPC|Disk quota exceeded", "the disk was full", "make room, then resume"),
-    (r"DataLoader worker .* is killed|Bus error|unable to .* shared memory", "a data worker died, usually of too little shared memory", "use fewer workers, or give /dev/shm more room"),
-    (r"NCCL|Connection closed by peer|Connection reset by peer|Watchdog caught collective", "another process or the network between them failed", "see the logs of the other ranks, log.rank-N.txt"),
-    (r"NonFiniteLossError|is NaN|non-finite", "the loss became NaN or infinite", "lower the learning rate, clip gradients, look at the data"),
-)  # fmt: skip
+    (
+        r"DataLoader worker .* is killed|Bus error|unable to .* shared memory",
+        "a data worker died, usually of too little shared memory",
+        "use fewer workers, or give /dev/shm more room",
+    ),
+    (
+        r"NCCL|Connection closed by peer|Connection reset by peer|Watchdog caught collective",
+        "another process or the network between them failed",
+        "see the logs of the other ranks, log.rank-N.txt",
+    ),
+    (
+        r"NonFiniteLossError|is NaN|non-finite",
+        "the loss became NaN or infinite",
+        "lower the learning rate, clip gradients, look at the data",
+    ),
+)
 """What a log says, what that means, and what to do."""
 
 
@@ -34,7 +50,9 @@ def check_run(record: RunRecord) -> Iterator[Check]:
     for name in (MANIFEST, STATUS, PARAMETERS):
         path = record.folder / name
         readable = bool(read_json(path)) if name.endswith(".json") else bool(record.parameters)
-        found = "readable" if readable else "missing or damaged" if not path.exists() or path.stat().st_size else "empty"
+        found = (
+            "readable" if readable else "missing or damaged" if not path.exists() or path.stat().st_size else "empty"
+        )
         yield Check(is_good=readable, name=name, found=found)
     yield from _metrics(run)
     yield from _checkpoints(run)
@@ -51,7 +69,11 @@ def _metrics(run: RunData) -> Iterator[Check]:
     for tag, points in run.series.items():
         bad = next((step for step, value in points if not math.isfinite(value)), None)
         if bad is not None:
-            remedy = "lower the learning rate, clip gradients, look at the data of that step" if "loss" in tag.lower() else ""
+            remedy = (
+                "lower the learning rate, clip gradients, look at the data of that step"
+                if "loss" in tag.lower()
+                else ""
+            )
             yield Check(is_good=False, name=tag, found=f"not finite from step {bad:g} on", remedy=remedy)
 
 
@@ -59,13 +81,23 @@ def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
         found = f"{size_text(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
-        yield Check(is_good=good, name=line.name, found=found, remedy="" if good else "it is passed over when the run is resumed; delete it")
+        yield Check(
+            is_good=good,
+            name=line.name,
+            found=found,
+            remedy="" if good else "it is passed over when the run is resumed; delete it",
+        )
     if not run.checkpoints:
         yield Check(is_good=None, name="checkpoints", found="none")
     left = sorted(run.record.checkpoints_path.glob(".tmp-*"))
     if left and not run.record.is_live:
         names = ", ".join(path.name for path in left)
-        yield Check(is_good=None, name="half a checkpoint", found=f"{names}: the run died while saving", remedy="the next start removes it")
+        yield Check(
+            is_good=None,
+            name="half a checkpoint",
+            found=f"{names}: the run died while saving",
+            remedy="the next start removes it",
+        )
 
 
 def _state(record: RunRecord) -> Check:
@@ -76,7 +108,12 @@ def _state(record: RunRecord) -> Check:
     if state == RUNNING:
         stale = age > STALE_SECONDS
         found = f"running, last sign of life {duration(max(age, 0))} ago, step {status.get('step')}"
-        return Check(is_good=not stale, name="state", found=found, remedy="it may hang: py-spy dump --pid shows where" if stale else "")
+        return Check(
+            is_good=not stale,
+            name="state",
+            found=found,
+            remedy="it may hang: py-spy dump --pid shows where" if stale else "",
+        )
     last = f", last sign of life {moment(float(status.get('heartbeat') or 0))}, step {status.get('step')}"
     return Check(is_good=False, name="state", found=state + last)
 
@@ -86,8 +123,16 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
     record, status = run.record, run.record.status
     code = status.get("exit_code")
     if record.state == INTERRUPTED:
-        name = signal.Signals(code - 128).name if isinstance(code, int) and code - 128 in set(signal.Signals) else "a signal"
-        yield Check(is_good=None, name="cause", found=f"stopped in good order by {name}: somebody, or a scheduler, asked it to end")
+        name = (
+            signal.Signals(code - 128).name
+            if isinstance(code, int) and code - 128 in set(signal.Signals)
+            else "a signal"
+        )
+        yield Check(
+            is_good=None,
+            name="cause",
+            found=f"stopped in good order by {name}: somebody, or a scheduler, asked it to end",
+        )
         return
     evidence = "\n".join([str(status.get("error") or ""), *(tail(path) for path in _logs(record.folder))])
     known = [(cause, remedy) for pattern, cause, remedy in CAUSES if re.search(pattern, evidence, re.IGNORECASE)]
@@ -140,4 +185,6 @@ def _way_on(run: RunData) -> Check:
     valid = [line for line in run.checkpoints if line.problem is None]
     if not valid:
         return Check(is_good=None, name="way on", found="no valid checkpoint: the run can only be begun again")
-    return Check(is_good=True, name="way on", found=f"{valid[-1].name} is valid", remedy=f"drivetrain resume {run.record.folder}")
+    return Check(
+        is_good=True, name="way on", found=f"{valid[-1].name} is valid", remedy=f"drivetrain resume {run.record.folder}"
+    )

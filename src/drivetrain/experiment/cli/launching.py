@@ -31,6 +31,8 @@ def execute(arguments: argparse.Namespace) -> int:
     wanted = {name: getattr(arguments, name) for name in LAUNCH_OPTIONS}
     wanted["nproc_per_node"] = wanted["nproc_per_node"] or "auto"
     # As options of the experiment, before its own, so that values are checked and recorded by the one rule there is.
-    options = [word for name, value in wanted.items() if value is not None for word in ("--" + name.replace("_", "-"), value)]
+    options = [
+        word for name, value in wanted.items() if value is not None for word in ("--" + name.replace("_", "-"), value)
+    ]
     program = f"drivetrain launch {arguments.target}"
     return start_words(experiment, ["--distributed", *options, *words], program=program, as_json=arguments.json)

@@ -15,8 +15,12 @@ from drivetrain.experiment.reports.scales import short
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `ls`."""
-    parser.add_argument("dir", nargs="?", default=DEFAULT_PLACE, metavar="DIR", help="where to look (default: %(default)s)")
-    parser.add_argument("--status", choices=STATES, help="only runs in this state; lost: says running, and no process does")
+    parser.add_argument(
+        "dir", nargs="?", default=DEFAULT_PLACE, metavar="DIR", help="where to look (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--status", choices=STATES, help="only runs in this state; lost: says running, and no process does"
+    )
     parser.add_argument("--experiment", help="only runs of this experiment")
     add_json_option(parser)
 
@@ -25,7 +29,9 @@ def execute(arguments: argparse.Namespace) -> int:
     """List runs."""
     place = Path(arguments.dir)
     if not place.is_dir() and arguments.dir != DEFAULT_PLACE:
-        raise ExperimentError(f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}.")
+        raise ExperimentError(
+            f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
+        )
     rows = [
         _row(record)
         for record in reversed(list(find_runs(place)))
@@ -36,7 +42,10 @@ def execute(arguments: argparse.Namespace) -> int:
     elif not rows:
         print_lines(f"no runs in {place}")
     else:
-        table = [(row["state"], row["experiment"], _age(row["age"]), row["steps"], _metric(row), row["folder"]) for row in rows]
+        table = [
+            (row["state"], row["experiment"], _age(row["age"]), row["steps"], _metric(row), row["folder"])
+            for row in rows
+        ]
         print_table(["state", "experiment", "age", "steps", "last (best)", "folder"], table, styles=STATE_STYLES)
     return 0
 

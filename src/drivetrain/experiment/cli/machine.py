@@ -57,15 +57,30 @@ def _packages() -> Iterator[Check]:
     for package in REQUIRED:
         version = _version(package)
         remedy = "" if version else f"pip install {package}"
-        yield Check(is_good=version is not None, name=package, found=version or "not installed, and it is required", remedy=remedy)
+        yield Check(
+            is_good=version is not None,
+            name=package,
+            found=version or "not installed, and it is required",
+            remedy=remedy,
+        )
     version = _version("torch")
     if version is not None and _numbers(version) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        yield Check(is_good=False, name="torch", found=f"{version} is older than {least}", remedy=f"pip install 'torch>={least}'")
+        yield Check(
+            is_good=False,
+            name="torch",
+            found=f"{version} is older than {least}",
+            remedy=f"pip install 'torch>={least}'",
+        )
     for package, (extra, purpose) in OPTIONAL.items():
         version = _version(package) or (_version("mlflow") if package.startswith("mlflow") else None)
         found = f"{version} ({purpose})" if version else f"not installed ({purpose})"
-        yield Check(is_good=True if version else None, name=package, found=found, remedy="" if version else f"pip install 'drivetrain[{extra}]'")
+        yield Check(
+            is_good=True if version else None,
+            name=package,
+            found=found,
+            remedy="" if version else f"pip install 'drivetrain[{extra}]'",
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -79,7 +94,11 @@ def _devices() -> Iterator[Check]:
 
     threads = os.environ.get("OMP_NUM_THREADS")
     told = f", OMP_NUM_THREADS={threads}" if threads else ""
-    yield Check(is_good=True, name="CPUs", found=f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}")
+    yield Check(
+        is_good=True,
+        name="CPUs",
+        found=f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}",
+    )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         built = torch.backends.cuda.is_built()
@@ -109,15 +128,28 @@ def _processes() -> Iterator[Check]:
         yield Check(is_good=False, name="launcher", found=str(error))
         return
     if world is None:
-        yield Check(is_good=True, name="launcher", found="none: a run is one process unless --distributed or `drivetrain launch` say otherwise")
+        yield Check(
+            is_good=True,
+            name="launcher",
+            found="none: a run is one process unless --distributed or `drivetrain launch` say otherwise",
+        )
     else:
         yield Check(is_good=True, name="launcher", found=f"{world.launcher}: rank {world.rank} of {world.world_size}")
     if not dist.is_available():
-        yield Check(is_good=False, name="process group", found="this build of torch has no torch.distributed", remedy="install another build")
+        yield Check(
+            is_good=False,
+            name="process group",
+            found="this build of torch has no torch.distributed",
+            remedy="install another build",
+        )
         return
-    backends = [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    backends = [
+        name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+    ]
     if dist.is_initialized():
-        yield Check(is_good=True, name="process group", found=f"{dist.get_backend()}, {dist.get_world_size()} processes")
+        yield Check(
+            is_good=True, name="process group", found=f"{dist.get_backend()}, {dist.get_world_size()} processes"
+        )
         return
     try:
         dist.init_process_group(GROUP_NAME, store=dist.HashStore(), rank=0, world_size=1)
@@ -137,16 +169,27 @@ def _places(output_dir: str) -> Iterator[Check]:
     yield Check(is_good=free >= LEAST_DISK, name="free disk", found=f"{size_text(free)} in {existing}", remedy=remedy)
     writable = os.access(existing, os.W_OK)
     remedy = "" if writable else "choose another --output-dir"
-    yield Check(is_good=writable, name="output folder", found=f"{place} can{'' if writable else 'not'} be written", remedy=remedy)
+    yield Check(
+        is_good=writable,
+        name="output folder",
+        found=f"{place} can{'' if writable else 'not'} be written",
+        remedy=remedy,
+    )
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         enough = free >= LEAST_SHARED_MEMORY
-        remedy = "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
-        yield Check(is_good=enough or None, name="shared memory", found=f"{size_text(free)} free in {shared}", remedy=remedy)
+        remedy = (
+            "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
+        )
+        yield Check(
+            is_good=enough or None, name="shared memory", found=f"{size_text(free)} free in {shared}", remedy=remedy
+        )
 
 
 def _tools() -> Iterator[Check]:
     for tool, purpose in {"git": "records commit and changes of a run", "c++": "torch.compile on the CPU"}.items():
         path = shutil.which(tool) or (shutil.which("g++") or shutil.which("clang++") if tool == "c++" else None)
-        yield Check(is_good=True if path else None, name=tool, found=f"{path} ({purpose})" if path else f"not found ({purpose})")
+        yield Check(
+            is_good=True if path else None, name=tool, found=f"{path} ({purpose})" if path else f"not found ({purpose})"
+        )

@@ -27,13 +27,22 @@ def console() -> Any:
     return Console(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
 
-def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", styles: dict[str, str] | None = None) -> None:
+def print_table(
+    head: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", styles: dict[str, str] | None = None
+) -> None:
     """Print a table; the last column gives way first, and cells equal to a key of `styles` get that style."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(head), pad_edge=False)
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_header=any(head),
+        pad_edge=False,
+    )
     for place, name in enumerate(head):
         table.add_column(name, overflow="fold", no_wrap=0 < place < len(head) - 1 and len(head) < 6)
     for row in rows:
@@ -85,6 +94,10 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
-    picked = [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)] if len(finite) > width else finite
+    picked = (
+        [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)]
+        if len(finite) > width
+        else finite
+    )
     low, reach = min(finite), max(finite) - min(finite)
     return "".join("▁▂▃▄▅▆▇█"[round((value - low) / reach * 7) if reach else 0] for value in picked)

@@ -16,7 +16,9 @@ def find_run(given: str) -> RunRecord:
         if is_run(folder):
             return read_run(folder)
     if not path.exists():
-        near = nearest_name(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
+        near = (
+            nearest_name(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
+        )
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ExperimentError(f"there is no run {given}: the path does not exist.{hint} `drivetrain ls` lists runs.")
     return read_run(path)  # which says what is missing

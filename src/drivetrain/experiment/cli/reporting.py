@@ -8,8 +8,12 @@ from drivetrain.experiment.cli.places import find_all_runs
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; a folder that holds runs stands for all of them")
-    parser.add_argument("--output", metavar="FILE", help="the file to write (default: report.html in the run, or here for several)")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folders; a folder that holds runs stands for all of them"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="the file to write (default: report.html in the run, or here for several)"
+    )
     add_json_option(parser)
 
 

@@ -28,7 +28,9 @@ NOT_STATE = ("_wct", "elapsed", "seconds", "time")
 def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:
     """Yield the verdict for a target."""
     if num_steps < LEAST_STEPS:
-        raise ConfigError(f"--resume-check {num_steps}: expected at least {LEAST_STEPS} steps, half before and half after the kill.")
+        raise ConfigError(
+            f"--resume-check {num_steps}: expected at least {LEAST_STEPS} steps, half before and half after the kill."
+        )
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
     found = find_target(target)
@@ -37,7 +39,9 @@ def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Chec
     elif callable(found):
         yield _check_factory(found, target, num_steps)
     else:
-        raise ConfigError(f"{target} is a {type(found).__name__}; expected an experiment, or a function that returns a Trainer.")
+        raise ConfigError(
+            f"{target} is a {type(found).__name__}; expected an experiment, or a function that returns a Trainer."
+        )
 
 
 def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Check:
@@ -49,8 +53,8 @@ def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Che
     parts = made if isinstance(made, tuple) else (made,)
     if not isinstance(parts[0], Trainer) or len(parts) > 3:
         raise ConfigError(
-            f"{target}() returned {type(made).__name__}. Expected a Trainer made with train_dataloader=..., or (trainer, train_dataset), or "
-            "(trainer, train_dataset, {arguments of train})."
+            f"{target}() returned {type(made).__name__}. Expected a Trainer made with train_dataloader=..., or "
+            "(trainer, train_dataset), or (trainer, train_dataset, {arguments of train})."
         )
     dataset = parts[1] if len(parts) > 1 else None
     options = dict(parts[2]) if len(parts) > 2 else {}
@@ -91,9 +95,21 @@ def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: 
     from drivetrain.experiment.cli.resume_child import ENDED_EARLY
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [sys.executable, "-m", "drivetrain.experiment.cli.resume_child", target, str(folder), ending, str(num_steps), str(SEED), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "drivetrain.experiment.cli.resume_child",
+        target,
+        str(folder),
+        ending,
+        str(num_steps),
+        str(SEED),
+        *words,
+    ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"it took more than {SECONDS} s; ask for fewer steps"
     if done.returncode == ENDED_EARLY:
@@ -110,12 +126,26 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
     try:
         a, b = _newest(whole), _newest(broken)
     except CheckpointError as error:
-        return Check(is_good=False, name="resume", found=f"no checkpoint to compare: {error}", remedy="use a Trainer or a Checkpointer")
+        return Check(
+            is_good=False,
+            name="resume",
+            found=f"no checkpoint to compare: {error}",
+            remedy="use a Trainer or a Checkpointer",
+        )
     for name in dict.fromkeys((*a, *b)):
         if not _same(a.get(name), b.get(name)):
             found = f"bit-exact: no; first difference: {name}"
-            return Check(is_good=False, name="resume", found=found, remedy="give what differs a state, or --deterministic strict on a GPU")
-    return Check(is_good=True, name="resume", found=f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)")
+            return Check(
+                is_good=False,
+                name="resume",
+                found=found,
+                remedy="give what differs a state, or --deterministic strict on a GPU",
+            )
+    return Check(
+        is_good=True,
+        name="resume",
+        found=f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)",
+    )
 
 
 def _newest(folder: Path) -> dict[str, Any]:

@@ -17,8 +17,12 @@ KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "de
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `resume`."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or one checkpoint in it")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a parameter; may be repeated")
-    parser.add_argument("--force", action="store_true", help="accept changes of parameters that are not marked resumable")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="change a parameter; may be repeated"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="accept changes of parameters that are not marked resumable"
+    )
     add_json_option(parser)
 
 
@@ -88,5 +92,9 @@ def _print_place(record: RunRecord) -> None:
         print_lines("checkpoint   none that is valid: the run begins from its start")
         return
     progress = valid[-1].progress
-    place = ", ".join(f"{word} {progress[unit]:g}" for unit, word in (("ep", "epoch"), ("st", "step"), ("sp", "sample")) if unit in progress)
+    place = ", ".join(
+        f"{word} {progress[unit]:g}"
+        for unit, word in (("ep", "epoch"), ("st", "step"), ("sp", "sample"))
+        if unit in progress
+    )
     print_lines(f"checkpoint   {valid[-1].name}", f"continues at {place}")

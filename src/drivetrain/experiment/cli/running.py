@@ -84,7 +84,9 @@ def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bo
     from drivetrain.experiment.resume import choose_beginning
     from drivetrain.experiment.run_folder import run_path
 
-    copy = Resolved(dict(resolved.values), dict(resolved.origins))  # looking ahead must not change what the run is given
+    copy = Resolved(
+        dict(resolved.values), dict(resolved.origins)
+    )  # looking ahead must not change what the run is given
     record = choose_beginning(experiment.name, copy, experiment.parameters, force=force).record
     if record is not None:
         return record.folder, False
@@ -100,7 +102,9 @@ def _print_beginning(experiment: Any, resolved: Any, folder: Path) -> None:
     print_lines(f"experiment  {experiment.name}", f"run folder  {folder}")
     values = resolved.values
     if values["distributed"]:
-        print_lines(f"processes   {values['nproc_per_node']} on each of {values['nnodes']} node(s), {values['max_restarts']} restarts allowed")
+        print_lines(
+            f"processes   {values['nproc_per_node']} on each of {values['nnodes']} node(s), {values['max_restarts']} restarts allowed"
+        )
     print_lines(f"device      {_device(values)}")
     given = [(name, values[name], resolved.origins[name]) for name in values if resolved.is_declared(name)]
     if given:
@@ -157,7 +161,9 @@ def _print_ending(folder: Path, as_json: bool) -> None:
         "seconds": record.status.get("seconds"),
         "restarts": record.status.get("restarts"),
         "plan": record.manifest.get("plan"),
-        "best_checkpoint" if best else "last_checkpoint": None if kept is None else str(record.checkpoints_path / kept.name),
+        "best_checkpoint" if best else "last_checkpoint": None
+        if kept is None
+        else str(record.checkpoints_path / kept.name),
         "run_folder": str(folder),
         "error": record.status.get("error"),
     }
@@ -165,7 +171,11 @@ def _print_ending(folder: Path, as_json: bool) -> None:
         print_json(data)
         return
     data["seconds"] = duration(data["seconds"])
-    rows = [(name.replace("_", " ").replace("seconds", "duration"), value) for name, value in data.items() if value not in (None, 0)]
+    rows = [
+        (name.replace("_", " ").replace("seconds", "duration"), value)
+        for name, value in data.items()
+        if value not in (None, 0)
+    ]
     print_table(["", ""], rows, styles=STATE_STYLES)
     hint = "report" if record.state == "finished" else "resume"
     print_lines(f"next: drivetrain {hint} {folder}")

@@ -56,7 +56,10 @@ def _print(run: RunData) -> None:
     record = run.record
     print_lines(run.name, style="bold")
     print_lines(record.state, style=STATE_STYLES.get(record.state, ""))
-    print_lines(f"folder    {record.folder}", f"started   {moment(record.started)}, took {duration(record.status.get('seconds'))}")
+    print_lines(
+        f"folder    {record.folder}",
+        f"started   {moment(record.started)}, took {duration(record.status.get('seconds'))}",
+    )
     if record.status.get("error"):
         print_lines(f"error     {record.status['error']}", style="red")
     rows: list[list[Any]] = [[name, value, record.origins.get(name, "")] for name, value in record.parameters.items()]

@@ -8,26 +8,53 @@ from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, SweepError
-from drivetrain.experiment.cli.output import STATE_STYLES, add_json_option, plain_text, print_json, print_lines, print_table
+from drivetrain.experiment.cli.output import (
+    STATE_STYLES,
+    add_json_option,
+    plain_text,
+    print_json,
+    print_lines,
+    print_table,
+)
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED
 
 RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
-AXES_HELP = "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials"
+AXES_HELP = (
+    "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sweep`."""
     parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
     parser.add_argument("axes", nargs="*", metavar="NAME=VALUES", help=AXES_HELP)
-    parser.add_argument("--sampler", default=None, help="grid, random or optuna (default: grid, or random where there are ranges)")
+    parser.add_argument(
+        "--sampler", default=None, help="grid, random or optuna (default: grid, or random where there are ranges)"
+    )
     parser.add_argument("--trials", type=int, metavar="N", help="how many trials; needed unless the sampler is grid")
-    parser.add_argument("--executor", default=None, help="inline or pool (default: inline, or pool with --processes or --gpus-per-trial)")
+    parser.add_argument(
+        "--executor",
+        default=None,
+        help="inline or pool (default: inline, or pool with --processes or --gpus-per-trial)",
+    )
     parser.add_argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own")
     parser.add_argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself")
-    parser.add_argument("--objective", metavar="NAME", help="entry of the returned dict or summary to rank by (default: the returned number)")
-    parser.add_argument("--direction", choices=("min", "max"), default="min", help="which values are good (default: %(default)s)")
-    parser.add_argument("--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: %(default)s)")
+    parser.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="entry of the returned dict or summary to rank by (default: the returned number)",
+    )
+    parser.add_argument(
+        "--direction", choices=("min", "max"), default="min", help="which values are good (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often a failed trial is tried again (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)")
     parser.add_argument("--resume", metavar="DIR", help="the folder of a sweep to take up again")
     add_json_option(parser)
@@ -141,9 +168,21 @@ def _live_table() -> Callable[[Any], None]:
 def _print_result(result: Any, as_json: bool) -> None:
     rows = result.rows()
     if as_json:
-        print_json({"folder": None if result.folder is None else str(result.folder), "direction": result.direction, "trials": rows})
+        print_json(
+            {
+                "folder": None if result.folder is None else str(result.folder),
+                "direction": result.direction,
+                "trials": rows,
+            }
+        )
         return
     hidden = {"attempts", "run"} | (set() if result.failed else {"error"})
     names = [name for name in rows[0] if name not in hidden] if rows else []
-    print_table(names, [[str(row[name] or "").partition("\n")[0] if name == "error" else row[name] for name in names] for row in rows], styles=STATE_STYLES)
-    print_lines(f"sweep folder  {result.folder}", f"next: drivetrain compare {result.folder}, drivetrain report {result.folder}")
+    print_table(
+        names,
+        [[str(row[name] or "").partition("\n")[0] if name == "error" else row[name] for name in names] for row in rows],
+        styles=STATE_STYLES,
+    )
+    print_lines(
+        f"sweep folder  {result.folder}", f"next: drivetrain compare {result.folder}, drivetrain report {result.folder}"
+    )

@@ -46,7 +46,11 @@ def _split(target: str) -> tuple[str, str, str]:
 def _load_file(path: Path) -> ModuleType:
     """Load a file as Python would when it imports it: its folder is where further imports are looked for."""
     if not path.is_file():
-        near = nearest_name(path.name, [entry.name for entry in path.parent.glob("*.py")]) if path.parent.is_dir() else None
+        near = (
+            nearest_name(path.name, [entry.name for entry in path.parent.glob("*.py")])
+            if path.parent.is_dir()
+            else None
+        )
         hint = f" Did you mean {path.parent / near}?" if near else f" Expected {TARGET_HELP}."
         raise ExperimentError(f"there is no file {path}.{hint}")
     path = path.resolve()
@@ -107,8 +111,12 @@ def _only_experiment(module: ModuleType, target: str) -> Any:
     if len(different) == 1:
         return next(iter(different.values()))
     if not found:
-        raise ExperimentError(f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name.")
-    raise ExperimentError(f"{target} defines several experiments: {', '.join(found)}. Say which: {target}:{next(iter(found))}.")
+        raise ExperimentError(
+            f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name."
+        )
+    raise ExperimentError(
+        f"{target} defines several experiments: {', '.join(found)}. Say which: {target}:{next(iter(found))}."
+    )
 
 
 def _attribute(module: ModuleType, name: str, target: str) -> Any:

@@ -27,21 +27,15 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations and names the nearest verb or option."""
+    """A parser that takes no abbreviations and speaks of errors as all of the library does."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what was wrong, and leave with status 2."""
-        from drivetrain.core.errors import nearest_name
-
-        words = message.partition(":")[2].split() if message.startswith("unrecognized arguments") else []
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        near = nearest_name(words[0].partition("=")[0], flags) if words else None
-        hint = f"; did you mean {near}?" if near else ""
         self.print_usage(sys.stderr)
-        self.exit(BAD_INPUT, f"Error: {message}{hint}\n")
+        self.exit(BAD_INPUT, f"Error: {message}\n")
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -56,7 +50,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if verb == chosen:
             loaded = importlib.import_module(f"drivetrain.experiment.cli.{module}")
             loaded.configure(own)
-            own.set_defaults(execute=loaded.execute, usage=own.format_usage())
+            own.set_defaults(execute=loaded.execute, parser=own)
     return parser
 
 
@@ -66,13 +60,15 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in VERBS:
         return _refuse_verb(chosen)
-    arguments = build_parser(chosen).parse_args(words)
+    arguments, unknown = build_parser(chosen).parse_known_args(words)
+    if unknown:
+        _refuse_option(arguments.parser, unknown[0])
     from drivetrain.core.errors import DrivetrainError
 
     try:
         return int(arguments.execute(arguments))
     except DrivetrainError as error:
-        print(f"Error: {error}\n{arguments.usage.rstrip()}", file=sys.stderr)
+        print(f"Error: {error}\n{arguments.parser.format_usage().rstrip()}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -82,8 +78,18 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _refuse_option(parser: argparse.ArgumentParser, word: str) -> NoReturn:
+    from drivetrain.core.errors import nearest_name
+
+    near = nearest_name(word.partition("=")[0], [flag for action in parser._actions for flag in action.option_strings])
+    parser.error(f"{word} is not understood here" + (f"; did you mean {near}?" if near else "."))
+
+
 def _refuse_verb(verb: str) -> int:
     from drivetrain.core.errors import unknown_name
 
-    print(f"Error: {unknown_name('verb', verb, VERBS)}\nUsage: drivetrain VERB ...    (--help lists all verbs)", file=sys.stderr)
+    print(
+        f"Error: {unknown_name('verb', verb, VERBS)}\nUsage: drivetrain VERB ...    (--help lists all verbs)",
+        file=sys.stderr,
+    )
     return BAD_INPUT

@@ -33,7 +33,7 @@ class Scale:
 def scale_for(values: Iterable[float], start: float, end: float, *, is_log: bool = False, margin: float = 0.0) -> Scale:
     """Return a scale that shows all finite values, with a margin as a fraction of their range."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    low, high = (min(finite), max(finite)) if finite else (1.0, 10.0)
     if is_log:
         factor = (high / low) ** margin if high > low else 2.0
         return Scale(low=low / factor, high=high * factor, start=start, end=end, is_log=True)

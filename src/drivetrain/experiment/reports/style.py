@@ -8,7 +8,8 @@ STYLE = """
   --accent: #7ea6ff; --good: #5fd09a; --bad: #ff8f85; --warn: #f0c060; --mark: #3a3215;
   --c0: #7ea6ff; --c1: #ff9d66; --c2: #5fd09a; --c3: #d9a0ee; --c4: #66c9dc; --c5: #f58fb4; --c6: #c5cf5a; --c7: #b8c0c8; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--text); font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+body { margin: 0; background: var(--ground); color: var(--text);
+  font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
 main, header { max-width: 1240px; margin: 0 auto; padding: 0 20px; }
 header { padding-top: 26px; }
 h1 { font-size: 24px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
@@ -18,7 +19,8 @@ p { margin: 4px 0; }
 .soft { color: var(--soft); }
 .badge { display: inline-block; padding: 0 9px; border-radius: 10px; border: 1px solid currentColor; font-size: 12px; line-height: 19px;
   vertical-align: 2px; white-space: nowrap; }
-.finished { color: var(--good); } .failed, .lost { color: var(--bad); } .interrupted { color: var(--warn); } .running { color: var(--accent); }
+.finished { color: var(--good); } .failed, .lost { color: var(--bad); } .interrupted { color: var(--warn); }
+.running { color: var(--accent); }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(170px, 1fr)); gap: 12px; margin-top: 18px; }
 .card, .chart, .table, .block { background: var(--card); border: 1px solid var(--edge); border-radius: 8px; }
 .card { padding: 10px 14px; min-width: 0; }
@@ -39,7 +41,8 @@ p { margin: 4px 0; }
 .bar { fill: var(--c0); opacity: .8; }
 .cursor { stroke: var(--soft); stroke-width: 1; visibility: hidden; }
 text { fill: var(--soft); font-size: 11.5px; } .tick.y, .name { text-anchor: end; } .tick.x { text-anchor: middle; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0; padding: 0; font-size: 12.5px; color: var(--soft); }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0;
+  padding: 0; font-size: 12.5px; color: var(--soft); }
 .legend li { display: flex; align-items: center; gap: 6px; overflow-wrap: anywhere; min-width: 0; }
 .chart svg.key { width: 22px; height: 8px; flex: none; }
 .readout { position: absolute; top: 42px; right: 24px; background: var(--card); border: 1px solid var(--edge); border-radius: 6px;
@@ -56,7 +59,8 @@ tr.set > th { font-weight: 700; } tr.differs > td.value, tr.differs > td.number 
 .only-differing { font-size: 13px; color: var(--soft); cursor: pointer; display: inline-block; margin: 0 0 8px; }
 section:has(.only-differing input:checked) tr.same { display: none; }
 details { margin-top: 10px; } summary { cursor: pointer; font-size: 14px; }
-.block { margin: 8px 0 0; padding: 12px 14px; overflow: auto; max-height: 460px; font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", monospace;
+.block { margin: 8px 0 0; padding: 12px 14px; overflow: auto; max-height: 460px;
+  font: 12.5px/1.45 ui-monospace, "DejaVu Sans Mono", monospace;
   white-space: pre; tab-size: 4; }
 .block.wrapped { white-space: pre-wrap; overflow-wrap: anywhere; }
 .error { border-color: var(--bad); color: var(--bad); }
@@ -67,7 +71,8 @@ details { margin-top: 10px; } summary { cursor: pointer; font-size: 14px; }
 .picture.large { grid-column: span 2; } .picture.large img { image-rendering: auto; }
 .picture figcaption { font-size: 12px; color: var(--soft); }
 footer { max-width: 1240px; margin: 40px auto 24px; padding: 0 20px; color: var(--soft); font-size: 12.5px; }
-@media print { body { background: #fff; } details > * { display: block; } .chart, .card { break-inside: avoid; } .switch, .only-differing { display: none; } }
+@media print { body { background: #fff; } details > * { display: block; }
+  .chart, .card { break-inside: avoid; } .switch, .only-differing { display: none; } }
 """
 
 SCRIPT = """

@@ -114,7 +114,7 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[Any] = (), on_change: Callable[[Sequence[Any]], None] | None = None):
         self._callbacks: tuple[Any, ...] = ()
         self._is_enabled = True
-        self._on_change = on_change
+        self.on_change = on_change
         self.add_callbacks(callbacks)
 
     @property
@@ -181,8 +181,8 @@ class CallbackHandler:
                 method(*args, **_accepted(method, kwargs))
 
     def _changed(self) -> None:
-        if self._on_change is not None:
-            self._on_change(tuple(self))
+        if self.on_change is not None:
+            self.on_change(tuple(self))
 
 
 def is_fresh_run(trainer: Any) -> bool:

@@ -1,0 +1,69 @@
+"""Kernels of constant norm: before every step a convolution kernel is scaled back to Frobenius norm sqrt(filters).
+
+A convolution that is followed by a batch norm computes the same at any scale of its kernel, but the larger the kernel grows, the less a step turns
+it. At a constant norm the learning rate alone decides by how much (as Jordan's airbench does for Muon, 2024; see also van Laarhoven, 2017, arXiv
+1706.05350).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.algorithms.surgery import model_of
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.module.params import select_parameters
+from drivetrain.module.wrapping import unwrap
+
+
+@torch.no_grad()
+def normalise_kernels(kernels: Sequence[Tensor]) -> None:
+    """Scale each tensor (filters, ...) in place to Frobenius norm sqrt(filters).
+
+    >>> kernel = torch.full((4, 1, 2, 2), 3.0)
+    >>> normalise_kernels([kernel])
+    >>> float(kernel.norm())
+    2.0
+    """
+    if not kernels:
+        return
+    tensors = list(kernels)
+    torch._foreach_div_(tensors, torch._foreach_norm(tensors))
+    torch._foreach_mul_(tensors, [math.sqrt(len(tensor)) for tensor in tensors])
+
+
+class KernelNorm(Algorithm):
+    """Keeps convolution kernels at norm sqrt(filters): all that are trained, or those that `layers` names (patterns allowed)."""
+
+    events = frozenset({Event.INIT, Event.BEFORE_STEP})
+    reads, writes = ("model",), ("model",)
+    after = ("#surgery",)
+
+    def __init__(self, layers: str | Sequence[str] | None = None):
+        self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
+        self._seen: tuple[nn.Module, list[Tensor]] | None = None
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model = unwrap(model_of(state, str(self)))
+        if event is Event.INIT:
+            self._seen = None
+            if not self._kernels(model):
+                raise ConfigError(f"KernelNorm found no convolution that is trained in {type(model).__name__}.")
+        elif self._seen is None or self._seen[0] is not model:
+            self._seen = model, self._kernels(model)
+        if self._seen is not None:
+            normalise_kernels(self._seen[1])
+
+    def _kernels(self, model: nn.Module) -> list[Tensor]:
+        named = set() if self.layers is None else {id(p) for p in select_parameters(model, self.layers, where="KernelNorm(layers=...)").values()}
+        return [
+            module.weight
+            for module in model.modules()
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+            and module.weight.requires_grad
+            and (self.layers is None or id(module.weight) in named)
+        ]

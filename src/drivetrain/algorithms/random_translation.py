@@ -1,0 +1,70 @@
+"""Random translation: each image is moved by a few pixels, its edges reflected, on the device where the batch is.
+
+The augmentation of residual networks on CIFAR (He et al., 2015, arXiv 1512.03385), with reflection instead of black borders and one gather
+for the whole batch, as in Jordan's airbench (2024, arXiv 2404.00498).
+"""
+
+import torch
+from torch import Tensor
+
+from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.algorithms.utils.draws import Generator
+from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.context.batch import BatchKey
+from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm, Logger
+
+
+def translate(x: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Return images (N, C, H, W), each moved by its own number of pixels; what comes in at an edge is the image's reflection.
+
+    >>> row = torch.arange(4).view(1, 1, 1, 4).expand(2, 1, 1, 4)
+    >>> translate(row, torch.zeros(2, dtype=torch.long), torch.tensor([1, -2]))[:, 0, 0].tolist()
+    [[1, 0, 1, 2], [2, 3, 2, 1]]
+    """
+    sample = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+    rows = reflected(torch.arange(x.shape[2], device=x.device) - down.view(-1, 1), x.shape[2])
+    columns = reflected(torch.arange(x.shape[3], device=x.device) - right.view(-1, 1), x.shape[3])
+    # Indices around a slice put the channels last, in shape and in memory, which is the layout convolutions like best.
+    moved = x[sample, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+    return moved if x.is_contiguous(memory_format=torch.channels_last) else moved.contiguous()
+
+
+def reflected(position: Tensor, size: int) -> Tensor:
+    """Return positions inside 0..size-1 for those at most size-1 outside, as in a mirror at the first and the last one."""
+    return (size - 1) - ((size - 1) - position.abs()).abs()
+
+
+def translate_batch(x: Tensor, pixels: int = 2, *, generator: Generator = None) -> Tensor:
+    """Return images (N, C, H, W), each moved by up to `pixels` in both directions, at random."""
+    check_whole("translate_batch", 0, pixels=pixels)
+    check_images(x, "RandomTranslation")
+    if x.ndim != 4 or pixels >= min(x.shape[-2:]):
+        raise ConfigError(
+            f"RandomTranslation(pixels={pixels}): the images have shape {tuple(x.shape)}; expected (N, C, H, W) with sides above {pixels}."
+        )
+    device = "cpu" if generator is None else generator.device
+    shifts = torch.randint(-pixels, pixels + 1, (2, len(x)), generator=generator, device=device)
+    down, right = shifts.to(x.device, non_blocking=True)
+    return translate(x, down, right)
+
+
+class RandomTranslation(Algorithm):
+    """Moves every image of a batch by up to `pixels` in both directions."""
+
+    events = frozenset({Event.AFTER_DATALOADER})
+    reads, writes = ("batch",), ("batch",)
+    tags = frozenset({"augment"})
+
+    def __init__(self, pixels: int = 2, input_key: BatchKey = 0):
+        check_whole("RandomTranslation", 1, pixels=pixels)
+        self.pixels, self.input_key = pixels, input_key
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        images = state.batch_get_item(self.input_key)
+        first_tensor(images, str(self))
+        generator = state.rng(type(self).__name__)
+        moved = map_tensors(lambda x: translate_batch(x, self.pixels, generator=generator), images)
+        state.batch_set_item(self.input_key, moved)

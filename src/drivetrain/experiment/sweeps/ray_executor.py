@@ -1,0 +1,168 @@
+"""Trials as tasks of Ray (Moritz et al., 2018), on a cluster or on a Ray of this machine that lives as long as the sweep."""
+
+import logging
+import math
+import signal
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.experiment.subprocesses import END_SECONDS
+from drivetrain.experiment.sweeps.executors import Executor, TrialWork
+from drivetrain.experiment.sweeps.jobs import SHARED_DISK_SECONDS, JobWatch, TrialJob, make_job, reference_from_afar
+from drivetrain.experiment.sweeps.trial import Outcome, Trial
+
+logger = logging.getLogger("drivetrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """What each trial asks of Ray, and which Ray it is."""
+
+    num_processes: int | None = None
+    """Trials at a time; None: as many as the nodes hold when the sweep starts."""
+
+    address: str | None = None
+    """A cluster to join. None: the one this process has joined, `RAY_ADDRESS`, or a Ray that is started here."""
+
+    num_cpus: int | None = None
+    """CPUs of a Ray that is started here; None: all."""
+
+    cpus_per_trial: float = 1
+    """CPUs that Ray sets aside for each trial."""
+
+    gpus_per_trial: int | None = None
+    """GPUs for each trial alone; None asks for none."""
+
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Further resources of a trial, by the names that the nodes were started with."""
+
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of the trials: environment variables, packages, a folder to send."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_processes", "num_cpus", "gpus_per_trial"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"RayConfig.{name}: {value!r} is not a whole number from 1 on. Give one, or None.")
+        if type(self.cpus_per_trial) not in (int, float) or not 0 <= self.cpus_per_trial < math.inf:
+            raise ConfigError(f"RayConfig.cpus_per_trial: {self.cpus_per_trial!r} is not a number from 0 on.")
+        if self.address is not None and self.num_cpus is not None:
+            raise ConfigError(
+                f"RayConfig.num_cpus: {self.num_cpus} is for a Ray that is started here, but address={self.address!r} names "
+                "one that runs already. Leave one of them out."
+            )
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What a node must have for one trial."""
+        wanted = {"CPU": float(self.cpus_per_trial), "GPU": float(self.gpus_per_trial or 0), **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount}
+
+
+class RayExecutor(Executor):
+    """Runs each trial in a fresh worker of Ray, which hands every GPU to one trial at a time."""
+
+    def __init__(self, config: RayConfig | None = None):
+        self.config = config or RayConfig()
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtra("ray", "ray", "executor 'ray'") from error
+        self._ray: Any = ray
+        self._tasks: dict[int, Any] = {}
+        self._watch: JobWatch | None = None
+        self._started_here = False
+
+    def start(self, work: TrialWork) -> None:
+        """Join Ray, or start it, and see how many trials it holds."""
+        super().start(work)
+        self._reference = reference_from_afar(work.experiment)
+        self._join()
+        self.slots = self._count_slots()
+        self._remote = self._ray.remote(_run).options(
+            num_cpus=self.config.cpus_per_trial,
+            num_gpus=self.config.gpus_per_trial or 0,
+            resources=dict(self.config.resources) or None,
+            runtime_env=dict(self.config.runtime_env) or None,
+            max_retries=0,  # the sweep retries, and writes it down
+            max_calls=1,  # no trial inherits a worker's memory or CUDA state
+        )
+        several = len(self._nodes()) > 1
+        self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if several else 0.0)
+
+    def submit(self, trial: Trial) -> "Future[Outcome]":
+        """Hand a trial to Ray."""
+        assert self._watch is not None
+        self._tasks[trial.index] = self._remote.remote(make_job(self.work, self._reference, trial))
+        return self._watch.follow(trial, lambda: self._ended(trial))
+
+    def close(self) -> None:
+        """Interrupt the trials that still run, kill those that go on, and end the Ray that was started here."""
+        if self._watch is not None:
+            self._watch.close()
+        tasks = list(self._tasks.values())
+        for force in (False, True):
+            for task in tasks:
+                self._ray.cancel(task, force=force)
+            if tasks:
+                _, tasks = self._ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
+        self._tasks.clear()
+        if self._started_here:
+            self._leave()
+
+    def _ended(self, trial: Trial) -> str | None:
+        task = self._tasks.get(trial.index)
+        if task is not None:
+            ready, _ = self._ray.wait([task], timeout=0)
+            if not ready:
+                return None
+        try:
+            if task is not None:
+                self._ray.get(task)
+        except self._ray.exceptions.RayError as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return "the task has ended"
+
+    def _join(self) -> None:
+        if self._ray.is_initialized():
+            for name in ("address", "num_cpus"):
+                if getattr(self.config, name) is not None:
+                    logger.warning("RayConfig.%s has no effect: this process has joined a Ray already.", name)
+            return
+        # Ray takes SIGTERM for itself, and does not give it back.
+        self._handler = signal.getsignal(signal.SIGTERM)
+        options: dict[str, Any] = {} if self.config.num_cpus is None else {"num_cpus": self.config.num_cpus}
+        self._started_here = True
+        self._ray.init(
+            address=self.config.address, include_dashboard=None if self.config.address else False, logging_level="warning", **options
+        )
+
+    def _leave(self) -> None:
+        self._ray.shutdown()
+        self._started_here = False
+        if threading.current_thread() is threading.main_thread() and self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def _nodes(self) -> list[dict[str, float]]:
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _count_slots(self) -> int:
+        """Return how many trials run at a time; a trial that no node can hold would wait for ever."""
+        needs, nodes = self.config.needs, self._nodes()
+        room = sum(int(min((node.get(name, 0) / needs[name] for name in needs), default=1)) for node in nodes)
+        if room == 0 and (self.config.num_processes is None or self._started_here):
+            have = "; ".join(str({name: node.get(name, 0) for name in needs}) for node in nodes)
+            raise ConfigError(
+                f"a trial needs {needs}, and no node of Ray has as much (there is {have}). Ask for less per trial, or, where a "
+                "cluster grows on demand, say with num_processes how many trials may run at a time."
+            )
+        return self.config.num_processes or room
+
+
+def _run(job: TrialJob) -> None:
+    """Be the task of one trial."""
+    job()

@@ -1,0 +1,213 @@
+"""Trials as SLURM jobs, submitted with submitit; its local executor tries the same out on one machine.
+
+A job that SLURM stops (time limit, preemption) is warned first: the trial saves, ends, and is submitted again from its
+checkpoint, which is no failure and costs no retry. Jobs outlive a sweep that is killed; the resumed sweep finds them again.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
+from drivetrain.experiment.subprocesses import END_SECONDS
+from drivetrain.experiment.sweeps.executors import VISIBLE, Executor, TrialWork
+from drivetrain.experiment.sweeps.jobs import (
+    POLL_SECONDS,
+    SHARED_DISK_SECONDS,
+    JobWatch,
+    TrialJob,
+    job_note,
+    make_job,
+    reference_from_afar,
+    state_of,
+)
+from drivetrain.experiment.sweeps.trial import Outcome, Trial
+
+CLUSTERS = ("slurm", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititConfig:
+    """What each trial asks of the cluster, and how many are submitted at a time."""
+
+    num_processes: int = 8
+    """Trials that wait in the queue or run at a time."""
+
+    cluster: Literal["slurm", "local"] = "slurm"
+    """`local` runs the jobs on this machine, to try things out; for real work on one machine there is the pool."""
+
+    folder: str | Path | None = None
+    """Where submitit writes scripts and output, on a disk that all nodes see. None: `submitit` in the sweep's folder."""
+
+    timeout_minutes: int = 60
+    """Time limit of one job; a trial may need several."""
+
+    warning_seconds: int = 90
+    """How long before its time limit a job is told, so that the trial can save."""
+
+    requeues: int = 3
+    """How often a trial that was stopped, and has saved itself, is submitted again without counting as failed."""
+
+    gpus_per_trial: int | None = None
+    """GPUs for each job alone (SLURM's gres); None asks for none."""
+
+    cpus_per_trial: int | None = None
+    """CPUs for each job; None: what the cluster gives."""
+
+    memory_gigabytes: float | None = None
+    """Memory for each job; None: what the cluster gives."""
+
+    partition: str | None = None
+    """SLURM's partition; None: the cluster's default."""
+
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of submitit's SLURM executor by name: account, qos, gres, constraint, setup and so on."""
+
+    def __post_init__(self) -> None:
+        if self.cluster not in CLUSTERS:
+            raise ConfigError(unknown_name("cluster", self.cluster, CLUSTERS, where="SubmititConfig"))
+        least = {"num_processes": 1, "timeout_minutes": 1, "warning_seconds": 0, "requeues": 0}
+        optional = {"gpus_per_trial": 1, "cpus_per_trial": 1}
+        for name, low in {**least, **optional}.items():
+            value = getattr(self, name)
+            if (value is None and name in optional) or (type(value) is int and value >= low):
+                continue
+            raise ConfigError(f"SubmititConfig.{name}: {value!r} is not a whole number from {low} on.")
+        if self.cluster == "local":
+            self._check_local()
+
+    def _check_local(self) -> None:
+        for name in ("gpus_per_trial", "cpus_per_trial", "memory_gigabytes", "partition", "slurm"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"SubmititConfig.{name}: {getattr(self, name)!r} was given, and cluster='local' hands out nothing of that "
+                    "kind. Leave it out, use cluster='slurm', or executor='pool' for GPUs of this machine."
+                )
+
+
+class SubmititExecutor(Executor):
+    """Submits each trial as a job of its own."""
+
+    def __init__(self, config: SubmititConfig | None = None):
+        self.config = config or SubmititConfig()
+        self.slots = self.config.num_processes
+        self._jobs: dict[int, Any] = {}
+        self._requeued: dict[int, int] = {}
+        self._submitter: Any = None
+        self._watch: JobWatch | None = None
+        if self.config.cluster == "slurm":
+            self._make_submitter(Path())  # which checks the settings while nothing has begun
+        else:
+            _import_submitit()
+
+    def start(self, work: TrialWork) -> None:
+        """Check that a job will find the experiment."""
+        super().start(work)
+        self._reference = reference_from_afar(work.experiment)
+        self._submitter = None
+        self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if self.config.cluster == "slurm" else 0.0)
+
+    def submit(self, trial: Trial) -> "Future[Outcome]":
+        """Submit the job of a trial, or find the one that an earlier sweep process has left."""
+        assert self._watch is not None and trial.run_dir is not None
+        if self._submitter is None:
+            self._submitter = self._make_submitter(Path(self.config.folder or trial.run_dir.parent / "submitit"))
+        self._requeued[trial.index] = 0
+        job = self._left_behind(trial)
+        if job is None:
+            self._send(trial)
+        else:
+            self._jobs[trial.index] = job
+        return self._watch.follow(trial, lambda: self._ended(trial))
+
+    def close(self) -> None:
+        """Cancel the jobs that still wait or run."""
+        if self._watch is not None:
+            self._watch.close()
+        for job in self._jobs.values():
+            job.cancel(check=False)
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline and not all(job.done() for job in self._jobs.values()):
+            time.sleep(POLL_SECONDS / 4)
+        self._jobs.clear()
+
+    def _send(self, trial: Trial) -> None:
+        # submitit hides the GPUs from local jobs, which here see what the sweep's process sees.
+        environment = {VISIBLE: os.environ.get(VISIBLE)} if self.config.cluster == "local" else {}
+        job = self._submitter.submit(_run, make_job(self.work, self._reference, trial, environment))
+        self._jobs[trial.index] = job
+        job_note(trial, "job").write_text(job.job_id)
+
+    def _ended(self, trial: Trial) -> str | None:
+        """Say how the job of a trial ended; None while it goes on, or once more after a stop."""
+        job = self._jobs.get(trial.index)
+        if job is None:
+            return "the job has ended"
+        if not job.done():
+            return None
+        state = state_of(trial)
+        if state == "interrupted" and self._requeued[trial.index] < self.config.requeues:
+            self._requeued[trial.index] += 1
+            self._send(trial)
+            return None
+        if state not in ("running", None):
+            self._forget(trial)
+        return f"job {job.job_id} ended ({job.state}) before the trial did. Its output: {job.paths.stderr}"
+
+    def _forget(self, trial: Trial) -> None:
+        self._jobs.pop(trial.index)
+        job_note(trial, "job").unlink(missing_ok=True)
+
+    def _left_behind(self, trial: Trial) -> Any:
+        """Return the job that an earlier process of this sweep submitted, if SLURM still has it."""
+        note = job_note(trial, "job")
+        if self.config.cluster != "slurm" or trial.index in self._jobs or not note.is_file():
+            return None
+        import submitit
+
+        job: Any = submitit.SlurmJob(folder=self._submitter.folder, job_id=note.read_text())
+        return None if job.done(force_check=True) else job
+
+    def _make_submitter(self, folder: Path) -> Any:
+        submitit, config = _import_submitit(), self.config
+        settings = {"timeout_min": config.timeout_minutes, "name": "trial"}
+        if config.cluster == "slurm":
+            settings |= {
+                "gpus_per_node": config.gpus_per_trial,
+                "cpus_per_task": config.cpus_per_trial,
+                "mem_gb": config.memory_gigabytes,
+                "slurm_partition": config.partition,
+                "slurm_signal_delay_s": config.warning_seconds,
+                **{f"slurm_{name}": value for name, value in config.slurm.items()},
+            }
+        try:
+            submitter = submitit.AutoExecutor(folder=folder, cluster=config.cluster)
+            submitter.update_parameters(**settings)
+        except (NameError, ValueError, TypeError, AssertionError) as error:
+            raise ConfigError(f"SubmititConfig: submitit does not take these settings. {error}") from error
+        except RuntimeError as error:
+            raise ConfigError(
+                f"executor 'submitit' found no SLURM on this machine ({error}). Start the sweep on a login node, or give "
+                "executor=SubmititExecutor(SubmititConfig(cluster='local')) to try it out, or executor='pool'."
+            ) from error
+        return submitter
+
+
+def _import_submitit() -> Any:
+    try:
+        import submitit
+    except ImportError as error:
+        raise MissingExtra("submitit", "submitit", "executor 'submitit'") from error
+    return submitit
+
+
+def _run(job: TrialJob) -> None:
+    """Be the job of one trial: SLURM's warning becomes the signal at which a trial saves and ends."""
+    # submitit's own answer would end the process at once, with nothing saved.
+    signal.signal(signal.SIGUSR2, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    job()
