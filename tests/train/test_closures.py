@@ -20,7 +20,13 @@ def lbfgs_trainer(dropout: float = 0.0):
 def test_lbfgs_equals_a_loop_written_by_hand():
     trainer = lbfgs_trainer()
     data = make_data(dtype=torch.float64)
-    trainer.train(data, num_epochs=2, per_device_batch_size=8, train_dataloader_kwargs={"shuffle": False}, gradient_accumulation_steps=3)
+    trainer.train(
+        data,
+        num_epochs=2,
+        per_device_batch_size=8,
+        train_dataloader_kwargs={"shuffle": False},
+        gradient_accumulation_steps=3,
+    )
     model, (x, y) = make_model(dtype=torch.float64), data.tensors
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 

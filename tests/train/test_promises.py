@@ -91,6 +91,31 @@ def test_a_stop_before_the_first_epoch_ends_the_run_in_good_order(where):
     assert seen == ["stop", "end"] and trainer.state.clock.batch == 0
 
 
+def stop_one_rank_before_the_first_epoch():
+    import torch.distributed as dist
+
+    seen = []
+
+    class Stopper(TrainerCallback):
+        def on_training_run_start(self, trainer, **kwargs):
+            if dist.get_rank() == 1:
+                raise StopTrainingError("not today")
+
+        def on_stop_training_error(self, trainer, **kwargs):
+            seen.append("stop")
+
+        def on_training_run_end(self, trainer, **kwargs):
+            seen.append("end")
+
+    trainer = make_trainer(callbacks=[Stopper()])
+    train(trainer)
+    return seen, trainer.state.clock.batch
+
+
+def test_one_rank_that_stops_before_the_first_epoch_ends_all(world2):
+    assert world2(stop_one_rank_before_the_first_epoch) == [(["stop", "end"], 0)] * 2
+
+
 def test_an_error_in_a_stand_alone_evaluation_is_told_to_guests_and_leaves_modes():
     told = []
 
@@ -714,6 +739,188 @@ def test_a_global_generator_is_not_touched_without_a_seed():
     torch.manual_seed(7)
     Trainer(trainer.model, nn.CrossEntropyLoss(), trainer.optimizer, callbacks=())
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_program_of_old_runs_with_its_import_changed(capsys):
+    from torch import optim
+    from torch.utils.data import random_split
+
+    class MNISTModel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main = nn.Sequential(nn.Linear(in_features=784, out_features=16), nn.ReLU(), nn.Linear(16, 10))
+
+        def forward(self, input):
+            return self.main(input.view(input.shape[0], -1))
+
+    generator = torch.Generator().manual_seed(0)
+    images, digits = torch.rand(160, 1, 28, 28, generator=generator), torch.randint(0, 10, (160,), generator=generator)
+    train_dataset, validation_dataset = random_split(list(zip(images, digits.tolist())), [120, 40])
+    model = MNISTModel()
+    optimizer = optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    loss_func = nn.CrossEntropyLoss()
+    trainer = Trainer(
+        model,
+        loss_func=loss_func,
+        optimizer=optimizer,
+    )
+    trainer.train(
+        train_dataset=train_dataset,
+        eval_dataset=validation_dataset,
+        num_epochs=2,
+        per_device_batch_size=32,
+    )
+    assert trainer.state.clock.batch == 8
+    printed = capsys.readouterr().out
+    assert "train_loss_epoch: " in printed and "eval_loss_epoch: " in printed and "Starting epoch 2" in printed
+
+
+def test_evaluate_brings_its_own_run_configuration():
+    trainer = make_trainer()
+    train(trainer, eval_dataset=make_data())
+    trainer.evaluate(make_data(), per_device_batch_size=3)
+    config = trainer.run_config
+    assert (config.num_epochs, config.eval_per_device_batch_size, config.eval_total_batch_size) == (1, 3, 3)
+
+
+def test_limits_of_evaluate_and_predict():
+    seen = []
+
+    class Count(TrainerCallback):
+        def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
+            seen.append(len(batch[1]))
+
+    trainer = make_trainer(callbacks=[Count()])
+    trainer.evaluate(make_data(40), limit_batches=2)
+    trainer.evaluate(make_data(40), limit_batches=0.2)
+    assert seen == [8, 8, 8]
+    assert trainer.predict(make_data(40), limit_batches=2).shape == (16, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("no", "no"), ("fp32", "no"), ("32", "no"), (32, "no"), ("bf16", "bf16"), ("bf16-mixed", "bf16"), ("amp_bf16", "bf16"),
+        ("fp16", "fp16"), ("16-mixed", "fp16"), ("amp_fp16", "fp16"), ("bf16-true", "bf16-true"), ("fp64", "fp64"), ("fp8", "fp8"),
+    ],
+)  # fmt: skip
+def test_every_spelling_of_a_precision_is_understood(given, name):
+    assert make_trainer(precision=given)._accelerator.mixed_precision == name
+
+
+def test_the_launchers_precision_is_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert make_trainer()._accelerator.mixed_precision == "bf16"
+    assert make_trainer(precision="no")._accelerator.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp64", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_true_precisions_cast_the_parameters_and_train(precision, dtype):
+    trainer = make_trainer(precision=precision)
+    rows = [(x.to(dtype), y) for x, y in zip(*make_data(8).tensors)]
+    history = train(trainer, rows, train_dataloader_kwargs={"num_workers": 0})
+    assert {p.dtype for p in trainer.model.parameters()} == {dtype}
+    assert math.isfinite(history.get_latest_metric("train_loss_epoch"))
+
+
+def test_another_librarys_name_for_clipping_is_accepted():
+    results = []
+    for name in ("gradient_clip_norm", "max_grad_norm"):
+        trainer = make_trainer()
+        train(trainer, **{name: 0.01})
+        results.append(weights(trainer.model))
+    assert all(map(torch.equal, *results))
+
+
+def test_explain_prints_to_a_file_and_shows_guests():
+    import io
+
+    file, trainer = io.StringIO(), make_trainer(callbacks=[Losses()])
+    text = trainer.explain(file)
+    assert file.getvalue().strip() == text.strip() and "Losses" in text
+
+
+def test_lr_find_suggests_nothing_where_the_loss_never_falls():
+    class Flat(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            output = super().calculate_train_batch_loss(batch)
+            return {**output, "loss": output["loss"] * 0 + 1}
+
+    trainer = make_trainer(cls=Flat)
+    scheduler = trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
+    trainer.model[0].eval()
+    result = trainer.lr_find(make_data(), num_steps=30)
+    assert result.suggestion is None and len(result.lrs) == 30
+    assert result.lrs[0] == pytest.approx(1e-7) and result.lrs[-1] == pytest.approx(1.0)
+    assert trainer.scheduler is scheduler and not trainer.model[0].training and trainer.model[3].training
+    assert trainer.settings is None and trainer.run_config is None and trainer.train_dataset is None
+
+
+@pytest.mark.filterwarnings("ignore:train_dataloader")
+def test_resuming_refuses_a_loader_that_cannot_return_to_its_place_and_damaged_checkpoints(tmp_path):
+    from drivetrain.core.errors import CheckpointError, ResumeError
+
+    loader = DataLoader(make_data(), batch_size=8)
+    train(make_trainer(), loader, num_epochs=None, max_duration="2ba", checkpoint_dir=tmp_path)
+    with pytest.raises(ResumeError, match="load_state_dict"):
+        train(make_trainer(), loader, num_epochs=2, checkpoint_dir=tmp_path, resume_from="auto")
+    for file in tmp_path.glob("*/tensors.safetensors"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="ba2"):
+        train(make_trainer(), num_epochs=2, checkpoint_dir=tmp_path, resume_from="auto")
+
+
+def test_a_shorter_run_asked_for_by_a_guest_ends_there():
+    class Short(TrainerCallback):
+        def on_train_step_end(self, trainer, batch, batch_output, step, **kwargs):
+            if step == 1:
+                trainer.state.stop_training()
+
+    trainer = make_trainer(callbacks=[Short()])
+    train(trainer, num_epochs=5, eval_dataset=make_data())
+    assert trainer.state.clock.batch == 2
+
+
+def test_a_callable_decides_when_to_evaluate():
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_eval_epoch_start(self, trainer, is_intermediate, **kwargs):
+            seen.append((trainer.state.clock.batch, is_intermediate))
+
+    trainer = make_trainer(callbacks=[Look()])
+    decide = lambda state, event: event.name == "EPOCH_END" or state.clock.batch == 2
+    train(trainer, num_epochs=2, eval_dataset=make_data(), eval_interval=decide)
+    assert seen == [(2, True), (3, False), (6, False)]
+
+
+def test_evaluation_can_be_switched_off_and_always_follows_the_last_epoch_otherwise():
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_eval_epoch_start(self, trainer, **kwargs):
+            seen.append(trainer.state.clock.batch)
+
+    for interval, expected in (("0ep", []), (2, [6, 9]), ("1dur", [9]), ("0.25dur", [2, 4, 6, 8, 9])):
+        seen.clear()
+        train(make_trainer(callbacks=[Look()]), num_epochs=3, eval_dataset=make_data(), eval_interval=interval)
+        assert seen == expected, interval
+
+
+def test_an_overriding_hook_that_uses_the_model_directly_works():
+    class Direct(Trainer):
+        def calculate_train_batch_loss(self, batch):
+            xb, yb = batch
+            outputs = self.model(xb)
+            return {"loss": self.loss_func(outputs, yb), "model_outputs": outputs, "batch_size": yb.size(0)}
+
+        calculate_eval_batch_loss = calculate_train_batch_loss
+
+    direct, plain = make_trainer(cls=Direct), make_trainer()
+    histories = [train(trainer, eval_dataset=make_data(), num_epochs=2) for trainer in (direct, plain)]
+    assert all(map(torch.equal, weights(direct.model), weights(plain.model)))
+    first, second = (history.get_metric_values("eval_loss_epoch") for history in histories)
+    assert first == second
 
 
 # ---------------------------------------------------------------------- models of transformers

@@ -1,12 +1,14 @@
 """A run on several processes is interrupted and resumed, on as many processes or on another number."""
 
+from itertools import chain
+
 import pytest
 import torch
-from tests.train.tasks import make_data, make_model, weights
 from torch import nn
 
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
+from tests.train.tasks import make_data, make_model, weights
 
 
 class Pull(TrainerCallback):
@@ -32,12 +34,18 @@ def run(folder=None, pull=None, dropout=0.0, accumulation=2, **kwargs):
     model = make_model(dtype=double, dropout=dropout)
     seen = Seen()
     callbacks = [seen] if pull is None else [seen, Pull(pull)]
-    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=callbacks, seed=7)
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=callbacks, seed=7
+    )
     if folder is not None:
         kwargs = {"checkpoint_dir": folder, "checkpoint_every": "1ba", "async_checkpoint": False, **kwargs}
     try:
         history = trainer.train(
-            make_data(35, dtype=double), num_epochs=3, global_batch_size=8, gradient_accumulation_steps=accumulation, **kwargs
+            make_data(35, dtype=double),
+            num_epochs=3,
+            global_batch_size=8,
+            gradient_accumulation_steps=accumulation,
+            **kwargs,
         )
     except RuntimeError as error:
         if "plug" not in str(error):
@@ -62,7 +70,7 @@ def test_two_then_one_then_four_processes_see_one_sequence_and_end_alike(world2,
     world2(run, tmp_path, pull=3, accumulation=1)
     assert run(tmp_path, pull=7, accumulation=1, resume_from="auto") is None
     results = world4(run, tmp_path, accumulation=1, resume_from="auto")
-    joined = [sum(parts, []) for parts in zip(*(rows for rows, _, _ in results))]
+    joined = [list(chain(*parts)) for parts in zip(*(rows for rows, _, _ in results))]
     expected = [set(rows) for rows in whole_rows[7:]]
     assert [set(rows) for rows in joined] == expected  # a tail of three rows has a copy on the fourth process
     for _, ours, losses in results:

@@ -32,7 +32,9 @@ torch.save(model.state_dict(), sys.argv[1] + "/final.pt")
 
 def start(folder: Path, seconds: float) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def wait_for_steps(process: subprocess.Popen, number: int) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
 from drivetrain.core.errors import ConfigError, UnknownMethodError
 from drivetrain.strategy import Strategy
 from drivetrain.train.trainer import Trainer
+from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
 
 def run(strategy=None, precision=None):

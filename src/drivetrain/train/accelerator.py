@@ -171,11 +171,15 @@ class TrainerRuntime:
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
         """Refuse kindly: the trainer saves its state."""
-        raise DistributedError(f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything.")
+        raise DistributedError(
+            f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything."
+        )
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
         """Refuse kindly: the trainer restores its state."""
-        raise DistributedError(f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder).")
+        raise DistributedError(
+            f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder)."
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Refuse kindly: registration is attribute assignment on the state."""

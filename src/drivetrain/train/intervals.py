@@ -13,12 +13,17 @@ _COUNTERS = {
 
 
 class Interval:
-    """Is due whenever its counter passes a multiple of the interval; a value of 0 is never due."""
+    """Is due whenever its counter passes a multiple of the interval; a value of 0 is never due.
 
-    def __init__(self, every: Time, duration: Time | None = None):
+    A share of the run (`'0.1dur'`) is counted in the run's unit, and in batches where epochs are known to have so many.
+    """
+
+    def __init__(self, every: Time, duration: Time | None = None, batches_per_epoch: int | None = None):
         if every.unit is TimeUnit.DURATION and duration is not None:
-            share = every.value * duration.value
-            every = Time(share if duration.unit is TimeUnit.SECOND else max(1, round(share)), duration.unit)
+            share, unit = every.value * duration.value, duration.unit
+            if unit is TimeUnit.EPOCH and batches_per_epoch:
+                share, unit = share * batches_per_epoch, TimeUnit.BATCH
+            every = Time(share if unit is TimeUnit.SECOND else max(1, round(share)), unit)
         self.every = every
         self.is_per_epoch = every.unit is TimeUnit.EPOCH
         self._counter = _COUNTERS.get(every.unit)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain.train import loaders
 from drivetrain.train.intervals import Interval
 from drivetrain.train.settings import TrainSettings, parse_time
 
@@ -34,7 +35,7 @@ class Keeper:
         )
         if settings.checkpoint_every is not None:
             every = parse_time("checkpoint_every", settings.checkpoint_every)
-            self._every = Interval(every, trainer.state.max_duration)
+            self._every = Interval(every, trainer.state.max_duration, loaders.length(trainer._train_dataloader))
             self.saves_inside_epochs = not self._every.is_per_epoch
 
     def start(self) -> None:

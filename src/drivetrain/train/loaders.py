@@ -105,7 +105,9 @@ def _refuse_empty(trainer: Any, loader: Any) -> None:
     if length(loader) != 0:
         return
     if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader):
-        warnings.warn(f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.", stacklevel=2)
+        warnings.warn(
+            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.", stacklevel=2
+        )
         return
     size = len(trainer.train_dataset)
     raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 from drivetrain.core.errors import ConfigError, StopTrainingError
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.evaluation import kept_history
+from drivetrain.train.evaluation import kept_history, kept_modes
 
 IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
 
@@ -86,7 +86,7 @@ def find_lr(
     handler.clear_callbacks()
     handler.add_callback(sweep)
     try:
-        with kept_history(trainer):
+        with kept_history(trainer), kept_modes(trainer.model):
             trainer.train(train_dataset, max_num_train_steps=num_steps, **train_kwargs)
     finally:
         handler.clear_callbacks()
@@ -113,21 +113,24 @@ class _Keepsake:
                 "eval_dataset",
                 "run_config",
                 "create_scheduler_fn",
+                "collate_fn",
                 "_train_dataloader",
+                "_eval_dataloader",
+                "_train_dl_kwargs",
+                "_eval_dl_kwargs",
             )
         }
-        self._scheduler, self._training = trainer.scheduler, trainer.model.training
+        self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer._scheduler_is_ours
 
     def restore(self) -> None:
         trainer = self._trainer
         trainer.model = trainer.get_model()
         trainer.model.load_state_dict(self._model)
-        trainer.model.train(self._training)
         trainer.optimizer.state.clear()
         trainer.optimizer.load_state_dict(self._optimizer)
         trainer.optimizer.zero_grad()
         trainer.state.clock.load_state_dict(self._clock)
-        trainer.state.schedulers = () if self._scheduler is None else (self._scheduler,)
+        trainer.state.schedulers, trainer._scheduler_is_ours = self._schedulers, self._scheduler_is_ours
         for name, value in self._fields.items():
             setattr(trainer, name, value)
         restore_rng(self._rng)
@@ -149,5 +152,6 @@ def _steepest_fall(lrs: list[float], losses: list[float]) -> float | None:
         ((losses[k + 1] - losses[k - 1]) / (math.log(lrs[k + 1]) - math.log(lrs[k - 1])), lrs[k])
         for k in range(max(1, start), stop - 1)
     ]
-    slopes = [(slope, rate) for slope, rate in slopes if slope < 0]
+    rounding = 1e-9 * max(map(abs, losses), default=0.0)  # a flat loss falls by rounding errors only
+    slopes = [(slope, rate) for slope, rate in slopes if slope < -rounding]
     return min(slopes)[1] if slopes else None

@@ -67,7 +67,9 @@ def restore(trainer: Any) -> None:
         trainer._vote = StopVote()
         trainer._fire = trainer._fire_together
         unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
-        trainer.model = trainer._accelerator.prepare_model(trainer.model, **({"find_unused_parameters": True} if unused else {}))
+        trainer.model = trainer._accelerator.prepare_model(
+            trainer.model, **({"find_unused_parameters": True} if unused else {})
+        )
         if trainer._units is not None:
             trainer._units.rebind(trainer.model)
         if trainer._restored_rng is None:
@@ -78,7 +80,10 @@ def _fill_state(trainer: Any) -> None:
     """Put everything that makes the next step what it would have been onto the state."""
     state = trainer.state
     state._before_load = partial(_restore_required_algorithms, trainer)
-    state._rank_local = ("gradients.partial.*", "optimizers.*.partial.*")  # an open window's gradients are each rank's own
+    state._rank_local = (
+        "gradients.partial.*",
+        "optimizers.*.partial.*",
+    )  # an open window's gradients are each rank's own
     if trainer.settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)

@@ -100,7 +100,7 @@ def prepare_loop(trainer: Any) -> None:
     trainer._plateau_watch.start(trainer, forget=True)
     trainer._eval_every = None
     if trainer._eval_dataloader is not None:
-        trainer._eval_every = evaluation_inside_epochs(settings, state)
+        trainer._eval_every = evaluation_inside_epochs(settings, state, trainer._batches_per_epoch)
     trainer._boundary_work = bool(
         trainer._vote is not None
         or trainer._eval_every is not None
@@ -204,13 +204,15 @@ def check_eval_batch_size(trainer: Any) -> None:
     )
 
 
-def evaluation_inside_epochs(settings: TrainSettings, state: State) -> Callable[[Clock], bool] | None:
+def evaluation_inside_epochs(
+    settings: TrainSettings, state: State, batches_per_epoch: int | None
+) -> Callable[[Clock], bool] | None:
     """Return the test for an evaluation after a batch, or None when evaluation waits for epochs."""
     every = settings.eval_time
     if every is None:
         decide = settings.eval_interval
         return lambda clock: bool(decide(state, Event.BATCH_END))  # type: ignore[operator]
-    interval = Interval(every, state.max_duration)
+    interval = Interval(every, state.max_duration, batches_per_epoch)
     if interval.is_per_epoch or every.value <= 0:
         return None
     interval.reset(state.clock)

@@ -185,7 +185,12 @@ class LossTracker:
 
     def update(self, loss_batch_value: float | Tensor, batch_size: int | float | Tensor = 1) -> None:
         """Take in the mean loss of `batch_size` samples; nothing is read from a device."""
-        if type(batch_size) is int and type(loss_batch_value) is Tensor and loss_batch_value.is_cpu and not loss_batch_value.ndim:
+        if (
+            type(batch_size) is int
+            and type(loss_batch_value) is Tensor
+            and loss_batch_value.is_cpu
+            and not loss_batch_value.ndim
+        ):
             self._last = self._known = value = loss_batch_value.item()  # on the host already: nothing waits
             self._sum += value * batch_size
             self._count += batch_size

@@ -700,7 +700,9 @@ class Trainer:
             closes = gradients.window.closes
             if closes:
                 self._update()
-            clock.next_batch(self._samples(), self._tokens(state.batch) if self._count_tokens is not None else 0, closes)
+            clock.next_batch(
+                self._samples(), self._tokens(state.batch) if self._count_tokens is not None else 0, closes
+            )
             fire(Event.BATCH_END)
             self._inside_step = False
             fire(Event.BATCH_CHECKPOINT)

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.callbacks import (
@@ -16,7 +18,6 @@ from drivetrain.train.callbacks import (
     monitors,
 )
 from drivetrain.train.schedulers import CosineLrScheduler
-from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
 
@@ -103,12 +104,10 @@ def test_a_first_batch_that_fails_leaves_no_counter_behind():
 
 
 def test_tokens_are_counted_where_the_trainer_counts_them():
-    class Text(Trainer):
-        def _tokens(self, batch):
-            return 5 * len(batch[0])
-
+    text = TensorDataset(torch.randint(0, 7, (24, 5)), torch.randint(0, 3, (24,)))
+    model = nn.Sequential(nn.Embedding(7, 2), nn.Flatten(), nn.Linear(10, 3))
     sink = Sink()
-    train(make_trainer(cls=Text, callbacks=[ThroughputMonitor(window_size=2)], loggers=[sink]))
+    train(make_trainer(model, callbacks=[ThroughputMonitor(window_size=2)], loggers=[sink]), text)
     samples, tokens = sink.values("throughput/samples_per_sec"), sink.values("throughput/tokens_per_sec")
     assert tokens == pytest.approx([5 * rate for rate in samples])
     assert tokens
