@@ -4,7 +4,7 @@ The tensors are those of a small transformer: several blocks whose matrices have
 Muon orthogonalises one matrix after another; MuonHybrid stacks those of one shape, which pays where starting a product costs more
 than computing it. Prints the ratio of the two times; below 1, MuonHybrid is faster.
 
-    python benchmarks/muon_step.py [--width 128] [--blocks 6] [--turns 30]
+    python benchmarks/muon_step.py [--width 32] [--blocks 6] [--turns 60]
 """
 
 import argparse
@@ -31,7 +31,12 @@ def tensors(width: int, blocks: int, device: torch.device) -> tuple[NamedTensors
 
     matrices, others = [], [("embed.weight", parameter(1000, width))]
     for block in range(blocks):
-        shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+        shapes = {
+            "qkv": (3 * width, width),
+            "out": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }
         matrices += [(f"{block}.{name}.weight", parameter(*shape)) for name, shape in shapes.items()]
         others += [(f"{block}.{name}.bias", parameter(shape[0])) for name, shape in shapes.items()]
     return matrices, others
@@ -63,7 +68,7 @@ def _loop(optimizers: list[torch.optim.Optimizer], probe: Tensor) -> Callable[[i
 
 
 def main(
-    width: int = 128, blocks: int = 6, turns: int = 30, steps: int = 2, device: str = "auto", write: bool = True
+    width: int = 32, blocks: int = 6, turns: int = 60, steps: int = 2, device: str = "auto", write: bool = True
 ) -> dict[str, float]:
     """Measure, print and return the seconds of both and their ratio."""
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -83,9 +88,9 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON too")
     options = parser.parse_args()

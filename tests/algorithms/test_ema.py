@@ -81,7 +81,13 @@ def test_epochs_after_a_checkpoint_on_the_last_batch_average_training_weights(tm
     ema = EMA("1ep")
     trainer = conv_run(ema, callbacks=[kept])
     train(
-        trainer, image_data(), num_epochs=2, eval_dataset=image_data(6), checkpoint_dir=tmp_path, checkpoint_every="4ba", async_checkpoint=False
+        trainer,
+        image_data(),
+        num_epochs=2,
+        eval_dataset=image_data(6),
+        checkpoint_dir=tmp_path,
+        checkpoint_every="4ba",
+        async_checkpoint=False,
     )
     expected = [torch.lerp(a.double(), b.double(), 0.5) for a, b in zip(*kept.values)]
     for value, wanted in zip(weights(ema.get_ema_model(ConvNet())), expected):

@@ -22,7 +22,9 @@ def process_is_as_before():
 
 
 def test_switches_hold_during_the_run_and_every_change_is_listed():
-    during = Watch(Event.BATCH_START, lambda state: (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
+    during = Watch(
+        Event.BATCH_START, lambda state: (torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+    )
     fast = FastDefaults()
     trainer = conv_run(fast, callbacks=[during])
     train(trainer, image_data())
@@ -77,7 +79,9 @@ def test_convolutions_decide_by_their_share_of_the_parameters():
         FastDefaults(channels_last="yes")
 
 
-@pytest.mark.skipif(not hasattr(nn.functional, "linear_cross_entropy"), reason="needs a torch with linear_cross_entropy")
+@pytest.mark.skipif(
+    not hasattr(nn.functional, "linear_cross_entropy"), reason="needs a torch with linear_cross_entropy"
+)
 def test_the_fused_loss_trains_and_evaluates_as_the_plain_one():
     settings = {"tf32": False, "cudnn_benchmark": False, "fused_optimizer": False, "channels_last": False}
     histories = []
@@ -86,14 +90,16 @@ def test_the_fused_loss_trains_and_evaluates_as_the_plain_one():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), algorithms=algorithms)
         train_plain(trainer, make_data(), num_epochs=3, eval_dataset=make_data())
-        histories.append([list(trainer.run_history.get_metric_values(f"{one}_loss_epoch")) for one in ("train", "eval")])
+        histories.append(
+            [list(trainer.run_history.get_metric_values(f"{one}_loss_epoch")) for one in ("train", "eval")]
+        )
     assert histories[0][0] == pytest.approx(histories[1][0], rel=1e-5)
     assert histories[0][1] == pytest.approx(histories[1][1], rel=1e-5)
 
 
 def test_a_fused_loss_that_cannot_be_warns():
     model = make_model()
+    fast = FastDefaults(fused_loss=True)
     with pytest.warns(NoEffectWarning, match="fused_loss"):
-        fast = FastDefaults(fused_loss=True)
         trainer = ReadyTrainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[fast])
     fast.close(trainer.state, trainer.logbook)

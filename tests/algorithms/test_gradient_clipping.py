@@ -64,7 +64,9 @@ def test_a_bias_of_zero_trains_under_agc():
 
 
 def test_a_run_steps_with_clipped_gradients_of_whole_windows():
-    norms = Watch(Event.BEFORE_STEP, lambda state: nn.utils.get_total_norm([p.grad for p in state.model.parameters()]).item())
+    norms = Watch(
+        Event.BEFORE_STEP, lambda state: nn.utils.get_total_norm([p.grad for p in state.model.parameters()]).item()
+    )
     train(conv_run(GradientClipping("norm", 0.05), callbacks=[norms]), image_data(), gradient_accumulation_steps=2)
     assert norms.values == pytest.approx([0.05] * 4, rel=1e-4)
 

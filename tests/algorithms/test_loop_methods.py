@@ -80,7 +80,8 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(name, accumulation, 
 
 
 @pytest.mark.parametrize(
-    "pair", [(EMA(), SWA()), (EMA(), ScheduleFree()), (SWA(), ScheduleFree()), (Muon(), SOAP()), (Muon(), ScheduleFree())]
+    "pair",
+    [(EMA(), SWA()), (EMA(), ScheduleFree()), (SWA(), ScheduleFree()), (Muon(), SOAP()), (Muon(), ScheduleFree())],
 )
 def test_what_cannot_work_together_is_refused_naming_both(pair):
     with pytest.raises(PluginConflictError) as caught:

@@ -16,7 +16,13 @@ def test_a_run_equals_one_with_the_optimizer_given_directly():
     torch.manual_seed(0)
     model = ConvNet()
     optimizer = MuonHybrid(
-        model, 0.03, weight_decay=0.2, adam_lr=0.03, adam_betas=(0.9, 0.999), adam_weight_decay=0.01, adjust_lr="match_rms_adamw"
+        model,
+        0.03,
+        weight_decay=0.2,
+        adam_lr=0.03,
+        adam_betas=(0.9, 0.999),
+        adam_weight_decay=0.01,
+        adjust_lr="match_rms_adamw",
     )
     direct = ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=7)
     train(direct, image_data())

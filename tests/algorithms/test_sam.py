@@ -35,7 +35,9 @@ def test_a_run_equals_a_loop_written_by_hand(accumulation, interval):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     windows = [slice(start, min(start + 8 * accumulation, 24)) for start in range(0, 24, 8 * accumulation)] * 2
     for step, rows in enumerate(windows, 1):
-        gradient = lambda rows=rows: torch.autograd.grad(nn.functional.cross_entropy(model(x[rows]), y[rows]), list(model.parameters()))
+        gradient = lambda rows=rows: torch.autograd.grad(
+            nn.functional.cross_entropy(model(x[rows]), y[rows]), list(model.parameters())
+        )
         g1 = gradient()
         if step % interval == 0:
             norm = torch.cat([g.flatten() for g in g1]).norm()
@@ -92,7 +94,9 @@ def test_a_radius_of_zero_is_the_base_optimizer_bit_for_bit(extra):
 
 
 def test_watchers_see_one_pass():
-    watches = {event: Watch(event, lambda state: 1) for event in (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.STEP_OUTPUT)}
+    watches = {
+        event: Watch(event, lambda state: 1) for event in (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.STEP_OUTPUT)
+    }
     backward = Watch(Event.AFTER_BACKWARD, lambda state: state.loss.item())
     trainer = conv_run(SAM(rho=0.5), callbacks=[*watches.values(), backward])
     after = Watch(Event.BATCH_END, lambda state: state.loss.item())
@@ -143,10 +147,19 @@ def test_gradients_that_overflow_skip_the_step_and_lower_the_scale():
     trainer.loss_func = Explodes()
     scaler = trainer._accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     trainer.callback_handler.add_callback(
-        Watch(Event.AFTER_STEP, lambda s: seen.append((scaler.get_scale(), weights(s.model), trainer._accelerator.optimizer_step_was_skipped)))
+        Watch(
+            Event.AFTER_STEP,
+            lambda s: seen.append(
+                (scaler.get_scale(), weights(s.model), trainer._accelerator.optimizer_step_was_skipped)
+            ),
+        )
     )
     go(trainer, num_epochs=1)
-    assert [scale for scale, *_ in seen] == [1024.0, 512.0, 512.0] and [skipped for *_, skipped in seen] == [False, True, False]
+    assert [scale for scale, *_ in seen] == [1024.0, 512.0, 512.0] and [skipped for *_, skipped in seen] == [
+        False,
+        True,
+        False,
+    ]
     assert same(seen[0][1], seen[1][1]) and not same(seen[1][1], seen[2][1])
     unscaled = plain_run(SAM(rho=0.2))
     unscaled.loss_func = nn.CrossEntropyLoss()

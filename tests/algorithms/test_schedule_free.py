@@ -56,7 +56,9 @@ def test_statistics_are_those_of_the_averaged_weights():
 def test_a_model_without_batch_norms_equals_the_optimizer_given_directly():
     model = make_model()
     algorithm = ScheduleFree(lr=0.05, beta=0.8, beta2=0.9, weight_decay=0.1, r=1, weight_lr_power=1)
-    trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=1.0), (), algorithms=[algorithm])
+    trainer = ReadyTrainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=1.0), (), algorithms=[algorithm]
+    )
     train_plain(trainer, make_data(), num_epochs=2)
     other = make_model()
     optimizer = AdamWScheduleFree(other.parameters(), 0.05, (0.8, 0.9), weight_decay=0.1, r=1, weight_lr_power=1)
@@ -75,7 +77,12 @@ def test_a_scheduler_is_refused_before_the_first_step():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [({"kind": "adam"}, "adamw"), ({"warmup": "0.1dur"}, "batches or optimizer steps"), ({"bn_batches": -1}, "bn_batches")]
+    ("arguments", "text"),
+    [
+        ({"kind": "adam"}, "adamw"),
+        ({"warmup": "0.1dur"}, "batches or optimizer steps"),
+        ({"bn_batches": -1}, "bn_batches"),
+    ],
 )
 def test_bad_settings_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):

@@ -47,7 +47,9 @@ def test_batches_are_averaged_and_training_goes_on_from_the_mean():
     assert not same(watch.values[6], watch.values[5])
 
 
-@pytest.mark.parametrize(("rate", "strategy", "share"), [(0.01, "linear", 0.5), (None, "linear", 0.5), (0.01, "cos", 0.5)])
+@pytest.mark.parametrize(
+    ("rate", "strategy", "share"), [(0.01, "linear", 0.5), (None, "linear", 0.5), (0.01, "cos", 0.5)]
+)
 def test_the_rate_moves_to_the_one_given_and_the_scheduler_rests(rate, strategy, share):
     swa = SWA("0.5dur", "1dur", "1ba", schedule_swa_lr=True, swa_lr=rate, anneal_steps=2, anneal_strategy=strategy)
     rates = Watch(Event.BATCH_END, lambda state: state.optimizers[0].param_groups[0]["lr"])

@@ -1,5 +1,6 @@
 """Composer's schedulers beside their formulas, in every unit and at every scale."""
 
+import itertools
 import math
 
 import pytest
@@ -48,7 +49,10 @@ TABLE = {
         lambda t, s: 0.5 ** ((t >= 30 * s) + (t >= 60 * s)),
     ),
     "constant": (lambda u: optim.ConstantScheduler(0.3, u(50)), lambda t, s: 0.3 if t < 50 * s else 1.0),
-    "linear": (lambda u: optim.LinearScheduler(0.9, 0.1, u(100)), lambda t, s: 0.9 + min(1, t / (100 * s)) * (0.1 - 0.9)),
+    "linear": (
+        lambda u: optim.LinearScheduler(0.9, 0.1, u(100)),
+        lambda t, s: 0.9 + min(1, t / (100 * s)) * (0.1 - 0.9),
+    ),
     "exponential": (lambda u: optim.ExponentialScheduler(0.9, u(10)), lambda t, s: 0.9 ** (t / (10 * s))),
     "cosine": (
         lambda u: optim.CosineAnnealingScheduler(u(100), 0.1),
@@ -56,7 +60,10 @@ TABLE = {
     ),
     "restarts": (
         lambda u: optim.CosineAnnealingWarmRestartsScheduler(u(20), 2.0, 0.1),
-        lambda t, s: 0.1 + 0.9 * cosine(next((t / s - a) / l for a, l in ((0, 20), (20, 40), (60, 80), (140, 160)) if t / s < a + l)),
+        lambda t, s: (
+            0.1
+            + 0.9 * cosine(next((t / s - a) / l for a, l in ((0, 20), (20, 40), (60, 80), (140, 160)) if t / s < a + l))
+        ),
     ),
     "polynomial": (
         lambda u: optim.PolynomialScheduler(3.0, u(100), 0.1),
@@ -92,7 +99,9 @@ TABLE = {
     ),
     "one cycle": (
         lambda u: optim.OneCycleScheduler(u(30), u(100), 0.04, 0.01),
-        lambda t, s: 1 - 0.96 * cosine(t / (30 * s)) if t < 30 * s else 0.01 + 0.99 * cosine(min(1, (t - 30 * s) / (70 * s))),
+        lambda t, s: (
+            1 - 0.96 * cosine(t / (30 * s)) if t < 30 * s else 0.01 + 0.99 * cosine(min(1, (t - 30 * s) / (70 * s)))
+        ),
     ),
 }
 
@@ -132,8 +141,8 @@ def test_fractions_are_neither_floored_nor_rounded_away():
 
 def test_a_scaled_warm_up_has_no_jump_at_its_end():
     scheduler = optim.CosineAnnealingWithWarmupScheduler("2ep", scale_warmup=True)
-    factors = [scheduler(state_at(batches, "20ep"), 2.0) for batches in range(0, 60)]
-    assert factors[40] == 1.0 and max(abs(a - b) for a, b in zip(factors, factors[1:])) < 0.026
+    factors = [scheduler(state_at(batches, "20ep"), 2.0) for batches in range(60)]
+    assert factors[40] == 1.0 and max(abs(a - b) for a, b in itertools.pairwise(factors)) < 0.026
     unscaled = optim.CosineAnnealingWithWarmupScheduler("2ep")
     assert unscaled(state_at(20, "20ep"), 2.0) == 1.0
 

@@ -34,7 +34,9 @@ F64 = torch.float64
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)
+    )
 
 
 def gradients(count: int, *shape: int, dtype: torch.dtype = F64) -> list[torch.Tensor]:
@@ -42,7 +44,9 @@ def gradients(count: int, *shape: int, dtype: torch.dtype = F64) -> list[torch.T
     return [torch.randn(*shape, generator=generator, dtype=dtype) for _ in range(count)]
 
 
-def follow(make, start: torch.Tensor, steps: list[torch.Tensor], **settings) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+def follow(
+    make, start: torch.Tensor, steps: list[torch.Tensor], **settings
+) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     weight = nn.Parameter(start.clone())
     optimizer = make([weight], **settings)
     for gradient in steps:
@@ -255,7 +259,10 @@ def test_muon_hybrid_takes_a_model_names_or_groups():
             (True, ["body.weight"]),
             (False, ["embed.weight", "body.bias", "head.weight", "head.bias"]),
         ]
-    groups = [{"params": [model["body"].weight], "muon": True, "lr": 0.5}, {"params": [model["head"].weight], "muon": False}]
+    groups = [
+        {"params": [model["body"].weight], "muon": True, "lr": 0.5},
+        {"params": [model["head"].weight], "muon": False},
+    ]
     optimizer = MuonHybrid(groups, adam_lr=0.1)
     assert [(g["muon"], g["lr"]) for g in optimizer.param_groups] == [(True, 0.5), (False, 0.1)]
     with pytest.raises(ConfigError, match="no matrices"):

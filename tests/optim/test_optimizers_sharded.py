@@ -71,7 +71,9 @@ def compare_on_rank():
 def test_shards_of_two_processes_take_the_steps_of_one(world2):
     for differences in world2(compare_on_rank):
         # Muon rounds to bfloat16, so the order of a sum over ranks may show there.
-        assert {name: value for name, value in differences.items() if value > (2e-3 if name == "MuonHybrid" else 1e-5)} == {}
+        assert {
+            name: value for name, value in differences.items() if value > (2e-3 if name == "MuonHybrid" else 1e-5)
+        } == {}
 
 
 @pytest.mark.parametrize(("kind", "threshold"), CLIPPING)

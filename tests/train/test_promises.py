@@ -881,6 +881,81 @@ def test_a_shorter_run_asked_for_by_a_guest_ends_there():
     assert trainer.state.clock.batch == 2
 
 
+@pytest.mark.parametrize("by", ["argument", "algorithm"])
+def test_a_run_and_its_schedule_can_be_scaled(by, capsys):
+    from drivetrain.algorithms import ScaleSchedule
+
+    if by == "argument":
+        trainer = make_trainer(scale_schedule_ratio=0.5)
+    else:
+        with pytest.warns(DeprecationWarning):
+            trainer = make_trainer(algorithms=[ScaleSchedule(0.5)])
+    make = CosineLrScheduler.create_scheduler_fn()
+    train(trainer, num_epochs=4, create_scheduler_fn=make)
+    assert trainer.state.clock.epoch == 2 and trainer.run_config.num_epochs == 2
+    assert trainer.scheduler.total_iterations == 2 * 3 and "num_epochs 4 → 2" in capsys.readouterr().out
+    train(trainer, num_epochs=None, max_duration="12ba")
+    assert trainer.state.clock.batch == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sanity_eval_batches": -1}, "sanity_eval_batches"),
+        ({"overfit_batches": -1}, "overfit_batches"),
+        ({"checkpoint_every": "soon"}, "checkpoint_every"),
+        ({"limit_eval_batches": -3}, "limit_eval_batches"),
+        ({"microbatch_size": "some"}, "microbatch_size"),
+        ({"microbatch_size": 0}, "microbatch_size"),
+        ({"max_num_train_steps": 0}, "max_num_train_steps"),
+        ({"gradient_clip_norm": math.nan}, "gradient_clip_norm"),
+    ],
+)
+def test_settings_without_sense_are_refused_before_a_loader_is_made(settings, words):
+    trainer = make_trainer()
+    with pytest.raises(ConfigError, match=words):
+        train(trainer, **settings)
+    assert trainer._train_dataloader is None
+
+
+def test_limits_of_evaluate_are_checked():
+    with pytest.raises(ConfigError, match="fraction"):
+        make_trainer().evaluate(make_data(), limit_batches=1.5)
+
+
+def test_data_that_can_be_read_once_is_a_warning_for_several_epochs():
+    def batches():
+        return ((torch.zeros(4, 6), torch.zeros(4, dtype=torch.long)) for _ in range(3))
+
+    with pytest.warns(UserWarning, match="read once"):
+        make_trainer().train(batches(), num_epochs=2)
+    trainer = make_trainer()
+    trainer.train(batches(), num_epochs=1)
+    assert trainer.state.clock.batch == 3
+
+
+def test_metrics_of_odd_batches_ask_for_their_hook():
+    class Odd(Trainer):
+        def calculate_eval_batch_loss(self, batch):
+            outputs = self.model(batch["a"])
+            return {
+                "loss": self.loss_func(outputs, batch["b"]),
+                "model_outputs": outputs,
+                "batch_size": len(batch["b"]),
+            }
+
+    class Whole(Odd):
+        def get_metric_inputs(self, batch, batch_output):
+            return batch_output["model_outputs"], batch["b"]
+
+    rows = [{"a": x, "b": y} for x, y in zip(*make_data(8).tensors)]
+    metrics = {"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()}
+    with pytest.raises(ConfigError, match="get_metric_inputs"):
+        make_trainer(cls=Odd, metrics=metrics).evaluate(rows, dataloader_kwargs={"num_workers": 0})
+    result = make_trainer(cls=Whole, metrics=metrics).evaluate(rows, dataloader_kwargs={"num_workers": 0})
+    assert 0 <= result["evaluation_accuracy"] <= 1
+
+
 def test_a_callable_decides_when_to_evaluate():
     seen = []
 

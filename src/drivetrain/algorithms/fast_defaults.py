@@ -45,7 +45,9 @@ class FastDefaults(Algorithm):
         self.tf32, self.cudnn_benchmark, self.fused_optimizer = tf32, cudnn_benchmark, fused_optimizer
         self.channels_last, self.fused_loss = channels_last, fused_loss
         if fused_loss:
-            self.conflicts = {"#soft_targets": "a fused loss has no logits to fit soft targets to. Leave fused_loss out"}
+            self.conflicts = {
+                "#soft_targets": "a fused loss has no logits to fit soft targets to. Leave fused_loss out"
+            }
         self.changes: list[str] = []
         self._undo: list[Callable[[], None]] = []
 

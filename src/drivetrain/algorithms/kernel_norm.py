@@ -59,7 +59,11 @@ class KernelNorm(Algorithm):
             normalise_kernels(self._seen[1])
 
     def _kernels(self, model: nn.Module) -> list[Tensor]:
-        named = set() if self.layers is None else {id(p) for p in select_parameters(model, self.layers, where="KernelNorm(layers=...)").values()}
+        named = (
+            set()
+            if self.layers is None
+            else {id(p) for p in select_parameters(model, self.layers, where="KernelNorm(layers=...)").values()}
+        )
         return [
             module.weight
             for module in model.modules()

@@ -22,7 +22,7 @@ class ScaleSchedule(Algorithm):
         self.ratio = float(ratio)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        state.scale_schedule_ratio = self.ratio
+        state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
         warnings.warn(
             "ScaleSchedule is kept for old code: write Trainer(scale_schedule_ratio=...) instead.",
             DeprecationWarning,

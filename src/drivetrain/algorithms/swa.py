@@ -175,7 +175,7 @@ class _Resting:
     """A scheduler that no longer changes the rates, but is saved and restored as before."""
 
     def __init__(self, scheduler: Any):
-        self.scheduler = scheduler.scheduler if isinstance(scheduler, _Resting) else scheduler
+        self.scheduler: Any = scheduler.scheduler if isinstance(scheduler, _Resting) else scheduler
 
     @property
     def optimizer(self) -> Optimizer:

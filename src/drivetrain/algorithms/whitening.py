@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.algorithms.surgery import model_of, rebind_units
+from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.checks import check_at_least, check_whole
 from drivetrain.algorithms.utils.parts import first_tensor
 from drivetrain.context.batch import BatchKey, batch_get
@@ -39,9 +39,7 @@ class Whitening(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         convolution = self._find(unwrap(model_of(state, str(self))))
         if event is Event.INIT:
-            if convolution.weight.requires_grad:
-                convolution.weight.requires_grad_(False)  # now, so that units and wrappers are made without it
-                rebind_units(state)
+            convolution.weight.requires_grad_(False)  # now, so that wrappers are made without it
         elif state.clock.batch == 0:
             images = self._images(state).to(convolution.weight.device, torch.float32)
             whiten_convolution(convolution, images, self.eps)

@@ -37,6 +37,8 @@ _find, __dir__ = lazy_exports(
         ".sweeps.samplers": ["Sampler", "GridSampler", "RandomSampler"],
         ".sweeps.optuna_sampler": ["OptunaSampler"],
         ".sweeps.executors": ["Executor", "InlineExecutor", "PoolExecutor"],
+        ".sweeps.submitit_executor": ["SubmititConfig", "SubmititExecutor"],
+        ".sweeps.ray_executor": ["RayConfig", "RayExecutor"],
         "drivetrain.torch_names": ["torch"],
     },
 )

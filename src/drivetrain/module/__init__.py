@@ -33,5 +33,6 @@ __getattr__, __dir__ = lazy_exports(
         ".fp8": ["Float8Linear", "convert_linears_to_fp8", "supports_fp8"],
         ".attention": ["AttentionAdapter", "AttentionBias", "find_attention", "register_attention"],
         ".precision": ["Precision", "parse_precision"],
+        ".whitening": ["whiten_convolution", "whitening_kernel"],
     },
 )

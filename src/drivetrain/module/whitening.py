@@ -29,7 +29,9 @@ def whitening_kernel(images: Tensor, kernel_size: tuple[int, int], eps: float = 
     patches = images.float().unfold(2, height, 1).unfold(3, width, 1)  # (N, C, rows, columns, h, w)
     flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, images.shape[1] * height * width)
     if len(flat) <= flat.shape[1]:
-        raise ConfigError(f"whitening_kernel: {len(flat)} patches cannot show {flat.shape[1]} directions. Give more images.")
+        raise ConfigError(
+            f"whitening_kernel: {len(flat)} patches cannot show {flat.shape[1]} directions. Give more images."
+        )
     eigenvalues, eigenvectors = torch.linalg.eigh(torch.cov(flat.T))
     filters = (eigenvectors / (eigenvalues.clamp(min=0) + eps).sqrt()).T.flip(0)
     return filters.reshape(-1, images.shape[1], height, width)

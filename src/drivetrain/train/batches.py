@@ -110,7 +110,7 @@ def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
         if has_loss_func and target is None:
             raise ConfigError(
                 f"the batch has the entries {sorted(map(str, batch))}, none of which is a target "
-                f"({', '.join(TARGET_NAMES)}). Rename one, or override calculate_train_batch_loss."
+                f"({', '.join(TARGET_NAMES)}). Rename one, or override calculate_train_batch_loss; with metrics= also get_metric_inputs."
             )
         form = MappingForm(target, keep_target=not has_loss_func)
         _check_entries(form.arguments(batch)[1], model)

@@ -92,6 +92,7 @@ def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, traini
         loader.to(trainer.device)
     if training:
         _refuse_empty(trainer, loader)
+        _warn_of_single_use(trainer, loader)
     return limit(loader, limit_batches)
 
 
@@ -118,11 +119,24 @@ def _refuse_empty(trainer: Any, loader: Any) -> None:
     )
 
 
+def _warn_of_single_use(trainer: Any, loader: Any) -> None:
+    if isinstance(loader, Iterator) and trainer.settings.epochs != 1:
+        warnings.warn(
+            f"the training data is a {type(loader).__name__}, which can be read once only: epochs after the first will be empty. Give "
+            "something that can be iterated again, or num_epochs=1.",
+            stacklevel=2,
+        )
+
+
 def limit(loader: Any, batches: int | float | None) -> Any:
     """Return a loader that stops after so many batches, or after that fraction of them."""
     if batches is None:
         return loader
     if isinstance(batches, float):
+        if not 0 < batches <= 1:
+            raise ConfigError(
+                f"limit {batches!r}: a float is a fraction in (0, 1]; give an int for a number of batches."
+            )
         whole = length(loader)
         if whole is None:
             raise ConfigError(

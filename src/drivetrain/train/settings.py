@@ -71,8 +71,13 @@ class TrainSettings:
                 )
             if isinstance(value, int) and value < 0:
                 raise ConfigError(f"{name}={value!r}: expected a number of batches, at least 0.")
+        for name in ("sanity_eval_batches", "overfit_batches"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a number of batches, at least 0.")
         if not callable(self.eval_interval):
             parse_time("eval_interval", self.eval_interval)
+        if self.checkpoint_every is not None:
+            parse_time("checkpoint_every", self.checkpoint_every)
 
     def _check_limits(self) -> None:
         ends = (self.num_epochs, self.max_num_train_steps, self.max_duration)
@@ -92,6 +97,22 @@ class TrainSettings:
                 f"max_duration={str(self.max_duration)!r}: expected an amount above 0 of epochs, batches, steps, samples, "
                 "tokens or time, such as '10ep', '500ba', '1e6sp', '1e9tok', '2h'."
             )
+
+    def scaled(self, ratio: float) -> "TrainSettings":
+        """Return settings for a run of `ratio` times the length, in whole epochs, updates, batches, samples or tokens."""
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
+            raise ConfigError(
+                f"scale_schedule_ratio={ratio!r}: expected a number above 0, such as 0.5 for half the run."
+            )
+        lengths: dict[str, Any] = {
+            name: int(value * ratio)
+            for name in ("num_epochs", "max_num_train_steps")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.max_duration is not None:
+            value, unit = self.max_duration.value * ratio, self.max_duration.unit
+            lengths["max_duration"] = Time(value if unit is TimeUnit.SECOND else int(value), unit)
+        return replace(self, **lengths)
 
     def for_development(self) -> "TrainSettings":
         """Return settings for a first look: a few batches, one epoch, no files."""

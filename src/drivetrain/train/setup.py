@@ -15,6 +15,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_optimizer, check_plateau, check_scheduler, check_watched_metrics
@@ -56,6 +57,22 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     _prepare_scheduler(trainer)
     _bind_units(trainer)
     resuming.restore(trainer)
+
+
+def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
+    """Scale the length of the run where that was asked for, by the Trainer's argument or by an algorithm, and say so."""
+    ratio = trainer.scale_schedule_ratio
+    ratio = getattr(trainer.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
+    if ratio == 1.0:
+        return settings
+    scaled = settings.scaled(ratio)
+    changes = [
+        f"{name} {getattr(settings, name)} → {getattr(scaled, name)}"
+        for name in ("num_epochs", "max_num_train_steps", "max_duration")
+        if getattr(settings, name) is not None
+    ]
+    trainer.print(f"scale_schedule_ratio={ratio}: {', '.join(changes)}")
+    return scaled
 
 
 def _prepare_scheduler(trainer: Any) -> None:
@@ -107,6 +124,7 @@ def prepare_loop(trainer: Any) -> None:
         or trainer._limits.end_inside_epochs
         or (trainer._keeper is not None and trainer._keeper.saves_inside_epochs)
         or engine.plugins  # a guest may shorten the run by changing state.max_duration
+        or current_run() is not None  # an experiment may look on at every boundary
     )
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)

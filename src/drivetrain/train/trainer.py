@@ -299,6 +299,7 @@ class Trainer:
             overfit_batches=overfit_batches,
             fast_dev_run=fast_dev_run,
         )
+        settings = setup.scale_length(self, settings)
         self.settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
         self._resume_next = None
         self.train_dataset = defaults["train_dataset"] if train_dataset is None else train_dataset

@@ -57,7 +57,7 @@ def rich_run(tmp_path):
             "value": {"low": -1, "high": 1, "counts": [1, 5, 2], "nonfinite": 0},
         },
         {"step": 50, "time": 1, "kind": "text", "tag": "sample", "value": "a <script>alert(1)</script> text"},
-        {"step": 50, "time": 1, "kind": "summary", "tag": "summary", "value": {"final_score": 0.5}},
+        {"step": 50, "time": 1, "kind": "summary", "tag": "summary", "value": {"final_score": 0.5, "parts": [1, 2]}},
     ]
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.writelines(json.dumps(row) + "\n" for row in rows)

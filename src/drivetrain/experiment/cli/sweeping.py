@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--executor",
         default=None,
-        help="inline or pool (default: inline, or pool with --processes or --gpus-per-trial)",
+        help="inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)",
     )
     parser.add_argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own")
     parser.add_argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself")

@@ -42,6 +42,8 @@ def draw_chart(curves: Sequence[Curve], title: str, *, x_label: str = "step") ->
         f'{" dashed" if curve.is_dashed else ""}" d="M0 4H22"/></svg>{escape(curve.label)}</li>'
         for curve in curves
     )
+    if any(prepared.means for prepared in shown):
+        legend += "<li>thick: moving mean</li>"
     values = json.dumps([{"label": curve.label, "points": prepared.readout} for curve, prepared in zip(curves, shown)])
     area = json.dumps([LEFT, WIDTH - RIGHT, *_x_range(shown)])
     return (

@@ -51,17 +51,14 @@ def summary_cards(run: RunData) -> str:
     for tag in shown[:3]:
         entry = summaries[tag]
         cards.append((short(entry.last), f"{tag}; best {short(entry.best)} at step {short(entry.best_step)}"))
-    known = {entry.last for entry in summaries.values()}
+    known = [entry.last for entry in summaries.values()]
     cards += [(number(value), name) for name, value in run.summary.items() if value not in known][:3]
     if isinstance(record.status.get("step"), int):
         cards.append((f"{record.status['step']:,}", "steps"))
     cards.append((duration(record.status.get("seconds")), "duration"))
-    cards.append(
-        (
-            ", ".join(map(str, record.manifest.get("devices") or ["unknown"])),
-            f"{record.manifest.get('processes', 1)} process(es)",
-        )
-    )
+    devices = ", ".join(map(str, record.manifest.get("devices") or ["unknown"]))
+    processes = record.manifest.get("processes") or 1
+    cards.append((devices, "one process" if processes == 1 else f"{processes} processes"))
     parts = "".join(
         f'<div class="card"><b>{escape(str(value))}</b><span>{escape(label)}</span></div>' for value, label in cards
     )

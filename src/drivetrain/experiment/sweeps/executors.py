@@ -20,7 +20,7 @@ from drivetrain.experiment.subprocesses import END_SECONDS, end_with_parent, lea
 from drivetrain.experiment.sweeps.reporting import reporting_to
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Outcome, Trial
 
-NAMES = ("inline", "pool")
+NAMES = ("inline", "pool", "submitit", "ray")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
@@ -117,7 +117,7 @@ class PoolExecutor(Executor):
 
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        share = TrialWork(None, self.work.fixed, self.work.sweep, _never)
+        share = TrialWork(None, self.work.fixed, self.work.sweep, never_prune)
         process = context.Process(
             target=_run_trial, args=(self._reference, share, trial, theirs), name=f"trial {trial.index}"
         )
@@ -173,7 +173,8 @@ class PoolExecutor(Executor):
             self._free.extend(gpus)
 
 
-def _never(trial: Trial, value: float, step: int) -> bool:
+def never_prune(trial: Trial, value: float, step: int) -> bool:
+    """Stand in for the sampler where a trial runs, which is asked through a channel instead."""
     return False
 
 
@@ -251,6 +252,15 @@ def make_executor(executor: "str | Executor", num_processes: int | None, gpus_pe
         return PoolExecutor(
             num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
         )
+    if executor == "submitit":
+        from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig, SubmititExecutor
+
+        at_a_time = SubmititConfig.num_processes if num_processes is None else num_processes
+        return SubmititExecutor(SubmititConfig(num_processes=at_a_time, gpus_per_trial=gpus_per_trial))
+    if executor == "ray":
+        from drivetrain.experiment.sweeps.ray_executor import RayConfig, RayExecutor
+
+        return RayExecutor(RayConfig(num_processes=num_processes, gpus_per_trial=gpus_per_trial))
     if executor not in NAMES:
         raise ConfigError(unknown_name("executor", executor, NAMES))
     if num_processes not in (None, 1) or gpus_per_trial is not None:

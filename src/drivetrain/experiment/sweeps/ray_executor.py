@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -75,7 +76,8 @@ class RayExecutor(Executor):
         self._ray: Any = ray
         self._tasks: dict[int, Any] = {}
         self._watch: JobWatch | None = None
-        self._started_here = False
+        self._joined_here = False
+        self._can_grow = True
 
     def start(self, work: TrialWork) -> None:
         """Join Ray, or start it, and see how many trials it holds."""
@@ -83,14 +85,17 @@ class RayExecutor(Executor):
         self._reference = reference_from_afar(work.experiment)
         self._join()
         self.slots = self._count_slots()
-        self._remote = self._ray.remote(_run).options(
-            num_cpus=self.config.cpus_per_trial,
-            num_gpus=self.config.gpus_per_trial or 0,
-            resources=dict(self.config.resources) or None,
-            runtime_env=dict(self.config.runtime_env) or None,
-            max_retries=0,  # the sweep retries, and writes it down
-            max_calls=1,  # no trial inherits a worker's memory or CUDA state
-        )
+        options: dict[str, Any] = {
+            "num_cpus": self.config.cpus_per_trial,
+            "num_gpus": self.config.gpus_per_trial or 0,
+            "max_retries": 0,  # the sweep retries, and writes it down
+            "max_calls": 1,  # no trial inherits a worker's memory or CUDA state
+        }
+        if self.config.resources:
+            options["resources"] = dict(self.config.resources)
+        if self.config.runtime_env:
+            options["runtime_env"] = dict(self.config.runtime_env)
+        self._remote = self._ray.remote(**options)(_run)
         several = len(self._nodes()) > 1
         self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if several else 0.0)
 
@@ -111,21 +116,19 @@ class RayExecutor(Executor):
             if tasks:
                 _, tasks = self._ray.wait(tasks, num_returns=len(tasks), timeout=END_SECONDS)
         self._tasks.clear()
-        if self._started_here:
+        if self._joined_here:
             self._leave()
 
     def _ended(self, trial: Trial) -> str | None:
-        task = self._tasks.get(trial.index)
-        if task is not None:
-            ready, _ = self._ray.wait([task], timeout=0)
-            if not ready:
-                return None
+        """Say how the task of a trial ended; None while it goes on."""
+        task = self._tasks[trial.index]
+        if not self._ray.wait([task], timeout=0)[0]:
+            return None
         try:
-            if task is not None:
-                self._ray.get(task)
+            self._ray.get(task)
         except self._ray.exceptions.RayError as error:
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return "the task has ended"
+        return "the task ended before the trial did"
 
     def _join(self) -> None:
         if self._ray.is_initialized():
@@ -133,17 +136,17 @@ class RayExecutor(Executor):
                 if getattr(self.config, name) is not None:
                     logger.warning("RayConfig.%s has no effect: this process has joined a Ray already.", name)
             return
-        # Ray takes SIGTERM for itself, and does not give it back.
-        self._handler = signal.getsignal(signal.SIGTERM)
-        options: dict[str, Any] = {} if self.config.num_cpus is None else {"num_cpus": self.config.num_cpus}
-        self._started_here = True
-        self._ray.init(
-            address=self.config.address, include_dashboard=None if self.config.address else False, logging_level="warning", **options
-        )
+        options: dict[str, Any] = {"address": self.config.address, "logging_level": "warning"}
+        if self.config.address is None and "RAY_ADDRESS" not in os.environ:
+            self._can_grow = False
+            options |= {"num_cpus": self.config.num_cpus, "include_dashboard": False}
+        self._handler = signal.getsignal(signal.SIGTERM)  # Ray takes SIGTERM for itself, and does not give it back
+        self._joined_here = True
+        self._ray.init(**options)
 
     def _leave(self) -> None:
         self._ray.shutdown()
-        self._started_here = False
+        self._joined_here = False
         if threading.current_thread() is threading.main_thread() and self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
@@ -154,12 +157,14 @@ class RayExecutor(Executor):
         """Return how many trials run at a time; a trial that no node can hold would wait for ever."""
         needs, nodes = self.config.needs, self._nodes()
         room = sum(int(min((node.get(name, 0) / needs[name] for name in needs), default=1)) for node in nodes)
-        if room == 0 and (self.config.num_processes is None or self._started_here):
+        if room == 0:
             have = "; ".join(str({name: node.get(name, 0) for name in needs}) for node in nodes)
-            raise ConfigError(
-                f"a trial needs {needs}, and no node of Ray has as much (there is {have}). Ask for less per trial, or, where a "
-                "cluster grows on demand, say with num_processes how many trials may run at a time."
-            )
+            lack = f"a trial needs {needs}, and no node of Ray has as much (there is {have})."
+            if self.config.num_processes is None or not self._can_grow:
+                raise ConfigError(
+                    f"{lack} Ask for less per trial; for a cluster that grows on demand give num_processes, the trials at a time."
+                )
+            logger.warning("%s Trials wait until one joins.", lack)
         return self.config.num_processes or room
 
 

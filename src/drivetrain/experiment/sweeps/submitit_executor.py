@@ -129,11 +129,12 @@ class SubmititExecutor(Executor):
         """Cancel the jobs that still wait or run."""
         if self._watch is not None:
             self._watch.close()
-        for job in self._jobs.values():
+        running = [job for job in self._jobs.values() if not job.done()]
+        for job in running:
             job.cancel(check=False)
         deadline = time.monotonic() + END_SECONDS
-        while time.monotonic() < deadline and not all(job.done() for job in self._jobs.values()):
-            time.sleep(POLL_SECONDS / 4)
+        while time.monotonic() < deadline and not all(job.done() for job in running):
+            time.sleep(POLL_SECONDS)
         self._jobs.clear()
 
     def _send(self, trial: Trial) -> None:
@@ -145,28 +146,19 @@ class SubmititExecutor(Executor):
 
     def _ended(self, trial: Trial) -> str | None:
         """Say how the job of a trial ended; None while it goes on, or once more after a stop."""
-        job = self._jobs.get(trial.index)
-        if job is None:
-            return "the job has ended"
+        job = self._jobs[trial.index]
         if not job.done():
             return None
-        state = state_of(trial)
-        if state == "interrupted" and self._requeued[trial.index] < self.config.requeues:
+        if state_of(trial) == "interrupted" and self._requeued[trial.index] < self.config.requeues:
             self._requeued[trial.index] += 1
             self._send(trial)
             return None
-        if state not in ("running", None):
-            self._forget(trial)
         return f"job {job.job_id} ended ({job.state}) before the trial did. Its output: {job.paths.stderr}"
-
-    def _forget(self, trial: Trial) -> None:
-        self._jobs.pop(trial.index)
-        job_note(trial, "job").unlink(missing_ok=True)
 
     def _left_behind(self, trial: Trial) -> Any:
         """Return the job that an earlier process of this sweep submitted, if SLURM still has it."""
         note = job_note(trial, "job")
-        if self.config.cluster != "slurm" or trial.index in self._jobs or not note.is_file():
+        if self.config.cluster != "slurm" or not note.is_file():
             return None
         import submitit
 

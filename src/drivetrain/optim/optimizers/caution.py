@@ -30,7 +30,7 @@ class Cautious(WrappedOptimizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
         loss = evaluate(closure)
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]

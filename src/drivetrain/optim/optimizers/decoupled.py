@@ -42,7 +42,7 @@ class DecoupledAdamW(AdamW):
         _remember_rate(self.param_groups[-1])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take AdamW's step with the decay that makes 1 - lr * decay the factor wanted."""
         loss = evaluate(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
@@ -80,7 +80,7 @@ class DecoupledSGDW(SGD):
         _remember_rate(self.param_groups[-1])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Decay the parameters that have a gradient, then take SGD's step without decay."""
         loss = evaluate(closure)
         decays = [group["weight_decay"] for group in self.param_groups]

@@ -49,7 +49,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:
@@ -60,7 +60,7 @@ class Lion(Optimizer):
             gradients = local_parts(p.grad for p in parameters if p.grad is not None)
             own = local_parts(parameters)
             lr, (beta1, beta2) = group["lr"], group["betas"]
-            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+            updates = list(torch._foreach_lerp(momenta, gradients, 1 - beta1))
             torch._foreach_sign_(updates)
             shrink(own, lr * group["weight_decay"])
             subtract(own, updates, lr)

@@ -33,7 +33,7 @@ class Lookahead(WrappedOptimizer):
         self.k, self.alpha = k, alpha
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step inside, and after every k-th step move the slow weights."""
         loss = evaluate(closure)
         for parameter in self.parameters():

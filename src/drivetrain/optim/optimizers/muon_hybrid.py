@@ -122,7 +122,7 @@ class MuonHybrid(Optimizer):
         return [(side, [one for one, is_hidden in zip(members, hidden) if is_hidden is side]) for side in (True, False)]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:
@@ -195,9 +195,9 @@ def _whole_matrix(update: Tensor, like: Tensor) -> Tensor:
     if is_dtensor(like):
         from torch.distributed.tensor import DTensor
 
-        update = DTensor.from_local(
-            update, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        ).full_tensor()
+        mesh, places = like.device_mesh, like.placements  # type: ignore[attr-defined]
+        whole = DTensor.from_local(update, mesh, places, run_check=False, shape=like.shape, stride=like.stride())
+        update = whole.full_tensor()
     return update.flatten(1)
 
 

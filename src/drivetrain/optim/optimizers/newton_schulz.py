@@ -1,8 +1,8 @@
 """Orthogonalisation by Newton-Schulz iteration, for one matrix or a stack of them (Jordan et al., 2024).
 
 The quintic iteration drives all singular values towards one, roughly: its coefficients rise steeply at zero and do not converge.
-It runs in bfloat16 and only multiplies matrices. Matrices of one shape are stacked, because many small products cost more to
-start than to compute.
+It runs in bfloat16 and only multiplies matrices. Small matrices of one shape are stacked, because many small products cost more
+to start than to compute.
 """
 
 import math
@@ -13,6 +13,7 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 _STACK_ELEMENTS = 1 << 24  # the largest stack made at once: 32 MiB in bfloat16
+_CPU_ELEMENTS = 1 << 12  # on a CPU a product of larger matrices outweighs its start, and stacked products are slower
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 
@@ -57,7 +58,8 @@ def _stacks(matrices: list[Tensor]) -> list[list[int]]:
         groups.setdefault(tuple(shape), []).append(place)
     stacks = []
     for (rows, columns), places in groups.items():
-        size = max(1, _STACK_ELEMENTS // (rows * columns))
+        is_large = matrices[places[0]].device.type == "cpu" and rows * columns > _CPU_ELEMENTS
+        size = 1 if is_large else max(1, _STACK_ELEMENTS // (rows * columns))
         stacks += [places[start : start + size] for start in range(0, len(places), size)]
     return stacks
 

@@ -91,7 +91,7 @@ class _ScheduleFree(Optimizer):
         self._training_weights = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move z by the gradient at y, average it into x, and set y between the two."""
         if not self.training:
             raise RuntimeError(

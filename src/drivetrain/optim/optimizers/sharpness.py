@@ -49,7 +49,7 @@ class SAMOptimizer(WrappedOptimizer):
         self.rho, self.epsilon, self.interval = rho, epsilon, interval
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update; a sharpness-aware step needs the closure and returns the loss at the perturbed weights."""
         count = self.param_groups[0].get(_COUNT, 0) + 1
         loss = None

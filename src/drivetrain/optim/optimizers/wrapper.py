@@ -33,7 +33,7 @@ class WrappedOptimizer(Optimizer):
         super().__setstate__({})  # hooks and profiling; the constructor would make groups of its own
 
     @property
-    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
+    def param_groups(self) -> list[ParamGroup]:
         """The groups of the optimizer inside."""
         return self.base_optimizer.param_groups
 
@@ -42,7 +42,7 @@ class WrappedOptimizer(Optimizer):
         self.base_optimizer.param_groups = groups
 
     @property
-    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
         """The state of the optimizer inside."""
         return self.base_optimizer.state
 
@@ -51,7 +51,7 @@ class WrappedOptimizer(Optimizer):
         self.base_optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The defaults of the optimizer inside."""
         return self.base_optimizer.defaults
 

@@ -1,0 +1,58 @@
+"""Evaluation and prediction average over mirrored and moved images."""
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from drivetrain.algorithms.test_time_flip import TestTimeFlip, average_flips
+from tests.algorithms.tasks import conv_trainer, image_data, train
+
+
+def reference(model, x, shift):
+    def pair(images):
+        return (model(images) + model(images.flip(-1))) / 2
+
+    if not shift:
+        return pair(x)
+    padded = F.pad(x, (shift,) * 4, mode="reflect")
+    size = x.shape[-1]
+    corners = padded[..., 2 * shift :, 2 * shift :], padded[..., :size, :size]
+    return pair(x) / 2 + sum(map(pair, corners)) / 4
+
+
+def test_the_mean_is_that_of_the_views():
+    model, (x, _) = conv_trainer().model.eval(), image_data().tensors
+    for shift in (0, 1, 2):
+        assert torch.allclose(average_flips(model, x, shift), reference(model, x, shift), atol=1e-6)
+
+
+def test_loss_and_metrics_see_the_mean():
+    data = image_data()
+    trainer = conv_trainer(TestTimeFlip(shift=1), metrics={"sum": lambda outputs, targets: outputs[:, 0].mean()})
+    result = trainer.evaluate(data, per_device_batch_size=24)
+    outputs = reference(trainer.model.eval(), data.tensors[0], 1)
+    assert abs(result["evaluation_loss"] - F.cross_entropy(outputs, data.tensors[1]).item()) < 1e-6
+    assert abs(result["evaluation_sum"] - outputs[:, 0].mean().item()) < 1e-6
+
+
+def test_prediction_averages_with_and_without_targets():
+    (x, y), trainer = image_data().tensors, conv_trainer(TestTimeFlip())
+    expected = reference(trainer.model.eval(), x, 0)
+    for data in (TensorDataset(x, y), x):
+        assert torch.allclose(trainer.predict(data, per_device_batch_size=12), expected, atol=1e-6)
+
+
+def test_training_is_not_touched():
+    data = image_data()
+    losses = [
+        train(conv_trainer(*algorithms), data).get_metric_values("train_loss_epoch")
+        for algorithms in ((), (TestTimeFlip(),))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_it_follows_the_precision_of_the_run():
+    trainer = conv_trainer(TestTimeFlip(), precision="bf16")
+    result = trainer.evaluate(image_data(), per_device_batch_size=24)
+    exact = F.cross_entropy(reference(trainer.model.eval(), image_data().tensors[0], 0), image_data().tensors[1]).item()
+    assert result["evaluation_loss"] != exact and abs(result["evaluation_loss"] - exact) < 0.02

@@ -1,0 +1,47 @@
+"""The guide's snippets, the examples in docstrings and the benchmark run as printed."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+
+
+def test_snippets_of_the_guide_run():
+    names: dict = {}
+    snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for snippet in snippets:
+        exec(compile(snippet, str(PAGE), "exec"), names)
+    assert len(snippets) == 2
+
+
+@pytest.mark.parametrize("name", ["lion", "lookahead", "muon_hybrid", "newton_schulz", "schedule_free", "sharpness"])
+def test_examples_in_docstrings_run(name):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.optim.optimizers.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["algorithms.ema", "algorithms.lookahead", "algorithms.swa", "train.optimizer_factory"]
+)
+def test_examples_in_docstrings_of_the_algorithms_run(name):
+    result = doctest.testmod(importlib.import_module(f"drivetrain.{name}"))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_every_optimizer_and_scheduler_is_in_the_guide():
+    from drivetrain.optim import _COMPOSER_SCHEDULERS, _OPTIMIZERS
+
+    text = PAGE.read_text()
+    for names in (*_OPTIMIZERS.values(), *_COMPOSER_SCHEDULERS.values()):
+        assert all(f"{name}" in text for name in names if name != "ComposerScheduler")
+
+
+def test_the_benchmark_runs():
+    from benchmarks.muon_step import main
+
+    numbers = main(width=8, blocks=1, turns=2, steps=1, device="cpu", write=False)
+    assert numbers["ratio"] > 0
