@@ -2,9 +2,10 @@
 
     DRIVETRAIN_DATA=folder python examples/cifar10_speedrun.py [--seeds 5] [--epochs 8] [--no-lookahead] [--split]
 
-The network and its settings follow Jordan's airbench94 in its version with Muon (2024, arXiv 2404.00498). The folder holds
-`cifar10-jpeg.tar.xz`; `--synthetic` needs no data and learns nothing of interest. Time is counted as there: training and the evaluation with
-test-time flips, with the data on the device and the model compiled by a warm-up whose weights are thrown away.
+The network and its settings follow Jordan's airbench94 in its version with Muon (2024, arXiv 2404.00498). The folder
+holds `cifar10-jpeg.tar.xz`; `--synthetic` needs no data and learns nothing of interest. Time is counted as there:
+training and the evaluation with test-time flips, with the data on the device and the model compiled by a warm-up whose
+weights are thrown away.
 """
 
 import argparse
@@ -94,8 +95,17 @@ def make_optimizer(model: SpeedNet, batch_size: int, epochs: int) -> OptimSet:
     common = {"nonfinite": "ignore"}  # looking would make the host wait
     return OptimSet(
         kernels=LinearLr("MuonHybrid", muon, model, updated_modules=["stages.*.conv1", "stages.*.conv2"], **common),
-        whitening=LinearLr("SGD", sgd, model, updated_modules="whitening.bias", total_steps=f"{min(3, epochs)}ep", **common),
-        rest=LinearLr("SGD", sgd, model, updated_modules=["stages.*.norm1.bias", "stages.*.norm2.bias", "head"], param_groups=head, **common),
+        whitening=LinearLr(
+            "SGD", sgd, model, updated_modules="whitening.bias", total_steps=f"{min(3, epochs)}ep", **common
+        ),
+        rest=LinearLr(
+            "SGD",
+            sgd,
+            model,
+            updated_modules=["stages.*.norm1.bias", "stages.*.norm2.bias", "head"],
+            param_groups=head,
+            **common,
+        ),
     )
 
 
@@ -134,7 +144,9 @@ class Stopwatch(Callback):
         return time.perf_counter()
 
 
-def load_data(synthetic: bool, size: int, device: torch.device, cache_dir: str | None) -> tuple[TensorDataset, TensorDataset]:
+def load_data(
+    synthetic: bool, size: int, device: torch.device, cache_dir: str | None
+) -> tuple[TensorDataset, TensorDataset]:
     """Return normalised images and labels of both splits, on the device."""
     if synthetic:
         generator = torch.Generator().manual_seed(0)
@@ -209,19 +221,24 @@ def main(
             test_set,
             batch_size,
             eval_interval=f"{num_epochs}ep",
-            train_dataloader_kwargs={"random_seed": seed, "drop_last": True},
+            train_dataloader_kwargs={"random_seed": seed, "drop_last": True, "pin_memory": False},
+            eval_dataloader_kwargs={"pin_memory": False},
         )
         return history.get_metric_values("eval_accuracy_epoch")[-1]
 
     if on_gpu:
-        run(0, TensorDataset(*(tensor[: 6 * batch_size] for tensor in train_set.tensors)), 1)  # compiles, and is forgotten
+        run(
+            0, TensorDataset(*(tensor[: 6 * batch_size] for tensor in train_set.tensors)), 1
+        )  # compiles, and is forgotten
     accuracies, seconds = [], []
     for seed in range(seeds):
         accuracies.append(run(seed, train_set, epochs))
         seconds.append(stopwatch.seconds)
         print(f"seed {seed}: accuracy {accuracies[-1]:.4f} in {seconds[-1]:.2f} s")
     spread = statistics.stdev(accuracies) if seeds > 1 else 0.0
-    print(f"accuracy {statistics.mean(accuracies):.4f} (s.d. {spread:.4f}, {seeds} runs) in {statistics.mean(seconds):.3f} s on {place}")
+    print(
+        f"accuracy {statistics.mean(accuracies):.4f} (s.d. {spread:.4f}, {seeds} runs) in {statistics.mean(seconds):.3f} s on {place}"
+    )
     if split:
         print("where it goes:", ", ".join(f"{part} {took:.3f} s" for part, took in stopwatch.parts.items()))
     return {"accuracies": accuracies, "seconds": seconds, "parts": dict(stopwatch.parts)}

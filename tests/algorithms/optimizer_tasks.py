@@ -1,4 +1,4 @@
-"""A trainer whose optimizer can be replaced, and runs that are broken off and resumed."""
+"""Runs with replaced optimizers that are broken off and resumed."""
 
 from pathlib import Path
 from typing import Any
@@ -7,34 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.train.closures import WindowRepeat
-from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import ConvNet, PullPlug, image_data, train, weights
-
-
-class ReadyTrainer(Trainer):
-    """A trainer that gives algorithms the optimizer factory and repeats an update's passes for optimizers that ask."""
-
-    def _create_callback_handler(self, callbacks: Any) -> Any:
-        self.state.make_optimizer = make_optimizer
-        self._repeat = self.state.window_batches = WindowRepeat(self)
-        return super()._create_callback_handler(callbacks)
-
-    def train_epoch_start(self) -> None:
-        super().train_epoch_start()
-        self._repeat.prepare()
-
-    def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
-        if self._repeat.is_wanted:
-            self._repeat.remember(batch)
-        super()._perform_forward_and_backward_passes(batch, step)
-
-    def optimizer_step(self) -> None:
-        if self._repeat.is_wanted:
-            self._repeat.step()
-        else:
-            super().optimizer_step()
 
 
 def conv_run(*algorithms: Any, optimizer: str = "SGD", callbacks: Any = (), **kwargs: Any) -> Trainer:
@@ -44,7 +18,7 @@ def conv_run(*algorithms: Any, optimizer: str = "SGD", callbacks: Any = (), **kw
     settings = {"SGD": {"lr": 0.05, "momentum": 0.9}, "AdamW": {"lr": 0.01}}[optimizer]
     made = getattr(torch.optim, optimizer)(model.parameters(), **settings)
     kwargs.setdefault("seed", 7)
-    cls = kwargs.pop("trainer_class", ReadyTrainer)
+    cls = kwargs.pop("trainer_class", Trainer)
     return cls(model, nn.CrossEntropyLoss(), made, callbacks, algorithms=algorithms, **kwargs)
 
 

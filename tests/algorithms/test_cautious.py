@@ -7,7 +7,8 @@ from torch import nn
 from drivetrain import optim
 from drivetrain.algorithms.cautious import Cautious
 from drivetrain.algorithms.muon import Muon
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, image_data, same, train, weights
 
 
@@ -17,7 +18,7 @@ def test_a_run_equals_one_with_the_wrapped_optimizer_given_directly():
     torch.manual_seed(0)
     model = ConvNet()
     wrapped = optim.Cautious(torch.optim.AdamW(model.parameters(), lr=0.01))
-    direct = ReadyTrainer(model, nn.CrossEntropyLoss(), wrapped, (), seed=7)
+    direct = Trainer(model, nn.CrossEntropyLoss(), wrapped, (), seed=7)
     train(direct, image_data())
     assert same(weights(trainer.model), weights(direct.model))
 

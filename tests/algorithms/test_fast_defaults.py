@@ -8,7 +8,8 @@ from drivetrain.algorithms.fast_defaults import FastDefaults, mostly_convolution
 from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.core.event import Event
 from drivetrain.module.optimizer_kernels import use_fused_kernels
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, Watch, image_data, train, weights
 from tests.train.tasks import make_data, make_model
 from tests.train.tasks import train as train_plain
@@ -88,7 +89,7 @@ def test_the_fused_loss_trains_and_evaluates_as_the_plain_one():
     for algorithms in ((FastDefaults(**settings, fused_loss=True),), ()):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), algorithms=algorithms)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer, (), algorithms=algorithms)
         train_plain(trainer, make_data(), num_epochs=3, eval_dataset=make_data())
         histories.append(
             [list(trainer.run_history.get_metric_values(f"{one}_loss_epoch")) for one in ("train", "eval")]
@@ -101,5 +102,5 @@ def test_a_fused_loss_that_cannot_be_warns():
     model = make_model()
     fast = FastDefaults(fused_loss=True)
     with pytest.warns(NoEffectWarning, match="fused_loss"):
-        trainer = ReadyTrainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[fast])
+        trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[fast])
     fast.close(trainer.state, trainer.logbook)

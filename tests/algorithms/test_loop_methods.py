@@ -22,7 +22,8 @@ from drivetrain.algorithms.soap import SOAP
 from drivetrain.algorithms.swa import SWA
 from drivetrain.core.errors import PluginConflictError
 from drivetrain.core.event import Event
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run, resumed_equals_uninterrupted
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run, resumed_equals_uninterrupted
 from tests.algorithms.tasks import image_data, make_state, train
 
 E = Event
@@ -100,7 +101,7 @@ def test_an_optimizer_that_has_begun_is_not_replaced(name):
     first = conv_run()
     train(first, image_data(), num_epochs=1)
     with pytest.raises(ValueError, match="has taken steps already"):
-        ReadyTrainer(first.model, nn.CrossEntropyLoss(), first.optimizer, (), algorithms=[CASES[name][0]()])
+        Trainer(first.model, nn.CrossEntropyLoss(), first.optimizer, (), algorithms=[CASES[name][0]()])
 
 
 SIGNATURES = {

@@ -6,7 +6,8 @@ from torch import nn
 
 from drivetrain.algorithms.muon import Muon
 from drivetrain.optim import MuonHybrid
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, TinyTransformer, image_data, same, train, weights
 
 
@@ -24,7 +25,7 @@ def test_a_run_equals_one_with_the_optimizer_given_directly():
         adam_weight_decay=0.01,
         adjust_lr="match_rms_adamw",
     )
-    direct = ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=7)
+    direct = Trainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=7)
     train(direct, image_data())
     assert same(weights(trainer.model), weights(direct.model))
 
@@ -36,7 +37,7 @@ def test_the_split_is_explained_and_groups_keep_their_rates():
     optimizer = torch.optim.AdamW([{"params": rest}, {"params": slow, "lr": 1e-4, "weight_decay": 0.5}], lr=1e-3)
     muon = Muon(other_kwargs={"betas": (0.8, 0.9)})
     assert "not seen" in muon.explain()
-    trainer = ReadyTrainer(model, None, optimizer, (), algorithms=[muon])
+    trainer = Trainer(model, None, optimizer, (), algorithms=[muon])
     groups = trainer.optimizer.param_groups
     assert [(g["muon"], g["lr"], g["param_names"]) for g in groups if g["muon"]] == [
         (True, 1e-3, ["out.weight"]),
@@ -55,4 +56,4 @@ def test_bad_settings_are_refused():
         Muon(other_kwargs={"beta": 1})
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="no hidden matrix"):
-        ReadyTrainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[Muon()])
+        Trainer(model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[Muon()])

@@ -10,12 +10,13 @@ from drivetrain.algorithms.mixup import MixUp
 from drivetrain.algorithms.sam import SAM, SAMOptimizer
 from drivetrain.core.event import Event
 from drivetrain.optim import ConstantLr, OptimSet
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run, resumed_equals_uninterrupted
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run, resumed_equals_uninterrupted
 from tests.algorithms.tasks import Watch, image_data, same, train, weights
 from tests.train.tasks import make_data, make_model
 
 
-def plain_run(*algorithms, cls=ReadyTrainer, optimizer=None, **kwargs):
+def plain_run(*algorithms, cls=Trainer, optimizer=None, **kwargs):
     model = make_model(dtype=torch.float64)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return cls(model, nn.CrossEntropyLoss(), optimizer, (), algorithms=algorithms, **kwargs)
@@ -171,7 +172,7 @@ def test_gradients_that_overflow_skip_the_step_and_lower_the_scale():
 def test_units_are_refused_by_name():
     model = make_model()
     units = OptimSet(main=ConstantLr("SGD", {"lr": 0.1}, model))
-    trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), units, (), algorithms=[SAM()])
+    trainer = Trainer(model, nn.CrossEntropyLoss(), units, (), algorithms=[SAM()])
     with pytest.raises(ValueError, match="SAM works with a single torch optimizer; this run has OptimSet"):
         trainer.train(make_data(), num_epochs=1)
 

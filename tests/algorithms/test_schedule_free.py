@@ -7,7 +7,8 @@ from torch import nn
 from drivetrain.algorithms.schedule_free import ScheduleFree
 from drivetrain.core.event import Event
 from drivetrain.optim import AdamWScheduleFree
-from tests.algorithms.optimizer_tasks import ReadyTrainer, conv_run
+from drivetrain.train.trainer import Trainer
+from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, Watch, image_data, same, train, weights
 from tests.train.tasks import make_data, make_model
 from tests.train.tasks import train as train_plain
@@ -56,13 +57,13 @@ def test_statistics_are_those_of_the_averaged_weights():
 def test_a_model_without_batch_norms_equals_the_optimizer_given_directly():
     model = make_model()
     algorithm = ScheduleFree(lr=0.05, beta=0.8, beta2=0.9, weight_decay=0.1, r=1, weight_lr_power=1)
-    trainer = ReadyTrainer(
+    trainer = Trainer(
         model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=1.0), (), algorithms=[algorithm]
     )
     train_plain(trainer, make_data(), num_epochs=2)
     other = make_model()
     optimizer = AdamWScheduleFree(other.parameters(), 0.05, (0.8, 0.9), weight_decay=0.1, r=1, weight_lr_power=1)
-    direct = ReadyTrainer(other, nn.CrossEntropyLoss(), optimizer, ())
+    direct = Trainer(other, nn.CrossEntropyLoss(), optimizer, ())
     train_plain(direct, make_data(), num_epochs=2)
     optimizer.eval()
     assert all(map(torch.equal, model.parameters(), other.parameters()))

@@ -7,14 +7,14 @@ from torch import nn
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.closures import WindowRepeat, requires_closure
 from drivetrain.train.optimizer_factory import make_optimizer
-from tests.algorithms.optimizer_tasks import ReadyTrainer
+from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model
 
 
 def lbfgs_trainer(dropout: float = 0.0):
     model = make_model(dtype=torch.float64, dropout=dropout)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    return ReadyTrainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=1)
+    return Trainer(model, nn.CrossEntropyLoss(), optimizer, (), seed=1)
 
 
 def test_lbfgs_equals_a_loop_written_by_hand():
@@ -59,7 +59,7 @@ def test_float16_is_refused_before_the_first_step():
 
 def test_other_optimizers_cost_nothing_and_remember_nothing():
     model = make_model()
-    trainer = ReadyTrainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), ())
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), ())
     trainer.train(make_data(), num_epochs=1)
     assert not trainer._repeat.is_wanted and trainer._repeat._memories == []
     assert not requires_closure(trainer.optimizer) and requires_closure(torch.optim.LBFGS(model.parameters()))

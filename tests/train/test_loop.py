@@ -542,3 +542,19 @@ def test_a_tensor_dataset_needs_no_workers():
     kwargs = trainer.get_default_train_dl_kwargs(4)
     assert set(kwargs) == {"shuffle", "pin_memory", "batch_size", "num_workers", "worker_init_fn"}
     assert kwargs["num_workers"] == 0 and kwargs["shuffle"] is True
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_a_scheduler_of_composers_form_follows_the_run(ratio):
+    from drivetrain.optim import LinearScheduler
+
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_train_step_start(self, trainer, **kwargs):
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+
+    trainer = make_trainer(callbacks=[Rates()], scale_schedule_ratio=ratio)
+    train(trainer, make_data(40), num_epochs=None, max_duration="4ep", create_scheduler_fn=LinearScheduler())
+    steps = int(20 * ratio)
+    assert rates == pytest.approx([0.1 * (1 - k / steps) for k in range(steps)])

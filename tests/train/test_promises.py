@@ -112,6 +112,30 @@ def stop_one_rank_before_the_first_epoch():
     return seen, trainer.state.clock.batch
 
 
+def fail_on_every_rank_and_go_on():
+    class Broken(TrainerCallback):
+        is_on = True
+
+        def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+            if self.is_on:
+                raise KeyError("mine")
+
+    broken = Broken()
+    trainer = make_trainer(callbacks=[broken], seed=1)
+    with pytest.raises(KeyError):
+        train(trainer)
+    after_error = type(trainer.model).__name__
+    broken.is_on = False
+    loss = trainer.evaluate(make_data(9))["evaluation_loss"]
+    train(trainer, num_epochs=2)
+    return after_error, loss, trainer.state.clock.batch
+
+
+def test_a_trainer_can_go_on_after_an_error_on_all_ranks(world2):
+    first, second = world2(fail_on_every_rank_and_go_on)
+    assert first == second and first[0] == "Sequential" and first[2] == 4
+
+
 def test_one_rank_that_stops_before_the_first_epoch_ends_all(world2):
     assert world2(stop_one_rank_before_the_first_epoch) == [(["stop", "end"], 0)] * 2
 
@@ -888,7 +912,7 @@ def test_a_run_and_its_schedule_can_be_scaled(by, capsys):
     if by == "argument":
         trainer = make_trainer(scale_schedule_ratio=0.5)
     else:
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="scale_schedule_ratio"):
             trainer = make_trainer(algorithms=[ScaleSchedule(0.5)])
     make = CosineLrScheduler.create_scheduler_fn()
     train(trainer, num_epochs=4, create_scheduler_fn=make)

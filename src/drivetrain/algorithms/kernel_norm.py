@@ -1,8 +1,8 @@
 """Kernels of constant norm: before every step a convolution kernel is scaled back to Frobenius norm sqrt(filters).
 
-A convolution that is followed by a batch norm computes the same at any scale of its kernel, but the larger the kernel grows, the less a step turns
-it. At a constant norm the learning rate alone decides by how much (as Jordan's airbench does for Muon, 2024; see also van Laarhoven, 2017, arXiv
-1706.05350).
+A convolution that is followed by a batch norm computes the same at any scale of its kernel, but the larger the kernel
+grows, the less a step turns it. At a constant norm the learning rate alone decides by how much (as Jordan's airbench
+does for Muon, 2024; see also van Laarhoven, 2017, arXiv 1706.05350).
 """
 
 import math

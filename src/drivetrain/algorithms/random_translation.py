@@ -1,7 +1,7 @@
 """Random translation: each image is moved by a few pixels, its edges reflected, on the device where the batch is.
 
-The augmentation of residual networks on CIFAR (He et al., 2015, arXiv 1512.03385), with reflection instead of black borders and one gather
-for the whole batch, as in Jordan's airbench (2024, arXiv 2404.00498).
+The augmentation of residual networks on CIFAR (He et al., 2015, arXiv 1512.03385), with reflection instead of black
+borders and one gather for the whole batch, as in Jordan's airbench (2024, arXiv 2404.00498).
 """
 
 import torch

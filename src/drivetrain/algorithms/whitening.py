@@ -1,4 +1,5 @@
-"""Whitening initialisation (Page, 2018; Jordan, 2024, arXiv 2404.00498): the first convolution is computed from the training images.
+"""Whitening initialisation (Page, 2018; Jordan, 2024, arXiv 2404.00498): the first convolution is computed from the
+training images.
 
 The arithmetic is `drivetrain.module.whitening`'s; this class finds the images and the moment.
 """
@@ -58,7 +59,8 @@ class Whitening(Algorithm):
     def _images(self, state: State) -> Tensor:
         """Return training images from all over the data, which may be sorted by class."""
         loader: Any = state.train_dataloader
-        columns, dataset = getattr(loader, "columns", None), getattr(loader, "dataset", None)
+        columns: Any = getattr(loader, "columns", None)
+        dataset: Any = getattr(loader, "dataset", None)
         if columns is None and not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"Whitening looks at the training images by number, which a {type(loader).__name__} does not allow. Give train() a dataset "

@@ -155,7 +155,11 @@ def _copy_for(value: Any, parameter: Tensor, name: Any) -> Any:
         return value
     if value.shape == parameter.shape and (is_dtensor(value) or is_dtensor(parameter)):
         return fit_tensor(value, parameter).clone()
-    return value.clone() if name == "step" else value.to(parameter.device, copy=True)
+    if name == "step":
+        return value.clone()
+    if value.shape == parameter.shape:  # laid out in memory as the parameter is: fused kernels rely on it
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device, copy=True)
 
 
 def _put_back_types(state: dict[Any, Any], fresh: Mapping[Any, Any]) -> None:

@@ -1,7 +1,8 @@
 """Pictures in a tar file, `<split>/<class>/<name>`, as uint8 tensors: decoded once, read back from a cache afterwards.
 
-Small pictures train faster than they can be decoded, so a benchmark or a short run wants all of them as one tensor. The cache is a plain
-file of tensors beside nothing else; it carries the archive's size and date in its name, so that a changed archive is decoded anew.
+Small pictures train faster than they can be decoded, so a benchmark or a short run wants all of them as one tensor. The
+cache is a plain file of tensors beside nothing else; it carries the archive's size and date in its name, so that a
+changed archive is decoded anew.
 """
 
 import os

@@ -1,7 +1,9 @@
-"""A first convolution that whitens its patches, from the data instead of from learning (Page, 2018; Jordan, 2024, arXiv 2404.00498).
+"""A first convolution that whitens its patches, from the data instead of from learning (Page, 2018; Jordan, 2024, arXiv
+2404.00498).
 
-Neighbouring pixels say nearly the same. Projected on the principal directions of small patches, and scaled to unit variance, the channels
-of the first layer are uncorrelated and alike in size, which is what an optimizer would otherwise spend its first epochs on.
+Neighbouring pixels say nearly the same. Projected on the principal directions of small patches, and scaled to unit
+variance, the channels of the first layer are uncorrelated and alike in size, which is what an optimizer would otherwise
+spend its first epochs on.
 """
 
 import torch

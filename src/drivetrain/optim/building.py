@@ -46,7 +46,7 @@ def build_optimizer(
         raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} refused it: {problem}") from problem
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim_type={label!r} made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
-    if _needs_closure(type(optimizer)):
+    if _needs_closure(type(optimizer)) or getattr(optimizer, "needs_closure", False):
         raise ConfigError(_closure_message(type(optimizer).__name__))
     for group in groups:
         for key in group:

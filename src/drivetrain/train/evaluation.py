@@ -66,12 +66,13 @@ def evaluating_optimizer(trainer: Any) -> Iterator[None]:
     """Show an optimizer with modes (schedule-free) that the weights are looked at, not trained."""
     optimizer = trainer.optimizer
     has_modes = callable(getattr(type(optimizer), "eval", None)) and callable(getattr(type(optimizer), "train", None))
+    was_training = getattr(optimizer, "training", True)
     if has_modes:
         optimizer.eval()
     try:
         yield
     finally:
-        if has_modes:
+        if has_modes and was_training:
             optimizer.train()
 
 

@@ -7,6 +7,7 @@ keeps the gradients of an open window as part of the state, because a checkpoint
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.module.accumulation import AccumulationWindow, Count, scale_gradients
@@ -131,7 +132,7 @@ class Gradients:
             return
         for name, parameter in self._parameters():
             saved = partial.get(name)
-            parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype).clone()
+            parameter.grad = None if saved is None else torch.empty_like(parameter).copy_(saved)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         model = self._trainer.model

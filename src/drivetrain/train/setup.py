@@ -61,8 +61,7 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
 
 def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
     """Scale the length of the run where that was asked for, by the Trainer's argument or by an algorithm, and say so."""
-    ratio = trainer.scale_schedule_ratio
-    ratio = getattr(trainer.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
+    ratio = schedule_ratio(trainer)
     if ratio == 1.0:
         return settings
     scaled = settings.scaled(ratio)
@@ -89,6 +88,19 @@ def _prepare_scheduler(trainer: Any) -> None:
     trainer._schedules_each_step = trainer.settings.scheduler_interval == "step"
 
 
+def compile_scheduler(trainer: Any) -> Any:
+    """Return torch's scheduler for one of Composer's, which is a function of the state."""
+    from drivetrain.optim.composer_schedulers import compile_composer_scheduler
+
+    return compile_composer_scheduler(trainer.create_scheduler_fn, trainer.state, schedule_ratio(trainer))
+
+
+def schedule_ratio(trainer: Any) -> float:
+    """Return by how much the run is scaled: the Trainer's argument, else what an algorithm asked for."""
+    ratio = trainer.scale_schedule_ratio
+    return getattr(trainer.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
+
+
 def _bind_units(trainer: Any) -> None:
     """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
     if trainer._units is None:
@@ -108,6 +120,7 @@ def prepare_loop(trainer: Any) -> None:
     reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
     trainer._may_pad = trainer._sample_source is not None and trainer._gradients.window.world > 1
     trainer._wants_index = reads_index and trainer._sample_source is not None
+    trainer._repeat.prepare()
     trainer._ddp = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
     trainer._microbatch_size = choose_microbatch_size(trainer)
     trainer._gradients.settle()

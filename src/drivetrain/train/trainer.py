@@ -40,12 +40,14 @@ from drivetrain.train.batches import (
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps
 from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.checks import check_batch_output, check_loss
 from drivetrain.train.evaluation import errors_told, evaluation_mode, kept_history
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.metrics import MetricSet
+from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, RunLimits, TrainSettings, parse_time
@@ -143,6 +145,8 @@ class Trainer:
         self._form: BatchForm | None = None
         self._form_type: type | None = None
         self._gradients = Gradients(self)
+        self._repeat = self.state.window_batches = WindowRepeat(self)
+        self.state.make_optimizer = make_optimizer
         self._units: Any = None
         self._keeper: Any = None
         self._stop: StopTrainingError | TrainingStopped | None = None
@@ -482,6 +486,8 @@ class Trainer:
         """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
         if not callable(self.create_scheduler_fn):
             return self.create_scheduler_fn  # an instance; its optimizer has been checked
+        if type(self.create_scheduler_fn).__module__ == "drivetrain.optim.composer_schedulers":
+            return setup.compile_scheduler(self)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     # ------------------------------------------------------------------ hooks: the run
@@ -508,7 +514,10 @@ class Trainer:
 
     def optimizer_step(self) -> None:
         """Update the parameters."""
-        self._accelerator.step(self.optimizer)
+        if self._repeat.is_wanted:
+            self._repeat.step()
+        else:
+            self._accelerator.step(self.optimizer)
 
     def scheduler_step(self) -> None:
         """Move the learning rate on, unless the update was skipped."""
@@ -713,6 +722,8 @@ class Trainer:
 
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
+        if self._repeat.is_wanted:
+            self._repeat.remember(batch)
         if self._microbatch_size is not None:
             self._perform_micro_batches(batch)
         elif self._ddp and not self._gradients.synchronises:
@@ -1011,6 +1022,7 @@ class Trainer:
 
     def _close_after(self, error: BaseException) -> None:
         """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
+        self._vote, self._fire, self.model = None, self.engine.fire, self.get_model()
         self.callback_handler.call_event("on_exception", self, exception=error)
         self.engine.close_plugins()
         if self._keeper is not None:

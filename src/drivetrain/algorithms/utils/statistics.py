@@ -7,7 +7,6 @@ the place in the data as they were.
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,16 +53,6 @@ def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
             layer.momentum = momentum
     _average_over_ranks(layers)
     return True
-
-
-@contextmanager
-def kept_statistics(model: nn.Module) -> Iterator[None]:
-    """Put the running statistics back afterwards."""
-    before = copy_statistics(model)
-    try:
-        yield
-    finally:
-        put_statistics(before)
 
 
 def copy_statistics(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

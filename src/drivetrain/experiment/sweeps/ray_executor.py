@@ -77,7 +77,6 @@ class RayExecutor(Executor):
         self._tasks: dict[int, Any] = {}
         self._watch: JobWatch | None = None
         self._joined_here = False
-        self._can_grow = True
 
     def start(self, work: TrialWork) -> None:
         """Join Ray, or start it, and see how many trials it holds."""
@@ -102,7 +101,8 @@ class RayExecutor(Executor):
     def submit(self, trial: Trial) -> "Future[Outcome]":
         """Hand a trial to Ray."""
         assert self._watch is not None
-        self._tasks[trial.index] = self._remote.remote(make_job(self.work, self._reference, trial))
+        job = make_job(self.work, self._reference, trial)
+        self._tasks[trial.index] = self._remote.options(name=f"trial {trial.index}").remote(job)
         return self._watch.follow(trial, lambda: self._ended(trial))
 
     def close(self) -> None:
@@ -131,6 +131,7 @@ class RayExecutor(Executor):
         return "the task ended before the trial did"
 
     def _join(self) -> None:
+        self._can_grow = True
         if self._ray.is_initialized():
             for name in ("address", "num_cpus"):
                 if getattr(self.config, name) is not None:
