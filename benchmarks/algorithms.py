@@ -22,6 +22,7 @@ import torch
 from benchmarks.algorithm_tasks import METHODS, Method, Task, make_task, names_for
 from benchmarks.timing import RESULTS, environment
 from drivetrain import Trainer
+from drivetrain.algorithms import NoEffectWarning
 from drivetrain.callbacks import TrainerCallback
 from drivetrain.core.errors import unknown_name
 from drivetrain.optim import as_lr_lambda
@@ -205,7 +206,9 @@ def main(
             run_once(task, METHODS[task_name]["baseline"], grid[0], 0, place, limit=2.0)  # wakes the device; not kept
         for name in names_for(task_name, methods, place.type == "cuda"):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore" if not smoke else "default")
+                warnings.simplefilter("default")
+                if not smoke:  # a method that changes nothing has not been measured
+                    warnings.simplefilter("error", NoEffectWarning)
                 for run in measure(task, name, seeds, place, limit, grid, known):
                     if key_of(run) in known and known[key_of(run)] is run:
                         continue

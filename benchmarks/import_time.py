@@ -37,8 +37,12 @@ def main(runs: int = 7) -> dict[str, float]:
     trainer = times["import torch, then Trainer"] - times["import torch"]
     for name, value in times.items():
         print(f"{name:32} {value * 1e3:8.0f} ms")
-    print(f"import drivetrain: {own * 1e3:.0f} ms; Trainer over torch: {trainer * 1e3:.0f} ms, {trainer / times['import torch']:.3f} of it")
-    write_result("import_time", {"seconds": times, "own": own, "trainer_over_torch": trainer, "runs": runs} | environment())
+    print(
+        f"import drivetrain: {own * 1e3:.0f} ms; Trainer over torch: {trainer * 1e3:.0f} ms, {trainer / times['import torch']:.3f} of it"
+    )
+    write_result(
+        "import_time", {"seconds": times, "own": own, "trainer_over_torch": trainer, "runs": runs} | environment()
+    )
     return times
 
 

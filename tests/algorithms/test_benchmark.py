@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import algorithm_tasks, algorithms, cards
 from benchmarks.algorithm_tasks import LEFT_OUT, METHODS
 from drivetrain.algorithms.catalogue import ALGORITHMS
 from drivetrain.algorithms.registry import names
+from drivetrain.train.trainer import Trainer
 
 
 def smoke(tmp_path, **kwargs):
@@ -65,6 +68,15 @@ def test_a_misspelt_method_and_missing_data_are_explained(tmp_path, monkeypatch)
     monkeypatch.delenv("DRIVETRAIN_DATA", raising=False)
     with pytest.raises(SystemExit, match="DRIVETRAIN_DATA is not set"):
         algorithms.main(tasks=["text"], device="cpu", output=tmp_path / "none.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "make"), [("cifar", algorithm_tasks.SmallResNet), ("text", algorithm_tasks.SmallGPT)])
+def test_every_method_changes_something_in_the_models_that_are_measured(task, make):
+    for method in METHODS[task].values():
+        if not method.needs_cuda:
+            model = make()  # NoEffectWarning is an error here, as any warning is
+            Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), (), algorithms=method.make())
 
 
 # ---------------------------------------------------------------------------------- cards

@@ -43,7 +43,11 @@ def dies_once(marker: str = "marker"):
     if get_rank() == 1 and not marked.exists():
         marked.touch()
         os.kill(os.getpid(), 9)
-    return {"folder": str(current_run().folder), "resume": current_run().params["resume"], "ranks": all_gather_values(get_rank())}
+    return {
+        "folder": str(current_run().folder),
+        "resume": current_run().params["resume"],
+        "ranks": all_gather_values(get_rank()),
+    }
 
 
 @parameter(name="seconds", type=float, default=0.0)

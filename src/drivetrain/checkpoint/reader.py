@@ -153,7 +153,8 @@ class Reader:
             _log(rejected[-1])
         if rejected:
             listing = "\n".join(f"  {entry.path}: {entry.reason}" for entry in rejected)
-            raise CheckpointError(f"no checkpoint in {directory} is valid; nothing was loaded.\n{listing}")
+            error = ResumeError if self.resume else CheckpointError
+            raise error(f"no checkpoint in {directory} is valid; nothing was loaded.\n{listing}")
         raise CheckpointNotFoundError(f"there is no checkpoint in {directory}.")
 
     def _try(self, folder: Path) -> tuple[Loaded | None, str]:

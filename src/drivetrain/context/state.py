@@ -86,6 +86,7 @@ class State(Context):
     precision: Any
     precision_config: Any
     device_train_microbatch_size: Any
+    window_batches: Any
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
 

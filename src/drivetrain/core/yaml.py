@@ -151,7 +151,7 @@ class StrictLoader(yaml.SafeLoader):
         super().__init__("" if scanner else text)
         if scanner:  # the same events from libyaml, about ten times as fast
             events = scanner(text)
-            self.check_event, self.peek_event, self.get_event = events.check_event, events.peek_event, events.get_event
+            self.check_event, self.peek_event, self.get_event = events.check_event, events.peek_event, events.get_event  # type: ignore[method-assign]
         self._depth, self._expanded = 0, 0
         self._sizes: dict[int, int] = {}  # id of a finished node: what it expands to
 
@@ -217,7 +217,7 @@ class _Builder:
         if isinstance(node, SequenceNode):
             self._expect(node, tag == _CORE + "seq")
             return self._build_items(node, path)
-        return self._build_scalar(node)
+        return self._build_scalar(node)  # type: ignore[arg-type]
 
     def fail(self, node: Node, message: str) -> Exception:
         """Return the error of this reader for a place in the file."""
@@ -343,7 +343,7 @@ class _Builder:
 
 def _libyaml_scanner() -> Any:
     try:
-        from yaml.cyaml import CParser
+        from yaml.cyaml import CParser  # type: ignore[attr-defined]
     except ImportError:
         return None
     return CParser

@@ -140,7 +140,8 @@ class _Resolver:
 
 
 def _kind(value: object) -> str:
-    return {dict: "a mapping", list: "a list", tuple: "a tuple"}.get(type(value), f"the value {str(value)[:40]!r}")
+    names: dict[type, str] = {dict: "a mapping", list: "a list", tuple: "a tuple"}
+    return names.get(type(value), f"the value {str(value)[:40]!r}")
 
 
 def parse_brackets(text: str, plain: Callable[[str], Any]) -> list[Any]:

@@ -40,8 +40,8 @@ from drivetrain.train.batches import (
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps
 from drivetrain.train.callbacks.watching import MetricWatch
-from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.checks import check_batch_output, check_loss
+from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import errors_told, evaluation_mode, kept_history
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.gradients import Gradients
