@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from drivetrain.core.binding import Guest, Surroundings, call_closing, call_named, check_plugin, guests_of, phase_of
-from drivetrain.core.errors import ConfigError, EngineError
+from drivetrain.core.errors import ConfigError, EngineError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.ordering import check_conflicts, order_events
 from drivetrain.core.picture import draw
@@ -54,6 +54,31 @@ class _ClosedRunLists(_RunLists):
 
     def __missing__(self, event: str) -> tuple[Callable[[], Any], ...]:
         raise EngineError(f"{_CLOSED} {event} cannot be fired any more.")
+
+
+class Fire:
+    """One method per event, named like it: `fire.batch_start()` lets the guests of BATCH_START act.
+
+    This is what a loop holds. An event that nobody attends is a built-in that does nothing, and one guest is called directly, so
+    neither costs a Python call of its own.
+    """
+
+    __slots__ = tuple(event.value for event in Event)
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        raise AttributeError(unknown_name("event", name, self.__slots__))
+
+    def set(self, event: Event, calls: tuple[Callable[[], Any], ...]) -> None:
+        """Say who acts at an event."""
+        setattr(self, event.value, _NOTHING if not calls else calls[0] if len(calls) == 1 else partial(_walk, calls))
+
+
+_NOTHING: Callable[[], Any] = [].clear  # a built-in without arguments: the cheapest call there is
+
+
+def _walk(calls: tuple[Callable[[], Any], ...]) -> None:
+    for call in calls:
+        call()
 
 
 class Engine:
@@ -97,6 +122,9 @@ class Engine:
         self._found: dict[Event, tuple[Guest, ...]] = {}
         self._guests: dict[Event, tuple[Guest, ...]] = {}
         self._calls: _RunLists = _RunLists()
+        self.on = Fire()
+        """The events as methods, for a loop to hold; kept up to date when guests change."""
+        self._guarded: list[tuple[Fire, Callable[[Callable[[], Any]], Any]]] = []
         for one in _pass_list(algorithm_passes):
             self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
         self.set_plugins(plugins)
@@ -194,6 +222,8 @@ class Engine:
         """Let every plugin finish; afterwards the engine refuses to work. A second call does nothing."""
         if not self.is_closed:
             self._calls = _ClosedRunLists()
+            for event in Event:
+                self.on.set(event, (partial(self.fire, event),))  # says that the engine is closed
             self.close_plugins()
 
     def close_plugins(self) -> None:
@@ -222,6 +252,16 @@ class Engine:
             (event, tuple(self._call(guest, order) for order, guest in enumerate(guests)))
             for event, guests in self._guests.items()
         )
+        for event, calls in self._calls.items():
+            self.on.set(event, calls)
+            for fire, guard in self._guarded:
+                fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
+
+    def guarded(self, guard: Callable[[Callable[[], Any]], Any]) -> Fire:
+        """Return the events as methods that run their guests through `guard(run)`, which may catch what they raise."""
+        self._guarded.append((Fire(), guard))
+        self._compile()
+        return self._guarded[-1][0]
 
     def _call(self, guest: Guest, order: int) -> Callable[[], Any]:
         return partial(self._run_traced, guest, order) if self.traces.maxlen else guest.call()

@@ -30,11 +30,10 @@ class PairForm:
     def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
         """Compute what a loss hook returns."""
         outputs, targets = trainer.forward(batch[0]), batch[1]
-        return {
-            "loss": trainer.compute_loss(outputs, targets),
-            "model_outputs": outputs,
-            "batch_size": batch_size_of(targets, batch),
-        }
+        loss = trainer.compute_loss(outputs, targets)
+        if type(targets) is Tensor and targets.ndim:
+            return {"loss": loss, "model_outputs": outputs, "batch_size": targets.shape[0]}
+        return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch[0],), {}

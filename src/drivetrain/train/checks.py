@@ -84,14 +84,13 @@ def check_batch_output(output: Any, trainer: Any) -> None:
             f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
         )
     if not trainer.evaluating:
-        _warn_of_sample_weights(trainer, output)
         _check_hidden(trainer, Event.AFTER_FORWARD, trainer._saw_forward, "self.forward(...)", "self.model(...)")
         _check_hidden(
             trainer, Event.BEFORE_LOSS, trainer._saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
         )
 
 
-def _warn_of_sample_weights(trainer: Any, output: Mapping[str, Any]) -> None:
+def warn_of_sample_weights(trainer: Any, output: Mapping[str, Any]) -> None:
     """Say that token counts are not known where a model computes its own loss over them."""
     is_counted = trainer._count_items is not None or not {"num_items", "num_items_in_batch"}.isdisjoint(output)
     if trainer._window.length == 1 or trainer.loss_func is not None or is_counted:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.event import Event
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -132,7 +131,7 @@ class WindowRepeat:
                 sizes.append(output["batch_size"])
             trainer._gradients.finish()
             trainer._clip_gradients()
-            trainer._fire(Event.AFTER_TRAIN_BATCH)
+            trainer._fire.after_train_batch()
         return self._mean(losses, sizes) if self._returns_loss else None
 
     def _go_back_to(self, memory: _Memory) -> None:
@@ -171,7 +170,7 @@ class WindowRepeat:
         second_scale = None if scaler is None else _SecondScale(scaler)
         try:
             self.is_wanted = False
-            trainer._fire, trainer._loss_tracker = engine.fire, LossTracker()
+            trainer._fire, trainer._loss_tracker = engine.on, LossTracker()
             trainer._train_metrics, trainer._logged = MetricSet(None), {}
             accelerator.scaler = second_scale
             yield

@@ -43,7 +43,7 @@ def errors_told(trainer: Any) -> Iterator[None]:
 def own_events(trainer: Any, after_forward: Event) -> Iterator[None]:
     """Let `forward` fire the event of this phase, and the loss fire none."""
     before = trainer._after_forward, trainer._before_loss
-    trainer._after_forward, trainer._before_loss = after_forward, False
+    trainer._after_forward, trainer._before_loss = after_forward.value, False
     try:
         yield
     finally:

@@ -26,7 +26,8 @@ class Gradients:
         """Whether the backward of the batch in hand averages over ranks."""
         self.unit_weight: Count = 1.0
         self._loader: Any = None
-        self._is_simple = False  # every batch is an update of one optimizer on one process: nothing to count
+        self.is_simple = False
+        """Whether every batch is an update of one optimizer on one process, without a scaler: then there is nothing to do here."""
 
     def use_loader(self, loader: Any) -> None:
         """Take sample counts from a loader that knows them."""
@@ -36,14 +37,13 @@ class Gradients:
         """Decide once, before the loop, whether there is anything to count."""
         window = self.window
         window.is_plain = window.is_plain and self._trainer._microbatch_size is None
-        self._is_simple = window.is_plain and self._trainer._units is None
-        if self._is_simple:
+        scaler = getattr(self._trainer._accelerator, "scaler", None)
+        self.is_simple = window.is_plain and self._trainer._units is None and scaler is None
+        if self.is_simple:
             window.opens = window.closes = self.synchronises = True
 
     def open(self, last: bool) -> None:
         """Take a batch into the window; the units of an `OptimSet` decide about theirs."""
-        if self._is_simple:
-            return
         window, units = self.window, self._trainer._units
         window.begin(last)
         self.synchronises = window.closes
@@ -54,8 +54,7 @@ class Gradients:
 
     def close(self) -> None:
         """Forget the window: its update is done."""
-        if not self._is_simple:
-            self.window.reset()
+        self.window.reset()
 
     def refer_to(self, items: Count) -> None:
         """Fix the count that weights are relative to, once per run and alike on all ranks."""

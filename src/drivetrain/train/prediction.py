@@ -28,12 +28,12 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
     ):
         if isinstance(trainer.model, nn.Module):
             trainer.model.eval()
-        fire(Event.PREDICT_START)
+        fire.predict_start()
         with torch.no_grad():
             for batch in loader:
                 state.batch = batch if move is None else move(batch)
-                fire(Event.PREDICT_BATCH_START)
-                fire(Event.PREDICT_BEFORE_FORWARD)
+                fire.predict_batch_start()
+                fire.predict_before_forward()
                 output = trainer.calculate_predict_batch(state.batch)
                 if not isinstance(output, dict) or "model_outputs" not in output:
                     raise BatchOutputError("calculate_predict_batch must return a dict with 'model_outputs'.")
@@ -41,8 +41,8 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
                 rows = join_outputs([output["model_outputs"]])
                 rows = _in_dataset_order(trainer, loader, rows)
                 parts.append(_to_cpu(rows) if to_cpu else rows)
-                fire(Event.PREDICT_BATCH_END)
-        fire(Event.PREDICT_END)
+                fire.predict_batch_end()
+        fire.predict_end()
     if not parts:
         raise BatchOutputError("predict() was given no samples.")
     return join_outputs(parts)

@@ -58,14 +58,14 @@ def restore(trainer: Any) -> None:
     _fill_state(trainer)
     trainer._keeper = Keeper(trainer, settings)
     trainer._restored_rng = None
-    trainer._fire(Event.BEFORE_LOAD)
+    trainer._fire.before_load()
     if settings.resume_from is not None:
         _load(trainer, settings.resume_from)
-    trainer._fire(Event.AFTER_LOAD)
+    trainer._fire.after_load()
     trainer._keeper.start()
     if is_distributed():
         trainer._vote = StopVote()
-        trainer._fire = trainer._fire_together
+        trainer._fire = trainer._fire_of_all_ranks()
         unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
         trainer.model = trainer._accelerator.prepare_model(
             trainer.model, **({"find_unused_parameters": True} if unused else {})
@@ -215,4 +215,4 @@ def finish(trainer: Any) -> None:
         trainer._units.end_run()
     if trainer._vote is not None:
         trainer._vote.close()
-        trainer._vote, trainer._fire = None, trainer.engine.fire
+        trainer._vote, trainer._fire = None, trainer.engine.on

@@ -131,17 +131,25 @@ def prepare_loop(trainer: Any) -> None:
     trainer._eval_every = None
     if trainer._eval_dataloader is not None:
         trainer._eval_every = evaluation_inside_epochs(settings, state, trainer._batches_per_epoch)
+    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
+    trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
+    trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
     trainer._boundary_work = bool(
         trainer._vote is not None
         or trainer._eval_every is not None
         or trainer._limits.end_inside_epochs
         or (trainer._keeper is not None and trainer._keeper.saves_inside_epochs)
-        or engine.plugins  # a guest may shorten the run by changing state.max_duration
         or current_run() is not None  # an experiment may look on at every boundary
     )
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)
     state.clock.start()
+
+
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Whether a subclass, or somebody on the instance, put an own method in place of the Trainer's."""
+    owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
+    return name in vars(trainer) or owner.__module__ != "drivetrain.train.trainer"
 
 
 def resolve_optimizer(trainer: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.context import Context
-from drivetrain.core.engine import Engine
+from drivetrain.core.engine import Engine, Fire
 from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped, nearest_name
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, TimeUnit
@@ -40,7 +40,7 @@ from drivetrain.train.batches import (
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps
 from drivetrain.train.callbacks.watching import MetricWatch
-from drivetrain.train.checks import check_batch_output, check_loss
+from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import errors_told, evaluation_mode, kept_history
 from drivetrain.train.finetuning import restore_frozen_modes
@@ -152,7 +152,7 @@ class Trainer:
         self._stop: StopTrainingError | TrainingStopped | None = None
         self._vote: StopVote | None = None
         self._scheduler_is_ours = False
-        self._after_forward, self._before_loss = Event.AFTER_FORWARD, True
+        self._after_forward, self._before_loss = Event.AFTER_FORWARD.value, True
         self._logged: dict[str, LossTracker] = {}
         self._callbacks = tuple(callbacks)
         self._algorithms, loggers = tuple(algorithms), tuple(loggers)
@@ -160,8 +160,8 @@ class Trainer:
         self._strict_steps = (StrictSteps(),) if strict else ()
         self.callback_handler = self._create_callback_handler(self._callbacks)
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
-        self._fire = self.engine.fire
-        self._fire(Event.INIT)
+        self._fire = self.engine.on
+        self._fire.init()
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -503,7 +503,15 @@ class Trainer:
 
     def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
         """Return `loss`, `model_outputs` and `batch_size` of one training batch; may hold `num_items`, `losses` and more."""
-        return self._calculate_batch_loss(batch)
+        form = self._form if type(batch) is self._form_type and self._form is not None else self._form_of(batch)
+        if self._accelerator.precision.autocast_dtype is None:
+            return form.run(self, batch)
+        self._in_region = True  # model and loss form one autocast region
+        try:
+            with self._accelerator.autocast():
+                return form.run(self, batch)
+        finally:
+            self._in_region = False
 
     def backward_step(self, loss: Tensor) -> None:
         """Back-propagate a loss that is already weighted for accumulation."""
@@ -521,7 +529,7 @@ class Trainer:
 
     def scheduler_step(self) -> None:
         """Move the learning rate on, unless the update was skipped."""
-        if self.scheduler is not None and not self._accelerator.optimizer_step_was_skipped:
+        if self.state.schedulers and not self._accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
 
     def optimizer_zero_grad(self) -> None:
@@ -538,7 +546,7 @@ class Trainer:
 
     def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
         """Return `loss`, `model_outputs` and `batch_size` of one evaluation batch."""
-        return self._calculate_batch_loss(batch)
+        return Trainer.calculate_train_batch_loss(self, batch)  # the default, also when training has its own
 
     def eval_epoch_end(self) -> None:
         """Run after the batches of an evaluation."""
@@ -579,7 +587,7 @@ class Trainer:
             outputs = loaders.to_float32(outputs)
         state.outputs = outputs
         self._saw_forward = True
-        self._fire(self._after_forward)
+        getattr(self._fire, self._after_forward)()
         return state.outputs
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
@@ -590,7 +598,7 @@ class Trainer:
             if self._listens_before_loss:
                 form, before = self._form_of(state.batch), state.outputs
                 is_ours = form.targets(state.batch) is targets
-                self._fire(Event.BEFORE_LOSS)
+                self._fire.before_loss()
                 targets = form.targets(state.batch) if is_ours else targets
                 outputs = outputs if state.outputs is before else form.predictions(state.outputs)
         loss_func = state.loss_fn
@@ -611,18 +619,6 @@ class Trainer:
     _own_loss: Callable[..., Any] | None = None
     _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
-    def _calculate_batch_loss(self, batch: Any) -> dict[str, Any]:
-        """The default of both loss hooks: model and loss as one autocast region."""
-        form = self._form_of(batch)
-        if self._accelerator.precision.autocast_dtype is None:
-            return form.run(self, batch)
-        self._in_region = True
-        try:
-            with self._accelerator.autocast():
-                return form.run(self, batch)
-        finally:
-            self._in_region = False
-
     def _form_of(self, batch: Any) -> BatchForm:
         """Return how batches of this type meet the model; decided when the type changes."""
         if type(batch) is self._form_type and self._form is not None:
@@ -641,7 +637,7 @@ class Trainer:
             self._is_running = True
             try:
                 self.training_run_start()
-                fire(Event.FIT_START)
+                fire.fit_start()
                 setup.prepare_loop(self)
                 if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
                     self._run_sanity_evaluation()
@@ -654,9 +650,9 @@ class Trainer:
             self._inside_step = False
             if self._stop is not None:
                 self.print(f"Training stopped: {self._stop}")
-                fire(Event.STOP)
+                fire.stop()
             self.training_run_end()
-            fire(Event.FIT_END)
+            fire.fit_end()
             resuming.finish(self)
         except BaseException as error:
             self._inside_step = False
@@ -675,7 +671,7 @@ class Trainer:
             self._train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
         self.train_epoch_start()
-        fire(Event.EPOCH_START)
+        fire.epoch_start()
         resuming.apply_restored_rng(self)
         ended = self._run_train_epoch(self._train_dataloader)
         if not ended or clock.batch_in_epoch == self._batches_per_epoch:
@@ -683,14 +679,14 @@ class Trainer:
         self.train_epoch_end()
         self._add_epoch_loss_to_run_history("train_loss_epoch")
         self._record_epoch_metrics("train")
-        fire(Event.EPOCH_END)
+        fire.epoch_end()
         ended = ended or self._agree_to_stop()
         if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
             self._run_eval_epoch(self._eval_dataloader)
         if self.settings and self.settings.scheduler_interval == "epoch":
             self._step_epoch_scheduler()
         self.training_run_epoch_end()
-        fire(Event.EPOCH_CHECKPOINT)
+        fire.epoch_checkpoint()
         self.run_history._increment_epoch()
         if self._keeper is not None:
             self._keeper.at_epoch_end(ended or self._limits.reached(clock))
@@ -701,22 +697,21 @@ class Trainer:
         state, clock, gradients, fire = self.state, self.state.clock, self._gradients, self._fire
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
             self._inside_step = True
-            fire(Event.AFTER_DATALOADER)
-            fire(Event.BATCH_START)
-            gradients.open(last)
+            fire.after_dataloader()
+            fire.batch_start()
+            if not gradients.is_simple:
+                gradients.open(last)
             if gradients.window.opens:
-                fire(Event.BEFORE_TRAIN_BATCH)
+                fire.before_train_batch()
             self._perform_forward_and_backward_passes(state.batch, state.step)
             closes = gradients.window.closes
             if closes:
                 self._update()
-            clock.next_batch(
-                self._samples(), self._tokens(state.batch) if self._count_tokens is not None else 0, closes
-            )
-            fire(Event.BATCH_END)
+            clock.next_batch(self._samples(), 0 if self._count_tokens is None else self._tokens(state.batch), closes)
+            fire.batch_end()
             self._inside_step = False
-            fire(Event.BATCH_CHECKPOINT)
-            if (self._boundary_work or self._signals.requested or self._stop) and self._at_boundary():
+            fire.batch_checkpoint()
+            if self._needs_boundary() and self._at_boundary():
                 return True
         return False
 
@@ -736,56 +731,62 @@ class Trainer:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""
         state, fire = self.state, self._fire
         state.losses = state.batch_output = None
-        fire(Event.BEFORE_FORWARD)
+        fire.before_forward()
         output = self.calculate_train_batch_loss(state.batch)
         if self._first_batch:
             check_batch_output(output, self)
             self._count_tokens = loaders.token_counter(state.batch)
         state.batch_output, state.loss = output, output["loss"]
-        fire(Event.AFTER_LOSS)
+        fire.after_loss()
         if state.loss is not output["loss"]:
             state.batch_output = output = {**output, "loss": state.loss}
         size = 0 if self._may_pad and self._is_padding() else output["batch_size"]
-        self._update_loss_tracker(state.loss, size)
+        track = self._update_loss_tracker if self._tracks_its_own_way else self._loss_tracker.update
+        track(state.loss, size)
         if self._has_train_metrics and size:
             self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
         if announce:
-            fire(Event.STEP_OUTPUT)
+            fire.step_output()
         return output
 
     def _backward(self, output: Mapping[str, Any]) -> None:
-        self._fire(Event.BEFORE_BACKWARD)
+        self._fire.before_backward()
         loss = self.state.loss
         if self._first_batch:
             check_loss(loss, self)
-        self.backward_step(self._gradients.weigh(loss, output))
-        self._fire(Event.AFTER_BACKWARD)
+            warn_of_sample_weights(self, output)
+        gradients = self._gradients
+        self.backward_step(loss if gradients.is_simple else gradients.weigh(loss, output))
+        self._fire.after_backward()
         self._first_batch = False
 
     def _update(self) -> None:
         """Gradients are complete: correct, clip, step, schedule, clear."""
         fire = self._fire
-        self._gradients.finish()
-        self._clip_gradients()
-        fire(Event.AFTER_TRAIN_BATCH)
-        fire(Event.BEFORE_STEP)
+        if not self._gradients.is_simple:
+            self._gradients.finish()
+        if self._clips:
+            self._clip_gradients()
+        fire.after_train_batch()
+        fire.before_step()
         self.optimizer_step()
-        fire(Event.AFTER_STEP)
+        fire.after_step()
         if self._schedules_each_step:
             self.scheduler_step()
         self.optimizer_zero_grad()
-        self._gradients.close()
+        if not self._gradients.is_simple:
+            self._gradients.close()
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
         state, clock, fire, limit = self.state, self.state.clock, self._fire, self._batches_per_epoch
         move = loaders.mover(self, loader)
-        fire(Event.BEFORE_DATALOADER)
+        fire.before_dataloader()
         if limit is None:
             for batch, last in loaders.look_ahead(loader):
                 state.step = clock.batch_in_epoch
                 yield (batch if move is None else move(batch)), last
-                fire(Event.BEFORE_DATALOADER)
+                fire.before_dataloader()
             return
         if clock.batch_in_epoch >= limit:
             return
@@ -797,7 +798,13 @@ class Trainer:
             yield (batch if move is None else move(batch)), last
             if last:
                 return
-            fire(Event.BEFORE_DATALOADER)
+            fire.before_dataloader()
+
+    def _needs_boundary(self) -> bool:
+        """Whether anything can have to be done between two steps; a guest may have shortened the run, or asked to stop."""
+        if self._boundary_work or self._signals.requested or self._stop is not None:
+            return True
+        return self.state._max_duration is not self._limits.planned
 
     def _at_boundary(self) -> bool:
         """Between two steps: save, evaluate, obey signals and limits; True ends the run."""
@@ -833,6 +840,9 @@ class Trainer:
     _limits: RunLimits
     _eval_every: Callable[[Any], bool] | None = None
     _eval_after_epoch = False
+    _clips = _tracks_its_own_way = (
+        True  # whether these seams do anything; a subclass that overrides one is always called
+    )
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
 
     def _clip_gradients(self) -> None:
@@ -864,7 +874,7 @@ class Trainer:
                 outputs.append(output)
                 if is_last:
                     state.batch, state.batch_output = batch, (whole := self._join(outputs))
-                    self._fire(Event.STEP_OUTPUT)
+                    self._fire.step_output()
                     state.batch, state.batch_output = part, output  # its weight is that of its own items
                 self._backward(output)
         state.batch, state.batch_output = batch, whole
@@ -884,10 +894,10 @@ class Trainer:
     def _run_evaluation(self) -> None:
         """Evaluate outside a training run."""
         self.evaluation_run_start()
-        self._fire(Event.EVAL_STANDALONE_START)
+        self._fire.eval_standalone_start()
         self._run_eval_epoch(self._eval_dataloader, is_training=False)
         self.evaluation_run_end()
-        self._fire(Event.EVAL_STANDALONE_END)
+        self._fire.eval_standalone_end()
 
     def _run_eval_epoch(self, dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
         """Evaluate once over the data, every sample counted once; what training needs is put back afterwards."""
@@ -895,15 +905,15 @@ class Trainer:
         name = "intermediate_eval_loss" if is_intermediate else "eval_loss_epoch" if is_training else "evaluation_loss"
         prefix = "eval" if is_training else "evaluation"
         with evaluation_mode(self, is_intermediate):
-            fire(Event.EVAL_BEFORE_ALL)
+            fire.eval_before_all()
             self.eval_epoch_start()
-            fire(Event.EVAL_START)
+            fire.eval_start()
             move = loaders.mover(self, dl)
             with torch.no_grad():
                 for batch in dl:
                     state.batch, state.batch_output = batch if move is None else move(batch), None
-                    fire(Event.EVAL_BATCH_START)
-                    fire(Event.EVAL_BEFORE_FORWARD)
+                    fire.eval_batch_start()
+                    fire.eval_before_forward()
                     output = self.calculate_eval_batch_loss(state.batch)
                     check_batch_output(output, self)
                     state.batch_output = output
@@ -911,12 +921,12 @@ class Trainer:
                     self._update_loss_tracker(output["loss"].detach(), size)
                     if self._eval_metrics and size:
                         self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
-                    fire(Event.EVAL_BATCH_END)
+                    fire.eval_batch_end()
             self._add_epoch_loss_to_run_history(name)
             recorded = self._record_epoch_metrics(prefix, is_intermediate)
             self.eval_epoch_end()
-            fire(Event.EVAL_END)
-            fire(Event.EVAL_AFTER_ALL)
+            fire.eval_end()
+            fire.eval_after_all()
             if is_intermediate:  # shown and sent to the loggers, but an epoch's history has one entry per epoch
                 for metric in (name, *recorded):
                     self.run_history.delete_metric(f"{self.run_history.metric_name_prefix}{metric}")
@@ -1013,16 +1023,24 @@ class Trainer:
             raise self._stop or StopTrainingError("another process asked to stop")
         return False
 
-    def _fire_together(self, event: Event) -> None:
-        """Fire an event on one of several processes: a stop is noted, and acted on where all ranks meet."""
+    def _fire_of_all_ranks(self) -> Fire:
+        """Return the events for a run on several processes, where no rank may leave alone."""
+        if self._guarded_fire is None:
+            self._guarded_fire = self.engine.guarded(self._together)
+        return self._guarded_fire
+
+    _guarded_fire: Fire | None = None
+
+    def _together(self, run: Callable[[], Any]) -> None:
+        """Run the guests of an event on one of several processes: a stop is noted, and acted on where all ranks meet."""
         try:
-            self.engine.fire(event)
+            run()
         except (StopTrainingError, TrainingStopped) as stop:
             self._stop = self._stop or stop
 
     def _close_after(self, error: BaseException) -> None:
         """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
-        self._vote, self._fire, self.model = None, self.engine.fire, self.get_model()
+        self._vote, self._fire, self.model = None, self.engine.on, self.get_model()
         self.callback_handler.call_event("on_exception", self, exception=error)
         self.engine.close_plugins()
         if self._keeper is not None:

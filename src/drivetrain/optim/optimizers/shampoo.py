@@ -91,7 +91,9 @@ class SOAP(Optimizer):
         _average(state, gradient, group["betas"][1])
         for side in _SIDES:
             if side in state:
-                state[f"{side}_basis"] = _laid_out(torch.linalg.eigh(state[side].float())[1].flip(1), gradient)
+                state[f"{side}_basis"] = _laid_out(
+                    torch.linalg.eigh(state[side].double())[1].flip(1).to(gradient.dtype), gradient
+                )
 
 
 def _average(state: dict[str, Any], gradient: Tensor, beta: float) -> None:
