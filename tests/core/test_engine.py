@@ -255,3 +255,63 @@ def test_core_loads_no_torch():
         "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
+
+
+class Counting(Algorithm):
+    events = frozenset({Event.BATCH_END, Event.AFTER_LOSS})
+
+    def __init__(self):
+        self.seen = []
+
+    def apply(self, event, state, logger):
+        self.seen.append(event)
+
+
+def test_events_are_methods_and_follow_the_guests():
+    first, second = Counting(), Counting()
+    engine = Engine(SimpleNamespace(), plugins=[first])
+    fire = engine.on
+    fire.batch_end()
+    fire.epoch_end()  # nobody attends
+    engine.set_plugins([first, second])
+    fire.batch_end()
+    engine.set_plugins([])
+    fire.batch_end()
+    assert first.seen == [Event.BATCH_END] * 2 and second.seen == [Event.BATCH_END]
+    assert all(callable(getattr(fire, event.value)) for event in Event)
+
+
+def test_a_guard_catches_what_guests_raise_and_sees_no_silent_event():
+    class Stop(Exception):
+        pass
+
+    class Raising(Algorithm):
+        events = frozenset({Event.AFTER_LOSS})
+
+        def apply(self, event, state, logger):
+            raise Stop
+
+    caught = []
+
+    def guard(run):
+        try:
+            run()
+        except Stop as stop:
+            caught.append(stop)
+
+    engine = Engine(SimpleNamespace(), plugins=[Raising()])
+    fire = engine.guarded(guard)
+    fire.after_loss()
+    fire.batch_end()
+    assert len(caught) == 1
+    with pytest.raises(Stop):
+        engine.on.after_loss()
+
+
+def test_a_misspelt_event_method_names_the_nearest_and_a_closed_engine_refuses():
+    engine = Engine(SimpleNamespace(), plugins=[Counting()])
+    with pytest.raises(AttributeError, match="batch_end"):
+        engine.on.batch_edn()
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.on.batch_end()
