@@ -150,6 +150,52 @@ def lightning_loop() -> Callable[[int], float]:
     return run
 
 
+def hugging_face_loop() -> Callable[[int], float]:
+    import tempfile
+
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    inner, batches, optimizer = make_task()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.loss_func = inner, nn.CrossEntropyLoss()
+
+        def forward(self, x, labels):
+            logits = self.inner(x)
+            return {"loss": self.loss_func(logits, labels), "logits": logits}
+
+    class Stopwatch(TrainerCallback):
+        def on_epoch_begin(self, *args, **kwargs):
+            self.began = time.perf_counter()
+
+        def on_epoch_end(self, *args, **kwargs):
+            self.seconds = time.perf_counter() - self.began
+
+    watch, model, folder = Stopwatch(), Model(), tempfile.mkdtemp()
+    named = [{"x": x, "labels": y} for x, y in batches]
+
+    def run(steps: int) -> float:
+        class Ready(Trainer):
+            def get_train_dataloader(self):
+                return Steps(named, steps)
+
+        off = {
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        arguments = TrainingArguments(folder, num_train_epochs=1, max_steps=steps, **off)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        Ready(model, arguments, optimizers=(optimizer, constant), callbacks=[watch], train_dataset=named).train()
+        return watch.seconds
+
+    return run
+
+
 def reference_loop() -> Callable[[int], float]:
     from pytorch_accelerated import Trainer
     from pytorch_accelerated.callbacks import TrainerCallback
@@ -216,6 +262,7 @@ def main(blocks: int = 60, steps: int = 100) -> dict[str, float]:
         "HF accelerate": accelerate_loop,
         "pytorch-accelerated": reference_loop,
         "Lightning, all off": lightning_loop,
+        "HF Trainer": hugging_face_loop,
     }
     for name, make in peers.items():
         with contextlib.suppress(ImportError):
