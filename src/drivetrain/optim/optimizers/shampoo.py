@@ -91,9 +91,7 @@ class SOAP(Optimizer):
         _average(state, gradient, group["betas"][1])
         for side in _SIDES:
             if side in state:
-                state[f"{side}_basis"] = _laid_out(
-                    torch.linalg.eigh(state[side].double())[1].flip(1).to(gradient.dtype), gradient
-                )
+                state[f"{side}_basis"] = _laid_out(_eigenvectors(state[side]), gradient)
 
 
 def _average(state: dict[str, Any], gradient: Tensor, beta: float) -> None:
@@ -112,6 +110,14 @@ def _rotate(matrix: Tensor, state: dict[str, Any], back: bool = False) -> Tensor
         basis = state["right_basis"]
         matrix = matrix @ (basis.mT if back else basis)
     return matrix.clone() if matrix is state["exp_avg"] else matrix
+
+
+def _eigenvectors(matrix: Tensor) -> Tensor:
+    """Return the eigenvectors as columns, the largest eigenvalue first; a matrix that float32 cannot solve is solved in float64."""
+    try:
+        return torch.linalg.eigh(matrix.float())[1].flip(1)
+    except torch.linalg.LinAlgError:  # nearly equal eigenvalues, as the rare rows of an embedding give
+        return torch.linalg.eigh(matrix.double())[1].flip(1)
 
 
 def _laid_out(basis: Tensor, like: Tensor) -> Tensor:
