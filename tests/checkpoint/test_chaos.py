@@ -62,8 +62,8 @@ def test_fifty_kills_change_nothing(tmp_path, seed):
         pauses=0.3,
     )
     assert attempts[-1].ended == "finished" and len(attempts) == 11
-    assert sum(attempt.during_save for attempt in attempts) >= 3
     assert (folder / "result").read_text() == expected
+    assert sum(attempt.during_save for attempt in attempts) >= 3  # else the kills proved less than they should
 
 
 @pytest.mark.slow
