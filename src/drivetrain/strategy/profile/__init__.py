@@ -1,0 +1,1 @@
+"""What is known about a model and a machine before a plan is tried."""

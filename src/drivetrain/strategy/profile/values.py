@@ -1,0 +1,124 @@
+"""What is known about a model and a machine before a plan is tried: plain values that predictions are made from, and that JSON can hold.
+
+All sizes are bytes, all times seconds. What grows with the batch is given per sample: activations are linear in the batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ARITHMETICS = ("float32", "bfloat16")
+"""In what a forward pass computes: as the parameters are, or under 16-bit autocast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """One kind of repeated block, or (with an empty path) everything outside of blocks."""
+
+    path: str
+    """Where the blocks are; empty for the rest of the model."""
+    cls: str
+    count: int
+    """How many members of this kind run one after another; 1 for the rest."""
+    parameters: int
+    """Elements in one member."""
+    forward_flops: float
+    """Operations of one member's forward pass for one sample."""
+    saved_bytes: Mapping[str, float]
+    """By arithmetic: what one member keeps for backward, for one sample, without parameters."""
+    input_bytes: Mapping[str, float]
+    """By arithmetic: the input of one member, for one sample; what full checkpointing keeps instead."""
+    selective_bytes: Mapping[str, float]
+    """By arithmetic: what remains when only the outputs of matrix products and attention are kept."""
+    traffic_bytes: Mapping[str, float]
+    """By arithmetic: memory read and written by one member's forward pass in eager mode, for one sample."""
+    operations: int
+    """Operations dispatched by one member's forward pass; each costs a launch in eager mode."""
+    heads: int | None = None
+    """Attention heads, where they could be found; they bound tensor and sequence parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model and its loss on one batch shape."""
+
+    units: tuple[UnitProfile, ...]
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    input_bytes: float
+    """The batch itself on the device, for one sample."""
+    logits_bytes: Mapping[str, float]
+    """By arithmetic: model output and what the loss keeps of it, for one sample; what a chunked cross-entropy saves."""
+    sequence_length: int | None = None
+    compiled_bytes: Mapping[str, float] | None = None
+    """By arithmetic: what the compiled forward pass keeps for backward, for one sample; None where it could not be captured."""
+    compiled_fixed_bytes: Mapping[str, float] | None = None
+    """By arithmetic: the part of it that does not grow with the batch."""
+    peak_bytes: Mapping[str, tuple[float, float]] | None = None
+    """By arithmetic: fixed and per-sample part of the tracked peak of an eager step of the plain model, everything included."""
+    optimizer_bytes: int = 0
+    """State that the optimizer keeps, unsharded."""
+    optimizer_temporary_bytes: int = 0
+    """What its step allocates beside, at most, when it is not fused."""
+    has_batchnorm: bool = False
+    has_convolution: bool = False
+    has_dropout: bool = False
+    cross_entropy_head: str | None = None
+    """Name of the final Linear whose output goes into a cross entropy, or None."""
+    evidence: str = "simulated"
+    """"simulated" from a run on fake tensors, "modelled" from closed forms."""
+    notes: tuple[str, ...] = ()
+    """Why something could not be found out."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Operations of a forward pass for one sample."""
+        return sum(unit.count * unit.forward_flops for unit in self.units)
+
+    def saved_bytes(self, arithmetic: str) -> float:
+        """Return what an eager forward pass keeps for one sample."""
+        return sum(unit.count * unit.saved_bytes[arithmetic] for unit in self.units)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What sending costs along one kind of connection: a start-up time and a rate."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProfile:
+    """One device and its links, measured here or taken from data sheets."""
+
+    device: str
+    """Its name."""
+    kind: str
+    """Its torch device type, "cuda" or "cpu"."""
+    memory: int
+    """Usable bytes of an empty device."""
+    free: int
+    """Bytes free now."""
+    flops: Mapping[str, float]
+    """Sustained operations per second in matrix products: "float32", "tf32", "bfloat16", "float16", "float8"; absent: not possible."""
+    bandwidth: float
+    """Sustained bytes per second."""
+    launch: float
+    """Seconds to dispatch one operation in eager mode."""
+    intra: Link
+    inter: Link
+    per_node: int = 8
+    capability: tuple[int, int] | None = None
+    host_bandwidth: float = 20e9
+    """Bytes per second between device and host memory."""
+    threads: int = 1
+    reserve_bytes: float = float(2**30)
+    """What a process needs beside its tensors: context, workspaces, communication buffers."""
+    reserve_share: float = 0.04
+    """What fragmentation adds, as a share of the peak."""
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    """Measured over predicted time of earlier trials, by kind of plan."""
+    evidence: str = "modelled"
+    """"measured" here, or "modelled" from a preset."""

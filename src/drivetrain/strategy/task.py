@@ -1,0 +1,129 @@
+"""What a search must be able to do with somebody's training: build the model, take samples, compute the loss, shape all of it by a plan.
+
+It is a value that can be sent to another process: every field is a module, plain data or an importable function. `auto_accelerate` and
+the Trainer each make one; profile, simulation and trials know nothing else about whose loop it is.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.strategy.apply import PlanContext, prepared_input, shape
+from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.resolve import ResolvedPlan
+from drivetrain.strategy.stepping import finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTask:
+    """One training, in the parts that plans are made for."""
+
+    model: nn.Module | None = None
+    model_fn: Callable[[], nn.Module] | None = None
+    """Makes the model anew; asked before `model`, which is copied."""
+    call: Callable[[nn.Module, Any], Any]
+    """Calls a model with its prepared input."""
+    loss_func: Callable[[Any, Any], Any] | None = None
+    """The loss of prepared input and output: a scalar, or a sequence that begins with it."""
+    prepare_input: Callable[[Any, torch.device], Any] | None = None
+    optim_func: Callable[..., torch.optim.Optimizer] | None = None
+    optim_args: Mapping[str, Any] = field(default_factory=dict)
+    optim_param_func: Callable[[nn.Module], Any] | None = None
+    samples: Any = None
+    """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension."""
+    global_batch_size: int = 1
+    find_unused_parameters: bool = False
+
+    def build(self) -> nn.Module:
+        """Return a model of its own, with its own memory."""
+        if self.model_fn is not None:
+            return self.model_fn()
+        if self.model is None:
+            raise ValueError("a task needs model or model_fn.")
+        return copy.deepcopy(self.model)
+
+    def batch(self, size: int) -> Any:
+        """Return `size` samples as a loader yields them, going round where there are fewer."""
+        from torch.utils._pytree import tree_map_only
+
+        have = self.sample_count
+
+        def take(tensor: Tensor) -> Tensor:
+            if tensor.ndim == 0 or tensor.shape[0] != have:
+                return tensor
+            if size <= have:
+                return tensor[:size]
+            return tensor[torch.arange(size, device=tensor.device) % have]
+
+        return tree_map_only(Tensor, take, self.samples)
+
+    @property
+    def sample_count(self) -> int:
+        """How many samples are at hand."""
+        from torch.utils._pytree import tree_leaves
+
+        sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+        return max(sizes, default=0)
+
+    def prepared(self, batch: Any, device: torch.device) -> Any:
+        """Return the model's input for what a loader yields."""
+        return prepared_input(batch, device, self.prepare_input)
+
+    def loss(self, inputs: Any, outputs: Any) -> Tensor:
+        """Return the loss alone."""
+        if self.loss_func is None:
+            raise ValueError("the task has no loss_func.")
+        result = self.loss_func(inputs, outputs)
+        return result[0] if isinstance(result, list | tuple) else result
+
+    def recipe(self) -> OptimizerRecipe | None:
+        """Return how the optimizer is made, or None without one."""
+        if self.optim_func is None:
+            return None
+        groups = self.optim_param_func or parameters_of
+        return OptimizerRecipe(build=self.optim_func, settings=dict(self.optim_args), groups=groups)
+
+    def shaped(
+        self, model: nn.Module, resolved: ResolvedPlan, batch: BatchPlan | None, loader: Any = None
+    ) -> PlanContext:
+        """Apply a plan to a model and what trains it: the context whose `stepping` and `optimizer` a loop uses."""
+        ctx = PlanContext(model, resolved, self.recipe(), self.loss_func, self.prepare_input, self.run_samples)
+        if self.find_unused_parameters:
+            ctx.ddp_settings["find_unused_parameters"] = True
+        shape(ctx)
+        finish(ctx, loader, batch)
+        return ctx
+
+    def run_samples(self, model: nn.Module) -> Any:
+        """Return a model's outputs for a few samples, in evaluation mode and without gradients."""
+        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        inputs = self.prepared(self.batch(min(8, self.sample_count)), place)
+        mode = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                return self.call(model, inputs)
+        finally:
+            model.train(mode)
+
+
+def parameters_of(model: nn.Module) -> Any:
+    """Return all parameters, as one group."""
+    return model.parameters()
+
+
+@dataclass(frozen=True)
+class CallModel:
+    """Calls a model as `model_input_format` says: `model(x)`, `model(*x)` or `model(**x)`."""
+
+    input_format: str | None = None
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Any:
+        if self.input_format == "unpack_dict":
+            return model(**inputs)
+        return model(*inputs) if self.input_format == "unpack_sequence" else model(inputs)

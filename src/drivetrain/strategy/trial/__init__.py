@@ -1,0 +1,1 @@
+"""Plans tried in processes of their own, which cannot hurt the run."""
