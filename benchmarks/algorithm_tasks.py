@@ -29,6 +29,8 @@ class Method:
     needs_cuda: bool = False
     has_schedule: bool = True
     """Whether the learning rate follows the task's schedule; False for methods that replace it."""
+    own_rate: bool = False
+    """Whether the method changes what a learning rate means, so that it searches the grid for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +111,13 @@ IMAGES: dict[str, Method] = {
     "LayerFreezing": Method(make=lambda: [a.LayerFreezing(0.7, 0.5)]),
     "Lookahead": Method(make=lambda: [a.Lookahead(5, schedule="cubic")]),
     "MixUp": Method(make=lambda: [a.MixUp(0.2)]),
-    "Muon": Method(make=lambda: [a.Muon()]),
+    "Muon": Method(make=lambda: [a.Muon()], own_rate=True),
     "ProgressiveResizing": Method(make=lambda: [a.ProgressiveResizing(initial_scale=0.5, size_increment=8)]),
     "RandomTranslation": Method(make=lambda: [a.RandomTranslation(2)]),
-    "SAM": Method(make=lambda: [a.SAM(0.05)]),
-    "ScheduleFree": Method(make=lambda: [a.ScheduleFree(warmup="40ba", bn_batches=10)], has_schedule=False),
+    "SAM": Method(make=lambda: [a.SAM(0.05)], own_rate=True),
+    "ScheduleFree": Method(make=lambda: [a.ScheduleFree(warmup="40ba", bn_batches=10)], has_schedule=False, own_rate=True),
     "SelectiveBackprop": Method(make=lambda: [a.SelectiveBackprop()]),
-    "SOAP": Method(make=lambda: [a.SOAP()]),
+    "SOAP": Method(make=lambda: [a.SOAP()], own_rate=True),
     "SqueezeExcite": Method(make=lambda: [a.SqueezeExcite(latent_channels=16, min_channels=64)]),
     "StochasticDepth": Method(make=lambda: [a.StochasticDepth("Residual", "sample", 0.1)]),
     "SWA": Method(make=lambda: [a.SWA("0.6dur", "0.97dur", "1ep")]),
@@ -166,11 +168,11 @@ TEXT: dict[str, Method] = {
     "LayerFreezing": Method(make=lambda: [a.LayerFreezing(0.7, 0.5)]),
     "Lookahead": Method(make=lambda: [a.Lookahead(5, schedule="cubic")]),
     "LowPrecisionLayerNorm": Method(make=lambda: [a.LowPrecisionLayerNorm()], needs_cuda=True),
-    "Muon": Method(make=lambda: [a.Muon()]),
-    "SAM": Method(make=lambda: [a.SAM(0.05)]),
-    "ScheduleFree": Method(make=lambda: [a.ScheduleFree(warmup="30ba")], has_schedule=False),
+    "Muon": Method(make=lambda: [a.Muon()], own_rate=True),
+    "SAM": Method(make=lambda: [a.SAM(0.05)], own_rate=True),
+    "ScheduleFree": Method(make=lambda: [a.ScheduleFree(warmup="30ba")], has_schedule=False, own_rate=True),
     "SeqLengthWarmup": Method(make=lambda: [a.SeqLengthWarmup(0.3, LENGTH // 4, LENGTH, max(1, LENGTH // 8))]),
-    "SOAP": Method(make=lambda: [a.SOAP()]),
+    "SOAP": Method(make=lambda: [a.SOAP()], own_rate=True),
     "StochasticDepth": Method(make=lambda: [a.StochasticDepth("TransformerEncoderLayer", "sample", 0.1)]),
     "SWA": Method(make=lambda: [a.SWA("0.6dur", "0.97dur", "1ep")]),
     "TorchCompile": Method(make=lambda: [a.TorchCompile()], needs_cuda=True),

@@ -2,7 +2,8 @@
 
     DRIVETRAIN_DATA=folder python -m benchmarks.algorithms [--tasks cifar text] [--methods Muon EMA] [--seeds 3] [--limit 10]
 
-Baseline and method search the same grid of learning rates with the first seed; the best one is run with the others. The
+The baseline searches a grid of learning rates with the first seed, and so does a method that replaces the optimizer; the best
+rate is run with the other seeds. Every other method runs at the baseline's rate: it is to help a run that is tuned already. The
 clock runs while training does, from the third step on: what comes before (compilation, tuning of kernels) is kept as
 start-up. Runs are appended to `results/algorithms.json`, and those that are there already are not repeated, so several
 sittings add up. `benchmarks/cards.py` turns the file into tables. `--smoke` runs a tiny version of invented data.
@@ -117,7 +118,7 @@ def run_once(task: Task, method: Method, lr: float, seed: int, device: torch.dev
 def measure(
     task: Task, name: str, seeds: int, device: torch.device, limit: float, lrs: Sequence[float], known: dict[str, dict]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the runs of one method: the grid with the first seed, the best rate with the others; known ones are not repeated."""
+    """Yield the runs of one method: the rates with the first seed, the best one with the others; known ones are not repeated."""
 
     def run(lr: float, seed: int) -> dict[str, Any]:
         facts = {
@@ -204,18 +205,25 @@ def main(
         grid = tuple(lrs or task.lrs)
         if place.type == "cuda":
             run_once(task, METHODS[task_name]["baseline"], grid[0], 0, place, limit=2.0)  # wakes the device; not kept
+        tuned: tuple[float, ...] = grid
         for name in names_for(task_name, methods, place.type == "cuda"):
+            rates = grid if name == "baseline" or METHODS[task_name][name].own_rate else tuned
+            done: list[dict[str, Any]] = []
             with warnings.catch_warnings():
                 warnings.simplefilter("default")
                 if not smoke:  # a method that changes nothing has not been measured
                     warnings.simplefilter("error", NoEffectWarning)
-                for run in measure(task, name, seeds, place, limit, grid, known):
+                for run in measure(task, name, seeds, place, limit, rates, known):
+                    done.append(run)
                     if key_of(run) in known and known[key_of(run)] is run:
                         continue
                     results["runs"].append({**run, "sitting": sitting})
                     write_results(path, results)
                     shown = run.get("error") or run["final"]
                     print(f"{task_name:6} {name:24} lr {run['lr']:<8g} seed {run['seed']}: {shown}", flush=True)
+            if name == "baseline":
+                best = best_rate([run for run in done if run["seed"] == 0], task.higher_is_better)
+                tuned = grid if best is None else (best,)
     write_results(path, results)
     return results
 
