@@ -73,7 +73,9 @@ class SpeedNet(nn.Module):
 
     def forward(self, x):
         x = self.stages(self.activation(self.whitening(x)))
-        return self.head(x.amax((2, 3))) / self.head.in_features
+        # Not amax: compiled, its gradient looks for the largest value among recomputed ones and may find none.
+        x = nn.functional.max_pool2d(x, x.shape[2:]).flatten(1)
+        return self.head(x) / self.head.in_features
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -101,8 +101,8 @@ def test_everything_is_optional_but_the_model_and_the_plan():
         ({"dataloader_args": {"batch_size": "8"}}, BatchSizeError, "whole number"),
         ({"sample_batch": torch.zeros(2)}, ConfigError, "batch_size"),
         ({"load_strategy": None, "finetune_strategy": True}, ValueError, "load_strategy"),
-        ({"load_strategy": None}, ConfigError, "not in this version"),
-        ({"finetune_strategy": True}, ConfigError, "not in this version"),
+        ({"load_strategy": None, "optim_func": None}, ValueError, "needs optim_func"),
+        ({"load_strategy": None, "dataset": None}, ValueError, "needs dataset"),
         ({"load_strategy": [("checkpoint", "Blok")], "model": nn.Sequential(Block())}, MethodConfigError, "Block"),
         ({"load_strategy": [("micro_batch", 3)]}, BatchSizeError, "6 and 9"),
     ],
@@ -537,14 +537,17 @@ def test_the_first_axis_varies_fastest_and_ranks_along_tensor_share_samples(worl
 def test_float16_scales_and_skips_and_graphs_compile_on_cuda():
     status, result, _ = call([("amp_native", "fp16"), "tf32", "fused_optimizer"], device="cuda")
     assert status and result.context.scaler is not None
-    losses = []
-    for batch in result.dataloader:
-        batch = result.prepare_input(batch, result.context.device)
-        loss = result.loss_func(batch, result.model(batch))
-        loss.backward()
-        result.optim.unscale_()
-        result.optim.step()
-        result.optim.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    means = []
+    for _ in range(6):  # the first updates may be left out while the scale is too large
+        losses = []
+        for batch in result.dataloader:
+            batch = result.prepare_input(batch, result.context.device)
+            loss = result.loss_func(batch, result.model(batch))
+            loss.backward()
+            result.optim.unscale_()
+            result.optim.step()
+            result.optim.zero_grad()
+            losses.append(loss.item())
+        means.append(sum(losses) / len(losses))
+    assert means[-1] < means[0]
     assert call(["compile", "cuda_graphs", ("amp_native", "bf16")], device="cuda")[0]

@@ -25,7 +25,7 @@ def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
     if device.type == "cpu":
         return ((info, move_to_device(device, batch)) for info, batch in pairs)
     module = torch.get_device_module(device)
-    if depth == 0 or not hasattr(module, "Stream") or not hasattr(module.Stream, "__enter__"):
+    if depth == 0 or not all(hasattr(module, name) for name in ("Stream", "Event", "stream", "current_stream")):
         return ((info, move_to_device(device, pin(batch), non_blocking=True)) for info, batch in pairs)
     return _ahead(pairs, _SideStream(module, device), depth)
 
@@ -46,7 +46,8 @@ class _SideStream:
     """Copies on a stream of their own, ordered with the consumer's stream by events."""
 
     def __init__(self, module: Any, device: torch.device):
-        self.device = device
+        # Streams and events of one family: a generic torch.Stream ignores the events of a backend.
+        self.module, self.device = module, device
         self.stream = module.Stream(device)
         self.new_event = module.Event
         self.queued = module.Event()
@@ -56,16 +57,16 @@ class _SideStream:
         """Start the copy of a batch; return it with the event that says when it has arrived."""
         pinned = pin(batch)
         sent = self.spare.pop() if self.spare else self.new_event()
-        self.queued.record(torch.accelerator.current_stream(self.device))
+        self.queued.record(self.module.current_stream(self.device))
         self.stream.wait_event(self.queued)
-        with self.stream:
+        with self.module.stream(self.stream):
             moved = move_to_device(self.device, pinned, non_blocking=True)
         sent.record(self.stream)
         return moved, sent
 
     def receive(self, moved: Any, sent: Any) -> Any:
         """Let the consumer's stream wait for the copy, and hand the batch out."""
-        torch.accelerator.current_stream(self.device).wait_event(sent)
+        self.module.current_stream(self.device).wait_event(sent)
         self.spare.append(sent)  # the wait refers to this recording; the event may be recorded again
         return moved
 

@@ -50,6 +50,11 @@ class AsyncReadback:
         event.record()
         self._pending.append((tag, place, event))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._pending
+
     def poll(self) -> list[tuple[Any, float]]:
         """Return what has arrived since the last call, oldest first, without waiting."""
         while self._pending and self._take(wait=False):

@@ -258,6 +258,11 @@ class LossTracker:
     def latest_known(self, value: float) -> None:
         self._known = value
 
+    @property
+    def unread(self) -> Tensor | None:
+        """The last loss, where it is still on a device."""
+        return self._last if isinstance(self._last, Tensor) and self._last.device.type != "cpu" else None
+
     def state_dict(self) -> dict[str, int | float]:
         """Return the sums, so that an epoch interrupted in its middle has the mean of all its batches."""
         return {"total_loss": self.total_loss, "running_count": self.running_count, "loss_value": self.loss_value}

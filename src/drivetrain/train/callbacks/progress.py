@@ -13,6 +13,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.readback import AsyncReadback
 
 
 class ProgressBarCallback(TrainerCallback):
@@ -34,6 +35,7 @@ class ProgressBarCallback(TrainerCallback):
         self._phases: list[_Phase] = []  # an evaluation inside an epoch stands on top of the epoch
         self._epoch_began = 0  # the number of the epoch's first batch in the run
         self._next = float("inf")
+        self._readback = AsyncReadback()
 
     def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
         """Begin a training epoch, where a resumed run left it."""
@@ -106,11 +108,14 @@ class ProgressBarCallback(TrainerCallback):
 
     def _show(self, phase: "_Phase") -> None:
         if self._display is not None:
+            self._ask_for_loss(phase)
             self._display.show(phase, self._figures(phase))
         self._wait()
 
     def _end(self, phase: "_Phase") -> None:
         if self._display is not None:
+            self._ask_for_loss(phase)
+            self._hear(self._readback.drain())
             self._display.end(phase, self._figures(phase))
         self._phases.pop()
         if not self._phases:
@@ -128,6 +133,17 @@ class ProgressBarCallback(TrainerCallback):
     def _wait(self) -> None:
         pause = 1 / self.refresh_per_second if isinstance(self._display, _BarDisplay) else self.plain_interval
         self._next = time.perf_counter() + pause
+
+    def _ask_for_loss(self, phase: "_Phase") -> None:
+        """Send for the newest loss where it is on a device; it is shown when it has arrived, and nothing waits for it."""
+        self._hear(self._readback.poll())
+        unread = self._trainer._loss_tracker.unread if phase.trains else None
+        if unread is not None and self._readback.is_idle:
+            self._readback.push(unread)
+
+    def _hear(self, values: list[tuple[Any, float]]) -> None:
+        for _, value in values:
+            self._trainer._loss_tracker.latest_known = value
 
     def _figures(self, phase: "_Phase") -> str:
         """Return loss, learning rate and speed as a short text."""
