@@ -115,7 +115,9 @@ IMAGES: dict[str, Method] = {
     "ProgressiveResizing": Method(make=lambda: [a.ProgressiveResizing(initial_scale=0.5, size_increment=8)]),
     "RandomTranslation": Method(make=lambda: [a.RandomTranslation(2)]),
     "SAM": Method(make=lambda: [a.SAM(0.05)], own_rate=True),
-    "ScheduleFree": Method(make=lambda: [a.ScheduleFree(warmup="40ba", bn_batches=10)], has_schedule=False, own_rate=True),
+    "ScheduleFree": Method(
+        make=lambda: [a.ScheduleFree(warmup="40ba", bn_batches=10)], has_schedule=False, own_rate=True
+    ),
     "SelectiveBackprop": Method(make=lambda: [a.SelectiveBackprop()]),
     "SOAP": Method(make=lambda: [a.SOAP()], own_rate=True),
     "SqueezeExcite": Method(make=lambda: [a.SqueezeExcite(latent_channels=16, min_channels=64)]),

@@ -226,6 +226,50 @@ def reference_loop() -> Callable[[int], float]:
     return run
 
 
+def composer_loop() -> Callable[[int], float]:
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import composer
+
+    logging.getLogger("composer").setLevel(logging.ERROR)
+    inner, batches, optimizer = make_task()
+
+    class Model(composer.models.ComposerModel):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.loss_func = inner, nn.CrossEntropyLoss()
+
+        def forward(self, batch):
+            return self.inner(batch[0])
+
+        def loss(self, outputs, batch, *args, **kwargs):
+            return self.loss_func(outputs, batch[1])
+
+    class Stopwatch(composer.Callback):
+        def epoch_start(self, state, logger):
+            self.began = time.perf_counter()
+
+        def epoch_end(self, state, logger):
+            self.seconds = time.perf_counter() - self.began
+
+    watch, model = Stopwatch(), Model()
+    off = {"progress_bar": False, "console_log_interval": "1000ep", "device": "cpu", "device_train_microbatch_size": 32}
+
+    def run(steps: int) -> float:
+        # It wants a data specification with the number of samples where the loader is not torch's own.
+        data = composer.core.DataSpec(Steps(batches, steps), get_num_samples_in_batch=lambda batch: len(batch[1]))
+        trainer = composer.Trainer(
+            model=model, train_dataloader=data, max_duration="1ep", optimizers=optimizer, callbacks=[watch], **off
+        )
+        trainer.fit()
+        trainer.close()
+        return watch.seconds
+
+    return run
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
@@ -263,6 +307,7 @@ def main(blocks: int = 60, steps: int = 100) -> dict[str, float]:
         "pytorch-accelerated": reference_loop,
         "Lightning, all off": lightning_loop,
         "HF Trainer": hugging_face_loop,
+        "Composer": composer_loop,
     }
     for name, make in peers.items():
         with contextlib.suppress(ImportError):

@@ -21,10 +21,19 @@ Block = Callable[[int], float | None]
 """Runs so many steps; it may return the seconds they took, when it also does something that should not count."""
 
 
-def alternate(loops: Mapping[str, Block], blocks: int = 120, steps: int = 100) -> dict[str, list[float]]:
-    """Return for each loop the seconds per step of every block; the loops take turns, after one block to warm up."""
+def alternate(
+    loops: Mapping[str, Block],
+    blocks: int = 120,
+    steps: int = 100,
+    warm_up: bool = True,
+    after_turn: Callable[[dict[str, list[float]]], None] | None = None,
+) -> dict[str, list[float]]:
+    """Return for each loop the seconds per step of every block; the loops take turns, after one block to warm up.
+
+    `after_turn` gets what is known so far, outside the clock: a long benchmark can write it down.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for loop in loops.values():
+    for loop in loops.values() if warm_up else ():
         loop(steps)
     for turn in range(blocks):
         # Every second turn goes backwards, so that no loop always runs in the cache another one left.
@@ -33,6 +42,8 @@ def alternate(loops: Mapping[str, Block], blocks: int = 120, steps: int = 100) -
             own = loops[name](steps)
             elapsed = time.perf_counter() - start
             seconds[name].append((own if isinstance(own, float) else elapsed) / steps)
+        if after_turn is not None:
+            after_turn(seconds)
     return seconds
 
 

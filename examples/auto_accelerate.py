@@ -1,8 +1,9 @@
-"""Train by a plan: written by hand once, saved as JSON, and used again.
+"""Train by a plan: written by hand once, or found by a search; saved as JSON, and used again.
 
 python examples/auto_accelerate.py                                                    # one process
 torchrun --nproc-per-node 2 examples/auto_accelerate.py                               # the same plan, half the batch for each
 python examples/auto_accelerate.py --plan plan.json                                   # the plan that the first run saved
+python examples/auto_accelerate.py --plan auto --time-limit 60                        # the plan that a search finds here
 """
 
 import argparse
@@ -61,8 +62,13 @@ PLAN = [
 ]
 
 
-def main(epochs: int = 2, plan: str | Path | list = PLAN, save_to: str | Path = "plan.json") -> list[float]:
-    """Train for some epochs and return the mean loss of each."""
+def main(
+    epochs: int = 2,
+    plan: str | Path | list = PLAN,
+    save_to: str | Path = "plan.json",
+    time_limit: float = 60.0,
+) -> list[float]:
+    """Train for some epochs and return the mean loss of each; the plan "auto" is searched for, within the time limit."""
     torch.manual_seed(0)
     status, result, applied = dt.auto_accelerate(
         Decoder(),
@@ -72,7 +78,9 @@ def main(epochs: int = 2, plan: str | Path | list = PLAN, save_to: str | Path = 
         model_input_format="unpack_dict",
         optim_args={"lr": 3e-3},
         dataloader_args={"batch_size": 64, "shuffle": True, "num_workers": 0},
-        load_strategy=plan,
+        load_strategy=None if plan == "auto" else plan,
+        model_fn=Decoder,  # trials build the model anew in their own processes
+        time_limit=time_limit,
         save_strategy_to_file=save_to,
     )
     if not status:
@@ -98,4 +106,5 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--plan", default=PLAN)
     parser.add_argument("--save-to", default="plan.json")
+    parser.add_argument("--time-limit", type=float, default=60.0)
     main(**vars(parser.parse_args()))

@@ -87,12 +87,12 @@ class SpeedNet(nn.Module):
                 nn.init.dirac_(module.weight[: module.in_channels])
 
 
-def make_optimizer(model: SpeedNet, batch_size: int, epochs: int) -> OptimSet:
+def make_optimizer(model: SpeedNet, batch_size: int, epochs: int, on_gpu: bool = False) -> OptimSet:
     """Return three units: Muon turns the kernels, the whitening bias settles early, biases and head follow SGD with momentum."""
     # The rates of airbench are for summed losses; the Trainer's loss is a mean.
     bias_lr, head_lr, decay = 0.053 * batch_size, 0.67 * batch_size, 2e-6 * batch_size
-    sgd = {"lr": bias_lr, "momentum": 0.85, "nesterov": True, "weight_decay": decay / bias_lr}
-    muon = {"lr": 0.24, "momentum": 0.6, "ns_steps": 3, "adjust_lr": "original", "adam_match": ()}
+    sgd = {"lr": bias_lr, "momentum": 0.85, "nesterov": True, "weight_decay": decay / bias_lr, "fused": on_gpu}
+    muon = {"lr": 0.24, "momentum": 0.6, "ns_steps": 3, "adam_match": (), "cuda_graph": on_gpu}
     head = [{"match": "head.weight", "lr": head_lr, "weight_decay": decay / head_lr}]
     common = {"nonfinite": "ignore"}  # looking would make the host wait
     return OptimSet(
@@ -178,7 +178,7 @@ def main(
     size: int = 4000,
     widths: tuple[int, ...] = (64, 256, 256),
     lookahead: bool = True,
-    compile_mode: str = "default",
+    compile_mode: str = "reduce-overhead",
     split: bool = False,
     device: str = "auto",
     cache_dir: str | None = None,
@@ -203,7 +203,7 @@ def main(
     trainer = Trainer(
         model,
         nn.CrossEntropyLoss(),
-        make_optimizer(model, batch_size, epochs),
+        make_optimizer(model, batch_size, epochs, on_gpu),
         callbacks=[stopwatch],
         algorithms=algorithms,
         precision="bf16" if on_gpu else None,
@@ -216,7 +216,7 @@ def main(
         model.reset()
         trainer.state.seed = seed
         trainer.state.generators.clear()
-        trainer.optimizer = make_optimizer(model, batch_size, num_epochs)
+        trainer.optimizer = make_optimizer(model, batch_size, num_epochs, on_gpu)
         history = trainer.train(
             data,
             num_epochs,
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=2000)
     parser.add_argument("--synthetic", action="store_true")
     parser.add_argument("--no-lookahead", dest="lookahead", action="store_false")
-    parser.add_argument("--compile-mode", default="default")
+    parser.add_argument("--compile-mode", default="reduce-overhead")
     parser.add_argument("--split", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--cache-dir")

@@ -38,7 +38,7 @@ CALLS = {
     "resize": lambda x, y: cf.resize_batch(x, y, 0.5),
     "crop": lambda x, y: cf.resize_batch(x, y, 0.5, "crop", generator=generator()),
     "select": lambda x, y: cf.select_using_loss(
-        x, y % 3, lambda x: x.mean((2, 3)), nn.CrossEntropyLoss(), generator=generator()
+        x, y % 3, lambda x: x.float().mean((2, 3)), nn.CrossEntropyLoss(), generator=generator()
     ),
     "flip": lambda x, y: [cf.alternating_flip(x, torch.arange(8), 1)],
 }

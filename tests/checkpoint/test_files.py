@@ -5,8 +5,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from drivetrain.checkpoint.files import hash_file, replace_text, write_bytes, write_tensors
+from drivetrain.checkpoint.files import replace_text, write_bytes, write_tensors
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES
+from drivetrain.checkpoint.verifying import hash_file
 
 
 def sample(dtype: torch.dtype) -> torch.Tensor:

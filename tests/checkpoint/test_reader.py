@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from drivetrain.checkpoint.chaos import DAMAGES, damage
 from drivetrain.checkpoint.layout import FileEntry, Manifest, read_manifest
-from drivetrain.checkpoint.reader import Reader, find_place, problem_with, read_torch_file
+from drivetrain.checkpoint.reader import Reader, find_place, read_torch_file
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
+from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.core.errors import CheckpointError, ConfigError
 
 

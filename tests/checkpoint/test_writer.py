@@ -11,9 +11,10 @@ from drivetrain.checkpoint import files, writer
 from drivetrain.checkpoint.chaos import full_disk, small_files
 from drivetrain.checkpoint.files import lock_path
 from drivetrain.checkpoint.layout import read_pointer
-from drivetrain.checkpoint.reader import Reader, problem_with
+from drivetrain.checkpoint.reader import Reader
 from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
+from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.checkpoint.writer import WriteFailedError, known_checkpoints, sweep, write_checkpoint
 
 

@@ -74,7 +74,9 @@ def test_prefetched_batches_arrive_whole_while_the_device_is_busy(prefetch, work
 def test_a_batch_is_not_used_before_its_copy_has_arrived():
     data = TensorDataset(torch.arange(1.0, 257.0).view(-1, 1).expand(256, 65536).contiguous())
     loader = SmartDataLoader(data, batch_size=64, resident=False, prefetch=1).to("cuda")
-    for _ in range(3):  # large copies, and a consumer that is idle: nothing but the event keeps it from reading too early
+    for _ in range(
+        3
+    ):  # large copies, and a consumer that is idle: nothing but the event keeps it from reading too early
         sums = [batch[0][:, -1].clone() for batch in loader]
         assert torch.equal(torch.cat(sums).cpu(), torch.arange(1.0, 257.0))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.core.errors import ResumeError
+from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.experiment import find_runs
 from drivetrain.experiment.launching import must_launch
 from drivetrain.runtime.launch import WorkerFailed
@@ -25,6 +25,16 @@ def test_distributed_starts_workers_that_share_folder_and_seed(tmp_path):
     assert record.state == "finished" and record.manifest["processes"] == 2 and record.result == result
     assert (record.folder / "log.rank-1.txt").is_file()
     assert any("had no effect" in note for note in record.manifest["notes"])
+
+
+def test_a_run_name_that_is_taken_is_refused_before_workers_start(tmp_path):
+    """Workers are given a folder, and would continue the run they find in it."""
+    samples.describe.run(output_dir=str(tmp_path), run_name="taken", cuda=False, tag="first")
+    words = ["--output-dir", str(tmp_path), "--run-name", "taken", "--tag", "first", "--no-cuda", "--distributed"]
+    with pytest.raises(ExperimentError, match="exists already"):
+        samples.describe.cli([*words, "--resume", "never"], exit_on_error=False)
+    (record,) = find_runs(tmp_path)
+    assert record.manifest["processes"] == 1 and not record.manifest["resumed"]
 
 
 def run_here(output_dir, resume="never"):

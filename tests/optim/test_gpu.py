@@ -180,3 +180,31 @@ def test_state_moves_with_the_model():
     optim.to("cuda")
     optim.backward(model(torch.ones(1, 2, device="cuda")).sum())
     assert optim.step() is True
+
+
+def test_recorded_muon_follows_the_plain_one():
+    from drivetrain.optim import MuonHybrid
+
+    def run(cuda_graph):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.Flatten(), nn.Linear(16 * 36, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        ).cuda()
+        model = model.to(memory_format=torch.channels_last)
+        optimizer = MuonHybrid(model, lr=0.02, adam_lr=1e-3, weight_decay=0.1, cuda_graph=cuda_graph)
+        x, y = torch.randn(64, 3, 8, 8, device="cuda"), torch.randint(0, 4, (64,), device="cuda")
+        losses = []
+        for step in range(12):
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / 20)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, optimizer
+
+    plain, _ = run(False)
+    recorded, optimizer = run(True)
+    assert recorded[-1] < recorded[0]
+    torch.testing.assert_close(torch.tensor(recorded), torch.tensor(plain), rtol=2e-3, atol=2e-3)
+    assert "cuda_graph" in optimizer.state_dict()["param_groups"][0]

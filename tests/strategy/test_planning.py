@@ -121,7 +121,6 @@ class TorchCompile:
 @pytest.mark.parametrize(
     ("strategy", "kwargs", "error", "message"),
     [
-        ("auto", {}, ConfigError, "not in this version"),
         ([("amp_native", "bf16")], {"precision": "fp16"}, ConfigError, "differ"),
         (["half"], {"precision": "bf16"}, ConfigError, "differ"),
         ([("micro_batch", 2)], {"microbatch_size": 2}, ConfigError, "both split"),

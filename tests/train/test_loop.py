@@ -1,5 +1,6 @@
 """The training loop against hand-written ones."""
 
+import dataclasses
 import math
 
 import pytest
@@ -151,11 +152,14 @@ def test_max_duration_is_counted_in_its_unit(duration, batches):
 def test_the_order_of_hooks_and_events_is_the_documented_one():
     seen = []
 
-    class Spelled(Trainer):
-        def __getattribute__(self, name):
-            if name in HOOKS:
-                seen.append(name)
-            return super().__getattribute__(name)
+    def recorded(name):
+        def hook(self, *args, **kwargs):
+            seen.append(name)
+            return getattr(Trainer, name)(self, *args, **kwargs)
+
+        return hook
+
+    Spelled = type("Spelled", (Trainer,), {name: recorded(name) for name in HOOKS})
 
     class Watcher(TrainerCallback):
         def run_event(self, event, state, logger):
@@ -165,6 +169,38 @@ def test_the_order_of_hooks_and_events_is_the_documented_one():
     seen.clear()
     train(trainer, make_data(8), eval_dataset=make_data(8))
     assert seen == EXPECTED
+
+
+def test_hooks_that_nobody_overrides_are_passed_over_and_change_nothing():
+    class Same(Trainer):
+        def backward_step(self, loss):
+            super().backward_step(loss)
+
+        def optimizer_step(self):
+            super().optimizer_step()
+
+        def scheduler_step(self):
+            super().scheduler_step()
+
+        def optimizer_zero_grad(self):
+            super().optimizer_zero_grad()
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    plain, same = make_trainer(), make_trainer(cls=Same)
+    for trainer in (plain, same):
+        train(trainer, make_data(24), num_epochs=2, create_scheduler_fn=schedule)
+    assert all(dataclasses.astuple(plain._plain)) and not any(dataclasses.astuple(same._plain))
+    assert all(map(torch.equal, weights(plain.model), weights(same.model)))
+    assert plain.optimizer.param_groups[0]["lr"] == same.optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_a_hook_put_on_the_instance_is_called():
+    trainer, called = make_trainer(), []
+    trainer.optimizer_step = lambda: (called.append(1), trainer.optimizer.step())
+    train(trainer, make_data(16))
+    assert len(called) == trainer.state.clock.step == 2
 
 
 HOOKS = {

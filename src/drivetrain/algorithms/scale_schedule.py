@@ -3,7 +3,7 @@
 import warnings
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainDeprecationWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -25,6 +25,6 @@ class ScaleSchedule(Algorithm):
         state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
         warnings.warn(
             "ScaleSchedule is kept for old code: write Trainer(scale_schedule_ratio=...) instead.",
-            DeprecationWarning,
+            DrivetrainDeprecationWarning,
             stacklevel=2,
         )

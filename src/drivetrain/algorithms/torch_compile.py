@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.checks import check_choice
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.module.compilation import compile_module, set_recompile_limit
@@ -63,6 +63,7 @@ class TorchCompile(Algorithm):
             warnings.warn(
                 f"TorchCompile: other algorithms will show the model about {sizes} input sizes, each of which is compiled. Use larger "
                 "steps between sizes, or dynamic=True.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
         scope: Any = {"auto": "auto", True: "block", False: "model"}[self.regional]

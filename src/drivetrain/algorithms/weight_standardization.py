@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.core.errors import DrivetrainWarning
 
 _EPSILON = 1e-10
 
@@ -66,6 +67,7 @@ def _in_order(model: nn.Module) -> list[nn.Module]:
         warnings.warn(
             f"WeightStandardization could not trace {type(model).__name__} ({type(error).__name__}), so its last convolutions are "
             "those defined last.",
+            DrivetrainWarning,
             stacklevel=3,
         )
         return known

@@ -7,7 +7,8 @@ __getattr__, __dir__ = lazy_exports(
     {
         ".checkpointer": ["Checkpointer", "Listed"],
         ".layout": ["CheckpointNotFoundError", "Manifest"],
-        ".reader": ["Rejected", "problem_with"],
+        ".reader": ["Rejected"],
+        ".verifying": ["problem_with"],
         ".restored": ["Restored"],
         ".safetensors_export": ["export_safetensors"],
         ".store": ["load_checkpoint", "save_checkpoint"],

@@ -22,11 +22,12 @@ from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
 from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
 from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
 from drivetrain.checkpoint.progress import Progress, Schedule
-from drivetrain.checkpoint.reader import Loaded, Reader, check_verify, find_place
+from drivetrain.checkpoint.reader import Loaded, Reader, find_place
 from drivetrain.checkpoint.restored import Restored
 from drivetrain.checkpoint.retention import Best, to_remove
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
+from drivetrain.checkpoint.verifying import check_verify
 from drivetrain.checkpoint.writer import (
     Snapshot,
     WriteFailedError,

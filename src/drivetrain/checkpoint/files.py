@@ -84,12 +84,6 @@ def _write(folder: Path, name: str, pieces: Iterator[bytes | memoryview]) -> Fil
     return FileEntry(path=name, size=size, sha256=digest.hexdigest())
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def flush_folder(folder: Path) -> None:
     """Make the names in a folder durable; a system that cannot open folders has nothing to flush."""
     try:

@@ -13,13 +13,12 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.exchange import Exchange
-from drivetrain.checkpoint.files import hash_file
 from drivetrain.checkpoint.layout import (
     BEST,
     CHECKPOINTS,
@@ -33,7 +32,6 @@ from drivetrain.checkpoint.layout import (
     CheckpointNotFoundError,
     Manifest,
     checkpoint_folders,
-    file_inside,
     own_file,
     rank_file,
     read_manifest,
@@ -41,12 +39,12 @@ from drivetrain.checkpoint.layout import (
 )
 from drivetrain.checkpoint.local import RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
-from drivetrain.core.errors import CheckpointError, ConfigError, ResumeError, unknown_name
+from drivetrain.checkpoint.verifying import Verify, verify_files
+from drivetrain.core.errors import CheckpointError, ResumeError
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
 
-Verify = Literal["full", "size", "off"]
 LiveState = Callable[[], Any]
 """Returns the state into which the checkpoint will be loaded; its sharded tensors say how the saved ones are wanted."""
 
@@ -70,49 +68,6 @@ class Loaded:
     """Parameters, the generator of new seeds and the elapsed time, when it was saved within a run."""
     rank: RankState | None
     rejected: list[Rejected] = field(default_factory=list)
-
-
-def check_verify(verify: str) -> Verify:
-    """Return a verification mode, or say which there are."""
-    if verify not in get_args(Verify):
-        raise ConfigError(unknown_name("mode", verify, get_args(Verify), where="verify"))
-    return verify  # type: ignore[return-value]
-
-
-def problem_with(folder: Path, verify: Verify = "full") -> str | None:
-    """Return what is wrong with a checkpoint folder, or None when it is whole."""
-    try:
-        verify_files(folder, read_manifest(folder), verify)
-    except CheckpointError as error:
-        return str(error)
-    return None
-
-
-def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int = 0, of: int = 1) -> None:
-    """Check that the files are those of the manifest; of their contents, share `share` of `of` is hashed here."""
-    listed = {entry.path: file_inside(folder, entry.path) for entry in manifest.files}
-    if STATE not in listed:
-        raise CheckpointError(f"{MANIFEST} does not list {STATE}")
-    if verify == "off":
-        return
-    for entry in manifest.files:
-        path = listed[entry.path]
-        if not path.is_file():
-            raise CheckpointError(f"{entry.path} is missing")
-        if (size := path.stat().st_size) != entry.size:
-            raise CheckpointError(f"{entry.path} has {size} bytes instead of {entry.size}")
-    shards = folder / SHARDS
-    strangers = {f"{SHARDS}/{path.name}" for path in shards.iterdir()} - set(listed) if shards.is_dir() else set()
-    if strangers:
-        raise CheckpointError(f"{min(strangers)} is not listed in {MANIFEST}")
-    if verify == "full":
-        for entry in manifest.files[share::of]:
-            try:
-                digest = hash_file(listed[entry.path])
-            except OSError as error:
-                raise CheckpointError(f"{entry.path} cannot be read ({error})") from None
-            if digest != entry.sha256:
-                raise CheckpointError(f"{entry.path} does not match its SHA-256")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ from drivetrain.checkpoint.layout import BEST, CHECKPOINTS, LAST, CheckpointNotF
 from drivetrain.checkpoint.reader import (
     Loaded,
     Reader,
-    check_verify,
     find_place,
     read_safetensors,
     read_torch_file,
 )
 from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
+from drivetrain.checkpoint.verifying import check_verify
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError

@@ -11,6 +11,7 @@ import torch
 
 from drivetrain.context.codec import join_path
 from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.core.errors import DrivetrainWarning
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
@@ -50,6 +51,7 @@ class GeneratorsKind(Kind):
         if absent:
             warnings.warn(
                 f"{path}: the generators {', '.join(absent)} were saved on a device that is not here; they begin anew.",
+                DrivetrainWarning,
                 stacklevel=4,
             )
         restores = {}

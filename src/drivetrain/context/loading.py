@@ -19,7 +19,7 @@ from drivetrain.context.coders import tag_of, tagged
 from drivetrain.context.kinds import FaultKind, Kind, Restore, keep
 from drivetrain.context.optimizers import Names, parameter_names
 from drivetrain.context.table import MODULE_KIND, OTHER_KIND, PLAIN_KIND, everything, holds_state, kind_of
-from drivetrain.core.errors import DrivetrainError, StateError, nearest_name
+from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
 
 if TYPE_CHECKING:
     from drivetrain.context.context import Context
@@ -192,6 +192,7 @@ class Loading:
             warnings.warn(
                 f"the saved state has None for {', '.join(self._without_state)}: no state was taken there, and they keep what they "
                 "have.",
+                DrivetrainWarning,
                 stacklevel=3,
             )
         return self._report()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.context.codec import join_path
 from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.core.errors import DrivetrainWarning
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
@@ -92,4 +93,4 @@ def _is_required(plugin: Any) -> bool:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, DrivetrainWarning, stacklevel=4)

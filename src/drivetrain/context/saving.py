@@ -9,6 +9,7 @@ import torch
 from drivetrain.context.codec import Packer
 from drivetrain.context.optimizers import Names, parameter_names
 from drivetrain.context.table import kind_of
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.ranks import is_master
 
@@ -47,6 +48,7 @@ class Saving:
         warnings.warn(
             f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if that is meant, "
             f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore.",
+            DrivetrainWarning,
             stacklevel=2,
         )
 

@@ -20,6 +20,7 @@ from drivetrain.context.codec import NOT_STATE, PLAIN
 from drivetrain.context.coders import enum_member, random_state, tag_of, tagged, value_coder
 from drivetrain.context.kinds import Kind, Restore
 from drivetrain.context.moving import move_tensor
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.module.distributed_tensors import fit_tensor
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> to
     warnings.warn(
         f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it begins anew from "
         f"its seed {content['seed']}.",
+        DrivetrainWarning,
         stacklevel=5,
     )
     return item.manual_seed(content["seed"])

@@ -152,6 +152,14 @@ class CallbackMethodNotImplementedError(DrivetrainError, NotImplementedError):
     """A callback was asked for a method that it must define and does not."""
 
 
+class DrivetrainWarning(UserWarning):
+    """Something works, but hardly as it was meant; `Trainer(strict=True)` makes it an error."""
+
+
+class DrivetrainDeprecationWarning(DrivetrainWarning, DeprecationWarning):
+    """Something is kept for old code only."""
+
+
 def nearest_name(name: object, valid: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the valid name closest to `name`, or None when nothing is close; a higher `cutoff` asks for more."""
     by_folded = {choice.casefold(): choice for choice in map(str, valid)}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TypeVar
 
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.ordering import refers_to
 from drivetrain.core.plugin import Reference, plugin_name
@@ -45,6 +46,8 @@ def warn_if_multiple_loss_interpolation(algorithms: Sequence[T], event: Event) -
     several = [plugin_name(plugin) for plugin in algorithms if refers_to("#interpolates_loss", plugin)]
     if len(several) > 1:
         warnings.warn(
-            f"{' and '.join(several)} all interpolate the loss at {event.name}; use one of them.", stacklevel=2
+            f"{' and '.join(several)} all interpolate the loss at {event.name}; use one of them.",
+            DrivetrainWarning,
+            stacklevel=2,
         )
     return list(algorithms)

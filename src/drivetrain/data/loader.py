@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.core.errors import DistributedError, ParameterError, ResumeError
+from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
 from drivetrain.data.columns import Columns
 from drivetrain.data.fetch import GatherFetch
@@ -358,7 +358,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def load_state_dict(self, state: dict[str, Any] | None, strict: bool = True) -> None:
         """Go to a saved place: the next iteration continues there. `strict=False` warns where it would refuse."""
         if state is None:
-            warnings.warn("the loader's saved state is None: it keeps its own place.", stacklevel=2)
+            warnings.warn("the loader's saved state is None: it keeps its own place.", DrivetrainWarning, stacklevel=2)
             return
         checked = check_state(state, self._samples(), None if self._order is None else self._order.samples, strict)
         self._check_continuable(checked["position"], strict)
@@ -366,6 +366,7 @@ class SmartDataLoader(DataLoader[T_co]):
             warnings.warn(
                 f"random_seed={self._seed} was given, but the saved state has {checked['seed']}: the state wins, so that the order "
                 "of samples goes on. Leave random_seed out to resume without this warning.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
         if checked.get("sampler") is not None and self._order is not None:
@@ -389,7 +390,7 @@ class SmartDataLoader(DataLoader[T_co]):
         )
         if strict:
             raise ResumeError(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, DrivetrainWarning, stacklevel=3)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, from its beginning; a restored place in that epoch is kept."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.core.errors import ResumeError, StateError
+from drivetrain.core.errors import DrivetrainWarning, ResumeError, StateError
 from drivetrain.data.order import BatchInfo
 
 VERSION = 1
@@ -68,7 +68,7 @@ def check_state(state: Any, length: int | None, last: int | None, strict: bool) 
         )
         if strict:
             raise ResumeError(message)
-        warnings.warn(f"{message} Epoch {state['epoch']} starts from its beginning.", stacklevel=3)
+        warnings.warn(f"{message} Epoch {state['epoch']} starts from its beginning.", DrivetrainWarning, stacklevel=3)
         checked["position"] = 0
     elif last is not None and checked["position"] > last:
         raise StateError(

@@ -11,7 +11,7 @@ from drivetrain.core.errors import ExperimentError
 from drivetrain.experiment.references import Reference, reference_to
 from drivetrain.experiment.resolve import Resolved
 from drivetrain.experiment.resume import NEVER
-from drivetrain.experiment.run_folder import run_path
+from drivetrain.experiment.run_folder import refuse_existing, run_path
 from drivetrain.runtime.environment import in_launched_process
 
 STOP_STATUSES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -35,7 +35,10 @@ def launch_experiment(experiment: Any, resolved: Resolved, options: dict[str, An
     values = resolved.values
     if options.get("folder") is None and values["resume"] == NEVER:
         # Named here, so that a group that is started again finds the folder of its first attempt.
-        options = options | {"folder": run_path(values["output_dir"], experiment.name, values["run_name"])}
+        folder = run_path(values["output_dir"], experiment.name, values["run_name"])
+        if values["node_rank"] == 0:  # node 0 makes it, so the others may find it made
+            refuse_existing(folder)
+        options = options | {"folder": folder}
     single = (
         values["nnodes"] == 1 and not resolved.is_declared("master_addr") and not resolved.is_declared("master_port")
     )

@@ -41,14 +41,19 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
     return Path(output_dir).resolve() / experiment / (fresh_name() if run_name is None else run_name)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a run folder that must not exist yet."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
+def refuse_existing(folder: Path) -> None:
+    """Refuse to begin a new run in a folder that is there already."""
+    if folder.exists():
         raise ExperimentError(
             f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
-        ) from None
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a run folder that must not exist yet."""
+    refuse_existing(folder)
+    try:
+        folder.mkdir(parents=True)
     except OSError as error:
         raise ExperimentError(
             f"the run folder {folder} cannot be made: {error}. Choose another --output-dir."

@@ -4,9 +4,11 @@ Repeated blocks of one class share one compilation, so compiling block by block 
 the edges between blocks free for hooks of sharding. Compiling the whole model lets the compiler fuse across blocks.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import find_blocks, repeated_blocks
@@ -33,6 +35,70 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
     for _, block in blocks:
         block.compile(**torch_compile_kwargs)
     return model
+
+
+def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
+    """Return a compiled loss function; a module is compiled in place, so that its keys stay.
+
+    Where kernels are recorded (CUDA graphs), the next step writes its loss into the same memory: the loss is copied out, so that it may
+    be kept.
+    """
+    if isinstance(loss_func, nn.Module):
+        loss_func.compile(**torch_compile_kwargs)
+        compiled: Callable[..., Any] = loss_func
+    else:
+        compiled = torch.compile(loss_func, **torch_compile_kwargs)
+    return _CopiedOut(compiled) if torch_compile_kwargs.get("mode") == "reduce-overhead" else compiled
+
+
+class _CopiedOut:
+    """A function whose tensors are copied when it returns."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(Tensor, torch.clone, self.function(*args, **kwargs))
+
+
+def forget_shapes() -> None:
+    """Let the compiler forget which sizes it has seen change.
+
+    It learns that per line of code, not per model: a trial of a copy with a small batch would make the size of every later batch a
+    variable, and kernels for variable sizes are slower. Compiled code stays.
+    """
+    import torch._dynamo.pgo
+
+    torch._dynamo.pgo.reset_code_state()
+
+
+class GraphBreaks:
+    """Counts where the compiler had to leave a gap since this object was made; each gap runs uncompiled and ends a fusion."""
+
+    def __init__(self) -> None:
+        self._before = self._counted()
+
+    def reasons(self) -> dict[str, int]:
+        """Return how often each reason was met."""
+        now = self._counted()
+        return {reason: more for reason, count in now.items() if (more := count - self._before.get(reason, 0)) > 0}
+
+    def report(self) -> str:
+        """Say how many there were, and the first reasons."""
+        reasons = self.reasons()
+        if not reasons:
+            return "no graph breaks"
+        total = sum(reasons.values())
+        shown = "; ".join(reason.strip().splitlines()[0][:100] for reason in list(reasons)[:3])
+        return f"{total} graph break{'s' if total > 1 else ''} ({shown})"
+
+    @staticmethod
+    def _counted() -> dict[str, int]:
+        from torch._dynamo.utils import counters
+
+        return dict(counters["graph_break"])
 
 
 def set_recompile_limit(n: int) -> int:

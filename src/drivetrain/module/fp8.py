@@ -17,6 +17,9 @@ from drivetrain.module.surgery import Optimizers, replace_module_classes
 
 Recipe = Literal["tensorwise", "rowwise"]
 RECIPES = ("tensorwise", "rowwise")
+Format = Literal["HYBRID", "E4M3"]
+FORMATS = ("HYBRID", "E4M3")
+"""The types of gradients: e5m2, or e4m3 as for everything else, which has less range and more precision."""
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _MULTIPLE = 16  # what the matrix units ask of every inner and outer dimension
 _TINY = 1e-12
@@ -68,31 +71,36 @@ class _LinearInFp8(torch.autograd.Function):
     """`x @ weight.T` and its two gradients, each product in 8 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, gradient: torch.dtype, out_dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.gradient = recipe, gradient
         return matmul_fp8(x, weight.t(), FORWARD, FORWARD, recipe, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = matmul_fp8(grad, weight, GRADIENT, FORWARD, ctx.recipe, x.dtype) if needs_x else None
-        grad_weight = matmul_fp8(grad.t(), x, GRADIENT, FORWARD, ctx.recipe, weight.dtype) if needs_weight else None
-        return grad_x, grad_weight, None, None
+        kind, recipe = ctx.gradient, ctx.recipe
+        grad_x = matmul_fp8(grad, weight, kind, FORWARD, recipe, x.dtype) if needs_x else None
+        grad_weight = matmul_fp8(grad.t(), x, kind, FORWARD, recipe, weight.dtype) if needs_weight else None
+        return grad_x, grad_weight, None, None, None
 
 
 class Float8Linear(nn.Linear):
     """A linear layer that multiplies in 8 bits; its result has the type of autocast, or else of its input."""
 
     recipe: Recipe = "tensorwise"
+    format: Format = "HYBRID"
 
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
         autocasts = torch.is_autocast_enabled(device)
         out_dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
         rows = input.reshape(-1, self.in_features)
-        out = _LinearInFp8.apply(rows, self.weight, self.recipe, out_dtype)
+        gradient = GRADIENT if self.format == "HYBRID" else FORWARD
+        out = _LinearInFp8.apply(rows, self.weight, self.recipe, gradient, out_dtype)
         if self.bias is not None:
             out = out + self.bias.to(out_dtype)
         return out.reshape(*input.shape[:-1], self.out_features)
@@ -101,10 +109,12 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe}"
 
     @staticmethod
-    def from_linear(module: nn.Linear, module_index: int = -1, recipe: Recipe = "tensorwise") -> "Float8Linear":
+    def from_linear(
+        module: nn.Linear, module_index: int = -1, recipe: Recipe = "tensorwise", format: Format = "HYBRID"
+    ) -> "Float8Linear":
         """Return the layer that takes the place of a linear layer and uses its very parameters."""
         new = Float8Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-        new.weight, new.bias, new.recipe = module.weight, module.bias, recipe
+        new.weight, new.bias, new.recipe, new.format = module.weight, module.bias, recipe, format
         return new
 
 
@@ -122,22 +132,26 @@ def convert_linears_to_fp8(
     min_features: int = 2048,
     skip: Sequence[str] = ("head",),
     optimizers: Optimizers = None,
+    include: Sequence[str] = (),
+    format: Format = "HYBRID",
 ) -> list[str]:
     """Replace the linear layers that gain from 8 bits, and return the names of all that compute so now.
 
     Both sizes must be at least `min_features` and multiples of 16. A layer whose dotted name contains a word of `skip` stays: an
-    output layer needs the precision.
+    output layer needs the precision. One whose name contains a word of `include` is replaced all the same, whatever its size, as long
+    as its sizes are multiples of 16.
     """
     check_fp8("convert_linears_to_fp8", recipe, min_features)
     names = {module: name for name, module in model.named_modules()}
 
     def convert(module: nn.Module, index: int) -> nn.Module | None:
-        if type(module) is not nn.Linear or any(word in names[module] for word in skip):
+        if type(module) is not nn.Linear or any(size % _MULTIPLE for size in (module.in_features, module.out_features)):
             return None
-        sizes = (module.in_features, module.out_features)
-        if min(sizes) < min_features or any(size % _MULTIPLE for size in sizes):
+        is_named = any(word in names[module] for word in include)
+        is_skipped = any(word in names[module] for word in skip)
+        if not is_named and (is_skipped or min(module.in_features, module.out_features) < min_features):
             return None
-        return Float8Linear.from_linear(module, index, recipe)
+        return Float8Linear.from_linear(module, index, recipe, format)
 
     replace_module_classes(model, {nn.Linear: convert}, optimizers)
     return [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]

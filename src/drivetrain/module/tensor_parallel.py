@@ -1,8 +1,9 @@
-"""Split the matrices of a model over ranks by an explicit plan (Shoeybi et al., 2019, arXiv 1909.08053).
+"""Split the matrices of a model over ranks by a plan (Shoeybi et al., 2019, arXiv 1909.08053).
 
 A plan says for each layer whether its output features (`colwise`) or its input features (`rowwise`) are split; a column-wise layer
-followed by a row-wise one needs one reduction. Names and state-dict keys stay; the parameters become distributed tensors. A model's
-own code must not count heads or features globally where a layer before it is split: `view(batch, time, -1, head_size)` works.
+followed by a row-wise one needs one reduction. Names, state-dict keys and ties stay; the parameters become distributed tensors. A model's
+own code must not count heads or features globally where a layer before it is split: `view(batch, time, -1, head_size)` works. Plans come
+from the user, from `register_tp_plan`, from the model itself (transformers' `_tp_plan`), or from `tensor_inference`.
 """
 
 import fnmatch
@@ -13,9 +14,18 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.classes import written_class
+from drivetrain.module.vocabulary_parallel import know_split_logits
 
-STYLES = ("colwise", "rowwise", "sequence", "colwise_gather", "replicate")
-"""`colwise_gather` gathers the outputs again, as a head needs it; `replicate` names a layer that stays whole."""
+STYLES = ("colwise", "rowwise", "sequence", "heads", "colwise_gather", "vocabulary", "replicate")
+"""`colwise_gather` gathers the outputs again, as a head needs it; a `vocabulary` head leaves them split until the loss; `heads` is a
+norm of split queries or keys, (batch, time, heads, width); `replicate` names a layer that stays whole."""
+
+_STYLES_OF_TRANSFORMERS = {
+    "colwise_rep": "colwise_gather",
+    "colwise_gather_output": "colwise_gather",
+    "embedding_rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "heads",
+}
 
 _registered: dict[type[nn.Module], dict[str, Any]] = {}
 
@@ -40,7 +50,16 @@ def find_tp_plan(model: nn.Module) -> dict[str, Any]:
     if found:
         return found
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    return dict(own) if isinstance(own, Mapping) else {}
+    return _translated(model, own) if isinstance(own, Mapping) else {}
+
+
+def _translated(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's own plan in our words; empty where it has styles that we do not know, or names nothing of this model."""
+    styles = {name: _STYLES_OF_TRANSFORMERS.get(style, style) for name, style in plan.items()}
+    if any(isinstance(style, str) and style not in STYLES for style in styles.values()):
+        return {}
+    names = [name for name, _ in model.named_modules()]
+    return {name: style for name, style in styles.items() if fnmatch.filter(names, name)}
 
 
 def expand_tp_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -65,7 +84,68 @@ def parallelize(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> nn.Modu
     from torch.distributed.tensor.parallel import parallelize_module
 
     modules = dict(model.named_modules())
-    return parallelize_module(model, mesh, {name: _style(style, modules[name]) for name, style in plan.items()})
+    ties = _ties(model)
+    result = parallelize_module(model, mesh, {name: _style(style, modules[name]) for name, style in plan.items()})
+    _tie_again(ties)
+    for name, style in plan.items():
+        if style == "vocabulary":
+            know_split_logits(model, modules[name])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # torch's fused path in evaluation knows no split weights
+    return result
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of every parameter that is registered more than once."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    for places in ties:
+        parameters = [module._parameters[name] for module, name in places]
+        layouts = {str(getattr(parameter, "placements", None)) for parameter in parameters}
+        if len(layouts) > 1:
+            owners = " and ".join(type(module).__name__ for module, _ in places)
+            raise ConfigError(
+                f"tensor_parallel: {owners} share a parameter, and the plan splits it differently in each. Split an embedding 'rowwise' "
+                "where the head that shares its weight is 'colwise', or leave both out."
+            )
+        for module, name in places:
+            module._parameters[name] = parameters[0]
+
+
+def split_head(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+    """Return a plan in which the head keeps the logits split until the loss, and the embedding fits; None where there is no such head.
+
+    A head is a linear layer that gives one number for each word of an embedding. Where the two share their weight, the embedding is split
+    by words too.
+    """
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    for head, module in reversed(list(model.named_modules())):
+        if not isinstance(module, nn.Linear) or plan.get(head, "colwise_gather") not in (
+            "colwise_gather",
+            "vocabulary",
+        ):
+            continue
+        own = {name: e for name, e in embeddings.items() if e.num_embeddings == module.out_features}
+        if not own or module.out_features % size:
+            continue
+        result = {**plan, head: "vocabulary"}
+        for name, embedding in own.items():
+            is_tied = embedding.weight is module.weight
+            is_plain = embedding.max_norm is None and embedding.padding_idx is None
+            if is_tied and not (is_plain and plan.get(name, "rowwise") == "rowwise"):
+                return None
+            if is_plain and (is_tied or embedding.embedding_dim % size == 0):
+                result.setdefault(name, "rowwise" if is_tied else "colwise")
+        return result
+    return None
 
 
 def _check_style(name: str, style: Any) -> None:
@@ -73,20 +153,44 @@ def _check_style(name: str, style: Any) -> None:
         raise ConfigError(unknown_name("style", style, STYLES, where=f"tensor_parallel plan, {name}"))
 
 
+def is_splittable(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def features(module: nn.Module, style: str) -> int:
+    """Return how many features a style splits."""
+    weight: Any = module.weight
+    return int(weight.shape[weight_dim(module, style)])
+
+
+def weight_dim(module: nn.Module, style: str) -> int:
+    """Return the dimension of the weight that a style splits."""
+    splits_outputs = style != "rowwise"
+    if isinstance(module, nn.Embedding) or _is_transposed(module):
+        return 1 if splits_outputs else 0
+    return 0 if splits_outputs else 1
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    return (
+        written_class(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and getattr(module, "weight", None) is not None
+    )
+
+
 def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
-    if style not in ("colwise", "rowwise", "colwise_gather"):
+    if style not in ("colwise", "rowwise", "colwise_gather", "vocabulary"):
         return
-    if isinstance(module, nn.Linear):
-        features = module.in_features if style == "rowwise" else module.out_features
-    elif isinstance(module, nn.Embedding):
-        features = module.num_embeddings if style == "rowwise" else module.embedding_dim
-    else:
+    if not (is_splittable(module) or isinstance(module, nn.Embedding)):
         raise ConfigError(
             f"tensor_parallel: {name} is a {type(module).__name__}; the style {style!r} is for nn.Linear and nn.Embedding."
         )
-    if features % size:
+    count = features(module, style)
+    if count % size:
         raise ConfigError(
-            f"tensor_parallel: {name} has {features} features to split ({style}), which do not divide over {size} ranks. Choose "
+            f"tensor_parallel: {name} has {count} features to split ({style}), which do not divide over {size} ranks. Choose "
             "another size of the tensor axis, or leave the layer out."
         )
 
@@ -97,11 +201,44 @@ def _style(style: Any, module: nn.Module) -> Any:
 
     if not isinstance(style, str):
         return style
+    if _is_transposed(module):
+        return _transposed_style(style)
     is_embedding = isinstance(module, nn.Embedding)
     styles: dict[str, Callable[[], Any]] = {
         "colwise": lambda: ColwiseParallel(output_layouts=Replicate()) if is_embedding else ColwiseParallel(),
         "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "vocabulary": lambda: ColwiseParallel(use_local_output=False),
         "rowwise": lambda: RowwiseParallel(input_layouts=Replicate()) if is_embedding else RowwiseParallel(),
         "sequence": SequenceParallel,
+        "heads": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
     return styles[style]()
+
+
+def _transposed_style(style: str) -> Any:
+    """Return the style of a layer that keeps its weight as (inputs, outputs)."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    dim = 0 if style == "rowwise" else 1
+    comes = Shard(-1) if style == "rowwise" else Replicate()
+    leaves = Shard(-1) if style == "colwise" else Replicate()
+
+    def split(name: str, module: nn.Module, mesh: Any) -> None:
+        for key, parameter in module.named_parameters():
+            layout = Shard(dim) if key == "weight" else Shard(0) if dim == 1 else Replicate()
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [layout])))
+
+    class Transposed(ParallelStyle):
+        def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
+            return distribute_module(module, mesh, split, enter, leave)
+
+    def enter(module: nn.Module, inputs: Any, mesh: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(inputs[0], mesh, [comes], run_check=False)
+
+    def leave(module: nn.Module, outputs: Any, mesh: Any) -> Any:
+        return outputs.redistribute(placements=[leaves]).to_local()
+
+    return Transposed()

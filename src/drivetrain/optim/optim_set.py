@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.optim.closing import apply_updates, finish_gradients
 from drivetrain.optim.losses import Losses
 from drivetrain.optim.passes import Pass, plan_passes
@@ -429,7 +429,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
             warnings.warn(
                 f"{len(orphans)} trainable parameters belong to no unit and stay as they are: {shown}. Freeze them, or let a unit own "
                 f"them (updated_modules='{REST}').",
-                UserWarning,
+                DrivetrainWarning,
                 stacklevel=4,
             )
 

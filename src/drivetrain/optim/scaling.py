@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drivetrain.core.errors import DrivetrainWarning
+
 if TYPE_CHECKING:
     from drivetrain.optim.scheduler import OptimScheduler
 
@@ -88,6 +90,6 @@ def computes_in_float16(loss: Tensor) -> bool:
 def _warn_unused(unit: "OptimScheduler") -> None:
     warnings.warn(
         f"unit {unit.name!r}: the saved state has a gradient scale, but this run needs none; it is left out.",
-        UserWarning,
+        DrivetrainWarning,
         stacklevel=5,
     )

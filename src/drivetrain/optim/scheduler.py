@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
 from drivetrain.optim.arguments import (
     ACCUM_GRAD,
     DISTRIBUTED,
@@ -177,7 +177,7 @@ class OptimScheduler(ABC):
             warnings.warn(
                 f"{type(self.optimizer).__name__} averages weights instead of lowering the rate, and {type(self).__name__} lowers it "
                 "as well. ConstantLr with a warm-up is the schedule it is made for.",
-                UserWarning,
+                DrivetrainWarning,
                 stacklevel=2,
             )
 

@@ -10,13 +10,15 @@ import math
 import os
 import time as clock
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import StateError
 from drivetrain.record.append_file import AppendFile
-from drivetrain.record.histogram import Histogram
-from drivetrain.record.images import Picture
-from drivetrain.record.sink import Resume
+
+if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
+    from drivetrain.record.histogram import Histogram
+    from drivetrain.record.images import Picture
+    from drivetrain.record.sink import Resume
 
 FILE_NAME = "metrics.jsonl"
 
@@ -34,7 +36,7 @@ class JsonlSink:
         """How many lines have been written, None while the file is closed."""
         return None if self._file is None else self._file.lines
 
-    def open(self, folder: Path, resume: Resume | None) -> None:
+    def open(self, folder: Path, resume: "Resume | None") -> None:
         """Open the file for appending; after a resume say so in it."""
         self._file = AppendFile(folder / FILE_NAME)
         if resume is not None:
@@ -53,15 +55,15 @@ class JsonlSink:
             f'{{"step": {step}, "time": {time:.3f}, "kind": "scalar", "tag": {self._tags[tag]}, "value": {number}}}\n'
         )
 
-    def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
+    def image(self, tag: str, picture: "Picture", step: int, time: float) -> None:
         """Note where an image is kept."""
         self._add("image", tag, picture.path, step, time)
 
-    def figure(self, tag: str, picture: Picture, step: int, time: float) -> None:
+    def figure(self, tag: str, picture: "Picture", step: int, time: float) -> None:
         """Note where a figure is kept."""
         self._add("figure", tag, picture.path, step, time)
 
-    def histogram(self, tag: str, histogram: Histogram, step: int, time: float) -> None:
+    def histogram(self, tag: str, histogram: "Histogram", step: int, time: float) -> None:
         """Take a histogram."""
         counted = {
             "low": histogram.low,

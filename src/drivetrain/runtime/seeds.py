@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from drivetrain.core.errors import ConfigError, StateError, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, StateError, unknown_name
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
 
@@ -186,6 +186,7 @@ def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
         warnings.warn(
             f"deterministic={mode!r} is set after CUDA has started, so {CUBLAS_VARIABLE}=:4096:8 may come too late for "
             "matrix products. Set it before the first CUDA call, or in the shell.",
+            DrivetrainWarning,
             stacklevel=2,
         )
     _apply_settings(_Settings(True, mode == "warn", False, os.environ.get(CUBLAS_VARIABLE, ":4096:8")))

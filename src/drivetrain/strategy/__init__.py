@@ -9,6 +9,8 @@ __getattr__, __dir__ = lazy_exports(
         ".registry": ["register_method", "method_names", "find_method"],
         ".method": ["Method", "Stage", "Site"],
         ".device_spec": ["DeviceSpec"],
+        ".search.find": ["Wishes", "find_plan"],
+        ".search.cost": ["Cost"],
         ".apply": ["PlanContext", "shape"],
         ".resolve": ["ResolvedPlan", "resolve_plan"],
         "drivetrain.module.replacements": ["register_replace_pair"],

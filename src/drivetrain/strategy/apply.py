@@ -5,15 +5,19 @@ on: there is never a half-applied model. Parameter names and state-dict keys of 
 outer shell.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.context import Context
+from drivetrain.context.loading import LoadReport
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.pipeline_parts import Elsewhere
+from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
 from drivetrain.module.wrapping import wrap_ddp
 from drivetrain.runtime.ranks import clear_data_ranks
@@ -32,7 +36,7 @@ class PlanContext(Context):
         {
             *("plan", "mesh", "recipe", "loss_func", "prepare_input", "sample", "notes"),
             *("ddp_settings", "autocast_dtype", "scaler_dtype", "skip_nonfinite", "stepping"),
-            *("input_changes", "loss_changes", "recipe_changes"),
+            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole"),
         }
     )
 
@@ -58,6 +62,8 @@ class PlanContext(Context):
         self.sample = sample
         """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
         self.mesh: Any = None
+        self.whole: nn.Module | None = None
+        """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
         self.notes: list[str] = []
         """What methods found out while they were applied."""
         self.ddp_settings: dict[str, Any] = {}
@@ -68,9 +74,37 @@ class PlanContext(Context):
         self.skip_nonfinite = False
         self.input_changes: list[Callable[[Tensor], Tensor]] = []
         self.loss_changes: list[Callable[[Any], Any]] = []
+        self.output_position = 1
+        """Which argument of the loss is the model's output: `(input, output)` here, `(output, target)` in the Trainer."""
         self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
         """What is done to the recipe after the methods of the optimizer's own stage."""
         self.stepping: Any = None
+
+    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+        """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
+        if not (full and isinstance(self.model, PipelinedModel)):
+            return super().state_dict(full=full)
+        from drivetrain.strategy.pipeline_state import joined_state
+
+        return joined_state(self, super().state_dict())
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
+        """Restore a saved state; of a whole model's, a pipeline takes its own stages."""
+        if isinstance(self.model, PipelinedModel):
+            from drivetrain.strategy.pipeline_state import own_share
+
+            state = own_share(self, state)
+        return super().load_state_dict(state, strict)
+
+    @property
+    def whole_model(self) -> nn.Module:
+        """The model, or while a pipeline is built the one it is a part of."""
+        return self.model if self.whole is None else self.whole
+
+    def held(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is named after modules that this rank holds; a stage of a pipeline does not hold all."""
+        here = {name for name, module in self.model.named_modules() if not isinstance(module, Elsewhere)}
+        return {name: value for name, value in named.items() if name in here}
 
     def note(self, text: str) -> None:
         """Keep a remark for `explain()`."""
@@ -129,9 +163,13 @@ def shape(ctx: PlanContext) -> PlanContext:
         _shape(ctx)
     except BaseException:
         before.restore()
-        ctx.model = model
+        ctx.model, ctx.whole = model, None
         clear_data_ranks()
         raise
+    if ctx.whole is not None:
+        assert isinstance(ctx.model, PipelinedModel)
+        release_others(ctx.whole, ctx.model)
+        ctx.whole = None
     return ctx
 
 
@@ -143,9 +181,9 @@ def _shape(ctx: PlanContext) -> None:
             _place(ctx)
         for own, method, config in plan.steps:
             if own is stage:
-                method.apply(ctx, config)
+                _apply(ctx, stage, partial(method.apply, ctx, config))
         if stage is Stage.SHELL:
-            _wrap(ctx)
+            _apply(ctx, stage, partial(_wrap, ctx))
         elif stage is Stage.OPTIMIZER and ctx.recipe is not None:
             for change in ctx.recipe_changes:
                 change(ctx.recipe)
@@ -156,16 +194,45 @@ def _will_be_sharded(plan: ResolvedPlan) -> bool:
     return any(stage is Stage.SHELL for stage, _, _ in plan.steps)
 
 
-def _wrap(ctx: PlanContext) -> None:
-    """Average gradients over data ranks by DDP where nothing else does it."""
-    plan = ctx.plan
-    if plan.data_ranks == 1 or is_fully_sharded(ctx.model):
+def _apply(ctx: PlanContext, stage: Stage, act: Callable[[], None]) -> None:
+    """Do something to the context's model; in a pipeline, to that part of it which the stage of application means.
+
+    Blocks are found in the whole model, whose modules the pipeline shares. To DDP and `fully_shard` each stage is a model of its own.
+    """
+    pipeline, dtype = ctx.model, ctx.autocast_dtype
+    if not isinstance(pipeline, PipelinedModel):
+        act()
         return
-    if plan.site.axis("tensor") > 1:  # DDP cannot hold parameters that are sharded along another axis
+
+    def on(part: nn.Module) -> nn.Module:
+        ctx.model, ctx.autocast_dtype = part, dtype
+        act()
+        return ctx.model
+
+    try:
+        if stage is Stage.SHELL:
+            pipeline.wrap_parts(on)
+        elif stage in (Stage.CHECKPOINT, Stage.COMPILE_BLOCKS):
+            assert ctx.whole is not None
+            on(ctx.whole)
+        else:
+            act()
+    finally:
+        ctx.model = pipeline
+
+
+def _wrap(ctx: PlanContext) -> None:
+    """Average gradients over data and sequence ranks by DDP where nothing else does it."""
+    plan = ctx.plan
+    if plan.data_ranks * plan.site.axis("sequence") == 1 or is_fully_sharded(ctx.model):
+        return
+    reasons = {"tensor": "DDP cannot hold tensor-parallel parameters", "pipe": "DDP's buckets do not follow a schedule"}
+    reason = next((text for axis, text in reasons.items() if plan.site.axis(axis) > 1), None)
+    if reason is not None:
         from drivetrain.strategy.methods.fsdp import shard_over_data
 
         shard_over_data(ctx, reshard_after_forward=False)
-        ctx.note("data parallel: fully_shard without resharding, because DDP cannot hold tensor-parallel parameters")
+        ctx.note(f"data parallel: fully_shard without resharding, because {reason}")
         return
     ctx.model = wrap_ddp(ctx.model, **ctx.ddp_settings)
 

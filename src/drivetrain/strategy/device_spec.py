@@ -1,14 +1,32 @@
 """What a planner needs to know about a device, and nominal figures for common ones.
 
-The figures are those of data sheets: memory that a program can use, dense bfloat16 arithmetic, memory and link bandwidth. They are
-priors; a measurement always wins.
+The figures are those of data sheets: memory that a program can use, dense 16-bit arithmetic (without sparsity, accumulated in float32),
+memory bandwidth, and the rate of a link in one direction. They are priors; a measurement always wins.
 """
 
-from dataclasses import dataclass
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from drivetrain.core.errors import ConfigError, unknown_name
 
 _GIB, _TERA = 2**30, 1e12
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +37,40 @@ class DeviceSpec:
     memory: int
     """Usable bytes."""
     flops: float
-    """Dense bfloat16 operations per second."""
+    """Dense bfloat16 operations per second; float16 where the device has no bfloat16."""
     bandwidth: float
     """Bytes per second to its own memory."""
     intra_bw: float = 0.0
-    """Bytes per second to another device of the node."""
+    """Bytes per second to another device of the node, in one direction; 0 when unknown."""
     inter_bw: float = 0.0
-    """Bytes per second to a device of another node."""
+    """Bytes per second to a device of another node, in one direction; 0 when unknown."""
     per_node: int = 8
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for anything else."""
+    fp32_flops: float = 0.0
+    """Float32 operations per second without tensor cores; 0: a sixteenth of `flops`."""
+
+    def __post_init__(self) -> None:
+        for field_name in ("memory", "flops", "bandwidth", "per_node"):
+            if not getattr(self, field_name) > 0:
+                raise ConfigError(f"DeviceSpec.{field_name}: {getattr(self, field_name)!r} must be more than 0.")
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Operations per second by arithmetic, as far as the device can: float32, tf32, float16, bfloat16, float8.
+
+        >>> sorted(DeviceSpec.preset("a100").rates)
+        ['bfloat16', 'float16', 'float32', 'tf32']
+        """
+        rates = {"float32": self.fp32_flops or self.flops / 16}
+        if self.capability is None:
+            return rates | {"bfloat16": self.flops}
+        rates["float16"] = self.flops
+        if self.capability >= (8, 0):
+            rates |= {"bfloat16": self.flops, "tf32": self.flops / 2}
+        if self.capability >= (8, 9):
+            rates["float8"] = 2 * self.flops
+        return rates
 
     @classmethod
     def preset(cls, name: str) -> "DeviceSpec":
@@ -37,14 +79,103 @@ class DeviceSpec:
         >>> DeviceSpec.preset("h100").name
         'h100-80g'
         """
-        found = PRESETS.get(_ALIASES.get(name, name))
+        folded = name.strip().lower().replace("_", "-").replace(" ", "-")
+        found = PRESETS.get(_ALIASES.get(folded, folded))
         if found is None:
             raise ConfigError(unknown_name("device preset", name, [*PRESETS, *_ALIASES]))
         return found
 
+    @classmethod
+    def load(cls, source: "DeviceSpec | Mapping[str, Any] | str | os.PathLike[str]") -> "DeviceSpec":
+        """Return a spec from its fields, a JSON file that holds them, or the name of a preset.
+
+        `preset` among the fields gives the figures that the others change; sizes may be written as "80GiB".
+
+        >>> DeviceSpec.load({"preset": "h100", "name": "half an h100", "memory": "40GiB"}).memory == 40 * 2**30
+        True
+        """
+        if isinstance(source, DeviceSpec):
+            return source
+        if isinstance(source, Mapping):
+            return cls._from_fields(source)
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(
+                f"device: {type(source).__name__} given; expected a DeviceSpec, its fields, a JSON file or a preset's name."
+            )
+        path = Path(source)
+        if not (path.suffix == ".json" or path.is_file()):
+            return cls.preset(str(source))
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(
+                f"device {str(path)!r} is not JSON: {error}. Write an object with a DeviceSpec's fields."
+            ) from error
+        if not isinstance(held, Mapping):
+            raise ConfigError(
+                f"device {str(path)!r} holds a {type(held).__name__}; expected an object with a DeviceSpec's fields."
+            )
+        return cls._from_fields(held)
+
+    @classmethod
+    def _from_fields(cls, given: Mapping[str, Any]) -> "DeviceSpec":
+        values = dict(given)
+        base = values.pop("preset", None)
+        known = {item.name for item in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ConfigError(unknown_name("field", key, [*known, "preset"], where="DeviceSpec"))
+        if base is not None:
+            preset = cls.preset(str(base))
+            values = {name: getattr(preset, name) for name in known} | values
+        missing = sorted({"name", "memory", "flops", "bandwidth"} - set(values))
+        if missing:
+            raise ConfigError(
+                f"DeviceSpec: {', '.join(missing)} missing. Give them, or `preset` with the name of a similar device."
+            )
+        values["memory"] = parse_size(values["memory"], where="DeviceSpec.memory")
+        capability = values.get("capability")
+        if capability is not None:
+            if not (
+                isinstance(capability, list | tuple)
+                and len(capability) == 2
+                and all(isinstance(x, int) for x in capability)
+            ):
+                raise ConfigError(
+                    f"DeviceSpec.capability: {capability!r} given; expected two numbers such as [9, 0], or null."
+                )
+            values["capability"] = tuple(capability)
+        for key in ("flops", "bandwidth", "intra_bw", "inter_bw", "fp32_flops", "per_node"):
+            if key in values and (isinstance(values[key], bool) or not isinstance(values[key], int | float)):
+                raise ConfigError(f"DeviceSpec.{key}: {values[key]!r} given; expected a number.")
+        return cls(**values)
+
+
+def parse_size(value: Any, *, where: str) -> int:
+    """Return bytes from a number or a text such as "80GiB".
+
+    >>> parse_size("1.5KiB", where="memory")
+    1536
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(
+            f'{where}: {value!r} given; expected bytes, or a number with one of {", ".join(filter(None, _UNITS))}: "80GiB".'
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
 
 def _spec(
-    name: str, gib: float, tflops: float, tbs: float, capability: tuple[int, int] | None, intra: float = 0.0
+    name: str,
+    gib: float,
+    tflops: float,
+    tbs: float,
+    capability: tuple[int, int] | None,
+    intra: float = 0.0,
+    fp32: float = 0.0,
+    inter: float = 50.0,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
@@ -52,23 +183,69 @@ def _spec(
         flops=tflops * _TERA,
         bandwidth=tbs * _TERA,
         intra_bw=intra * 1e9,
-        inter_bw=50e9,
+        inter_bw=inter * 1e9,
         capability=capability,
+        fp32_flops=fp32 * _TERA,
     )
 
 
+# name, usable GiB, dense 16-bit TFLOP/s, TB/s, capability, GB/s inside a node (one direction), float32 TFLOP/s
 PRESETS = {
     spec.name: spec
     for spec in (
-        _spec("h200", 139.8, 989, 4.8, (9, 0), 450),
-        _spec("h100-80g", 79.1, 989, 3.35, (9, 0), 450),
-        _spec("b200", 178, 2250, 8.0, (10, 0), 900),
-        _spec("a100-80g", 79.1, 312, 2.0, (8, 0), 300),
-        _spec("a100-40g", 39.4, 312, 1.55, (8, 0), 300),
-        _spec("l40s", 44.4, 362, 0.86, (8, 9), 32),
-        _spec("l4", 22, 121, 0.30, (8, 9), 32),
-        _spec("rtx4090", 23.5, 165, 1.0, (8, 9), 32),
-        _spec("cpu", 16, 1, 0.1, None, 10),
+        _spec("h200", 139.8, 989, 4.8, (9, 0), 450, 67),
+        _spec("h100-80g", 79.1, 989, 3.35, (9, 0), 450, 67),
+        _spec("h100-pcie", 79.1, 756, 2.0, (9, 0), 64, 51),
+        _spec("h100-nvl", 93, 835, 3.9, (9, 0), 300, 60),
+        _spec("b200", 178, 2250, 8.0, (10, 0), 900, 80),
+        _spec("a100-80g", 79.1, 312, 2.0, (8, 0), 300, 19.5),
+        _spec("a100-40g", 39.4, 312, 1.55, (8, 0), 300, 19.5),
+        _spec("a10", 22, 125, 0.6, (8, 6), 32, 31.2),
+        _spec("l40s", 44.4, 362, 0.86, (8, 9), 32, 91.6),
+        _spec("l4", 22, 121, 0.30, (8, 9), 32, 30.3),
+        _spec("rtx3090", 23.5, 71, 0.94, (8, 6), 32, 35.6),
+        _spec("rtx4090", 23.5, 165, 1.0, (8, 9), 32, 82.6),
+        _spec("rtx5090", 31.3, 209, 1.79, (12, 0), 64, 104.8),
+        _spec("v100-32g", 31.7, 125, 0.9, (7, 0), 150, 15.7),
+        _spec("v100-16g", 15.7, 125, 0.9, (7, 0), 150, 15.7),
+        _spec("t4", 14.6, 65, 0.32, (7, 5), 16, 8.1),
+        _spec("cpu", 16, 1, 0.1, None, 10, 1, 1),
     )
 }
-_ALIASES = {"h100": "h100-80g", "a100": "a100-80g"}
+_ALIASES = {
+    "h200-141g": "h200",
+    "h100": "h100-80g",
+    "h100-sxm": "h100-80g",
+    "a100": "a100-80g",
+    "v100": "v100-32g",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "rtx-3090": "rtx3090",
+    "rtx-4090": "rtx4090",
+    "rtx-5090": "rtx5090",
+}
+
+
+def preset_named_like(device_name: str, memory: int | None = None) -> DeviceSpec | None:
+    """Return the preset of a device by the name that its driver reports; of several sizes the nearest.
+
+    >>> preset_named_like("NVIDIA H100 80GB HBM3").name
+    'h100-80g'
+    >>> preset_named_like("NVIDIA A100-SXM4-40GB").name
+    'a100-40g'
+    """
+    folded = re.sub(r"[^a-z0-9]", "", device_name.lower())
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    gigabytes = re.search(r"(\d+) ?gb", device_name.lower())
+    size = memory or (int(gigabytes[1]) * 10**9 if gigabytes else None)
+    fitting = []
+    for spec in PRESETS.values():
+        model, _, variant = spec.name.partition("-")
+        is_named = model in words or (model.startswith("rtx") and model in folded)
+        if is_named and (variant in ("", "80g", "40g", "32g", "16g") or variant in words):
+            fitting.append((variant in words, spec))
+    if not fitting:
+        return None
+    fitting.sort(key=lambda found: (not found[0], abs(found[1].memory - size) if size else 0))
+    return fitting[0][1]

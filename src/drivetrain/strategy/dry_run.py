@@ -1,30 +1,47 @@
-"""Try a plan on a copy of the model before it touches the model itself: right, finite, and without an error.
+"""Try a plan that somebody gives before it touches the model: right, finite, and without an error.
 
-The copy is evaluated on a few samples before and after the plan is applied; loss and gradient norm must agree as closely as the plan's
+A copy is evaluated on a few samples before and after the plan is applied; loss and gradient norm must agree as closely as the plan's
 methods promise. Then it takes one training step. All ranks learn the outcome of all; random states are put back.
+
+On one process this happens in the process itself, which is quick; running out of device memory is caught. On several, `verify_plan`
+has it done by processes of its own, one for each rank, so that a rank that dies or hangs costs the plan and not the job; only a
+task that cannot be sent to another process is tried on the spot.
 """
 
 import copy
 import gc
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from drivetrain.core import errors
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import PlanContext, prepared_input
-from drivetrain.strategy.resolve import ResolvedPlan
-from drivetrain.strategy.value import Failure
+from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.trial.checking import (
+    check_size,
+    loss_and_norm,
+    plain_number,
+    planned_loss_and_norm,
+    train_window,
+    verdict,
+)
+from drivetrain.strategy.trial.nesting import refuse_inside_trial
+from drivetrain.strategy.trial.values import Yardstick
+from drivetrain.strategy.value import Failure, Strategy
 
-TOLERANCES = {"exact": 1e-4, "tf32": 2e-3, "mixed": 2e-2, "low": 5e-2}
-"""How far a loss may be from the plain model's, relative to max(1, |loss|), by the loosest method of the plan."""
+VERIFY_SECONDS = 300.0
+"""How long processes that try a given plan may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +68,59 @@ class Outcome:
     """Why no trial was made, or what it found."""
 
 
+def verify_plan(
+    plan: Strategy,
+    task: TrainingTask,
+    *,
+    device: torch.device,
+    batch: BatchPlan | None = None,
+    time_limit: float = VERIFY_SECONDS,
+) -> Outcome:
+    """Try a given plan on all ranks and return what they agree on; every rank calls it with the same arguments.
+
+    `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
+    """
+    refuse_inside_trial("verify_plan")
+    if task.model is not None and _on_meta(task.model):
+        return Outcome(notes=("dry run: left out, because the model is on the meta device",))
+    if get_num_processes() > 1:
+        outcome = _verify_in_children(plan if batch is None else replace(plan, batch=batch), task, device, time_limit)
+        if outcome is not None:
+            return outcome
+    resolved = resolve_plan(plan, model=task.model, device=device)
+    run = DryRun(
+        make=lambda model: task.shaped(model, resolved, batch),
+        batch=task.batch(check_size(resolved, task.sample_count)),
+        call=task.call,
+        loss=task.loss,
+        prepare_input=task.prepare_input,
+    )
+    return try_plan(task.build() if task.model is None else task.model, resolved, run)
+
+
+def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float) -> Outcome | None:
+    """Return what processes of their own found, or None where the task cannot be sent to them."""
+    from drivetrain.strategy.trial.running import NoProcess, TrialPool
+
+    with TrialPool(task, device=device) as pool:
+        try:
+            if pool.obstacle() is not None:
+                return None
+            result = pool.run(plan, steps=1, deadline=time.monotonic() + time_limit)
+        except NoProcess as error:
+            result = error.result
+    if result.outcome == "ok":
+        return Outcome(notes=tuple(f"dry run: {note}" for note in result.notes))
+    mistake = getattr(errors, result.error_class, None)
+    if isinstance(mistake, type) and issubclass(mistake, ConfigError):
+        raise mistake(result.message)
+    return Outcome(failure=Failure(kind=result.outcome, message=result.message))
+
+
 def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
-    """Run one trial on all ranks and return what they agree on."""
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+    """Run one trial on all ranks, in the ranks themselves, and return what they agree on."""
+    refuse_inside_trial("the dry run of a plan")
+    if _on_meta(model):
         return Outcome(notes=("dry run: left out, because the model is on the meta device",))
     random_state = capture_rng()
     try:
@@ -61,9 +128,8 @@ def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
         return Outcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
     kind, message = "ok", ""
-    notes: tuple[str, ...] = ()
     try:
-        kind, message, notes = _run(trial, plan, run)
+        kind, message = _run(trial, plan, run)
     except ConfigError:
         raise
     except torch.OutOfMemoryError as error:
@@ -78,57 +144,29 @@ def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
         restore_rng(random_state)
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
         if other != "ok":
-            return Outcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"), notes=notes)
-    return Outcome(notes=notes)
+            return Outcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
+    return Outcome(notes=(f"dry run: {message}",))
 
 
-def _run(trial: nn.Module, plan: ResolvedPlan, run: DryRun) -> tuple[str, str, tuple[str, ...]]:
+def _run(trial: nn.Module, plan: ResolvedPlan, run: DryRun) -> tuple[str, str]:
     device = plan.site.device
     trial.to(device)
     mode = trial.training
     trial.eval()
-    inputs = prepared_input(run.batch, device, run.prepare_input)
-    expected, expected_norm = _loss_and_norm(trial, inputs, run, run.loss)
+    loss, norm = loss_and_norm(trial, prepared_input(run.batch, device, run.prepare_input), run.call, run.loss)
     trial.zero_grad()
     trial.train(mode)
     ctx = run.make(trial)
-    ctx.stepping._synchronise(True)
-    ctx.model.eval()
-    batch = ctx.prepared(run.batch)
-    found, norm = _loss_and_norm(ctx.model, batch, run, ctx.stepping.plain_loss)
-    unwrap(ctx.model).zero_grad()
-    tolerance = max((TOLERANCES[method.numerics] for _, method, _ in plan.steps), default=TOLERANCES["exact"])
-    numbers = f"loss {found:.6g}, plain {expected:.6g}; gradient norm {norm:.4g}, plain {expected_norm:.4g}"
-    if not (math.isfinite(found) and math.isfinite(norm)):
-        return ("nonfinite" if math.isfinite(expected) else "error"), numbers, ()
-    if abs(found - expected) > tolerance * max(1.0, abs(expected)):
-        return "wrong", f"the plan changes the loss: {numbers} (allowed {tolerance:g})", ()
-    allowed = min(10 * tolerance, 0.1)
-    if ctx.scaler is None and abs(norm - expected_norm) > allowed * max(expected_norm, 1e-6):
-        return "wrong", f"the plan changes the gradient: {numbers} (allowed {allowed:g})", ()
+    found = planned_loss_and_norm(ctx, run.batch, run.call, training=False)
+    kind, numbers = verdict(found, Yardstick(loss=loss, gradient_norm=norm), plan, ctx.scaler is not None)
+    if kind != "ok":
+        return kind, numbers
     ctx.model.train(mode)
-    for _ in range(ctx.stepping.window.length):
-        inputs = ctx.prepared(run.batch)
-        loss = _first(ctx.stepping.loss(inputs, run.call(ctx.model, inputs)))
-        loss.backward()
-        if ctx.optimizer is not None:
-            ctx.optimizer.step()
-            ctx.optimizer.zero_grad()
-    if not math.isfinite(float(loss.detach())):
-        return "nonfinite", f"the first training step has the loss {float(loss.detach())}", ()
-    return "ok", "", (f"dry run: {numbers}",)
+    last = plain_number(train_window(ctx, run.batch, run.call))
+    if not math.isfinite(last):
+        return "nonfinite", f"the first training step has the loss {last}"
+    return "ok", numbers
 
 
-def _loss_and_norm(model: nn.Module, batch: Any, run: DryRun, loss_func: Callable[..., Any]) -> tuple[float, float]:
-    loss = _first(loss_func(batch, run.call(model, batch)))
-    loss.backward()
-    total = 0.0
-    for parameter in unwrap(model).parameters():
-        if parameter.grad is not None:
-            norm: Any = parameter.grad.detach().float().norm()
-            total += float(norm.full_tensor() if is_dtensor(norm) else norm) ** 2
-    return float(loss.detach()), math.sqrt(total)
-
-
-def _first(loss: Any) -> Tensor:
-    return loss[0] if isinstance(loss, list | tuple) else loss
+def _on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

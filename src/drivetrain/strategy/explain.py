@@ -1,44 +1,118 @@
 """A plan in words, and the difference between two plans."""
 
 import textwrap
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.value import Strategy
 
 
 def explain(plan: Strategy, width: int = 100) -> str:
-    """Return mesh and batch arithmetic, methods in order with reasons, numbers, and what was rejected or dropped."""
-    lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})"]
+    """Return mesh and batch arithmetic, methods in order with reasons, numbers with evidence, and what was rejected or dropped."""
+    lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan)]
     if plan.failure is not None:
         lines.append(f"  FAILED ({plan.failure.kind}): {plan.failure.message}")
     lines.append(
         "  mesh    " + (" x ".join(f"{axis} {size}" for axis, size in plan.mesh) if plan.mesh else "not fixed yet")
     )
     lines.append("  batch   " + (str(plan.batch) if plan.batch is not None else "not fixed yet"))
-    lines.append("  methods, in order of application")
     notes = list(plan.reasons)
+    if len(plan):
+        lines.append("  methods, in order of application")
     for name, config, tunable in sorted(plan, key=lambda entry: (find_method(entry.name).stage, entry.name)):
-        method = find_method(name)
-        settings = _settings(config)
-        lines.append(f"    {name:<16} {settings or 'defaults'}" + ("   (tunable)" if tunable else ""))
         own = [text for text in notes if text.startswith(f"{name}:")]
-        for text in own or ([f"{name}: {why}"] if (why := method.reason(config)) else []):
-            lines.append(f"      {text.partition(':')[2].strip()}")
         notes = [text for text in notes if text not in own]
-    lines += [f"  note    {text}" for text in notes]
-    for title, numbers in (("predicted", plan.predicted), ("measured", plan.measured)):
-        if numbers:
-            lines.append(f"  {title}: " + ", ".join(f"{key} {_number(value)}" for key, value in numbers.items()))
+        why = [text.partition(":")[2].strip() for text in own] or [find_method(name).reason(config)]
+        told = "; ".join(text for text in dict.fromkeys(why) if text)
+        settings = _settings(config) or "defaults"
+        lines.append(f"    {name:<16} {settings}" + (f": {told}" if told else "") + ("   (tunable)" if tunable else ""))
+    lines += _memory_lines(plan) + _time_lines(plan) + _other_lines(plan)
     lines += [f"  rejected {text}" for text in plan.rejected[:5]]
+    hint = (plan.predicted or {}).get("sensitivity")
+    lines += [f"  with more memory: {hint}"] if hint else []
     lines += [f"  dropped {name}: {reason}" for name, reason in plan.dropped]
+    lines += [f"  note    {text}" for text in dict.fromkeys(notes)]
     wrapped = [
         textwrap.wrap(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4)) or [""]
         for line in lines
     ]
     return "\n".join(part for parts in wrapped for part in parts)
+
+
+def _counted(plan: Strategy) -> str:
+    """Return how many plans it was chosen from."""
+    search = plan.search
+    if not search:
+        return ""
+    tried = len(search.get("measured", ()))
+    took = sum(search.get("seconds", {}).values())
+    return f", chosen from {search['candidates']}: {search['fitting']} fit, {tried} measured, {took:.0f} s"
+
+
+def _memory_lines(plan: Strategy) -> list[str]:
+    predicted, measured = plan.predicted or {}, plan.measured or {}
+    lines = []
+    if "memory" in predicted:
+        parts = ", ".join(f"{name} {shown_bytes(value)}" for name, value in predicted["memory"].items() if value >= 1)
+        of = f" of {shown_bytes(predicted['budget_bytes'])}" if "budget_bytes" in predicted else ""
+        evidence = predicted.get("evidence", {}).get("memory", "modelled")
+        lines.append(f"  memory  predicted {shown_bytes(predicted['peak_bytes'])}{of} ({evidence}): {parts}")
+    if measured.get("peak_bytes") is not None:
+        reserved = measured.get("reserved_bytes")
+        more = " by which the process grew"
+        if reserved is not None:
+            more = f" in tensors, {shown_bytes(reserved)} with what the allocator kept"
+        lines.append(f"  memory  measured {shown_bytes(measured['peak_bytes'])}{more}")
+    return lines
+
+
+def _time_lines(plan: Strategy) -> list[str]:
+    predicted, measured = plan.predicted or {}, plan.measured or {}
+    size = 1 if plan.batch is None else plan.batch.global_size
+    lines = []
+    if "time" in predicted:
+        seconds = predicted["step_seconds"]
+        parts = ", ".join(f"{name} {_shown_seconds(value)}" for name, value in predicted["time"].items() if value > 0)
+        evidence = predicted.get("evidence", {}).get("time", "modelled")
+        lines.append(f"  time    predicted {_shown_seconds(seconds)} a step ({evidence}): {parts}")
+    if measured.get("step_seconds"):
+        seconds = measured["step_seconds"]
+        told = f"  time    measured {_shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
+        lines.append(f"{told}, {size / seconds:.4g} samples a second")
+    if measured.get("loss") is not None and measured.get("is_verified"):
+        told = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""
+        lines.append(f"  checked {told or 'against the plain model'}")
+    return lines
+
+
+def _other_lines(plan: Strategy) -> list[str]:
+    """Return numbers that a plan carries from elsewhere."""
+    lines = []
+    for title, numbers in (("predicted", plan.predicted), ("measured", plan.measured)):
+        others = {key: value for key, value in (numbers or {}).items() if key not in _KNOWN}
+        if others:
+            lines.append(f"  {title}: " + ", ".join(f"{key} {_number(value)}" for key, value in others.items()))
+    return lines
+
+
+_KNOWN = frozenset(
+    "memory time peak_bytes step_seconds budget_bytes evidence sensitivity steps reserved_bytes loss plain_loss gradient_norm "
+    "startup_seconds is_verified".split()
+)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _shown_seconds(value: float) -> str:
+    """Return seconds in the unit that suits them."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if value >= unit:
+            return f"{value / unit:.4g} {name}"
+    return f"{value * 1e6:.3g} µs"
 
 
 def difference(ours: Strategy, other: Strategy) -> str:
@@ -68,9 +142,3 @@ def _settings(config: Any) -> str:
         f"{item.name}={value!r}" for item in fields(config) if (value := getattr(config, item.name)) != item.default
     ]
     return ", ".join(shown)
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "(" + ", ".join(f"{key} {_number(item)}" for key, item in value.items()) + ")"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -16,6 +16,8 @@ AXES = ("pipe", "data", "zero", "sequence", "tensor")
 AXIS_ALIASES = {"pipeline": "pipe", "dp": "data", "fsdp": "zero", "cp": "sequence", "tp": "tensor"}
 DATA_AXES = ("data", "zero")
 """Ranks along these read different samples; all others share them."""
+GRADIENT_AXES = (*DATA_AXES, "sequence")
+"""The mean of gradients over the ranks along these is the gradient of the global batch."""
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -95,6 +97,16 @@ def _tell_loaders(mesh: Any, axes: Mapping[str, int]) -> None:
     else:
         rank = mesh.get_local_rank("data") * axes["zero"] + mesh.get_local_rank("zero")
         set_data_ranks(rank, size, _group_of_all(mesh, present))
+
+
+def gradient_group(mesh: Any) -> Any:
+    """Return this rank's group along all axes over which gradients are averaged; every rank must call this."""
+    import torch.distributed as dist
+
+    present = [name for name in mesh.mesh_dim_names if name in GRADIENT_AXES and mesh[name].size() > 1]
+    if math.prod(mesh[name].size() for name in present) == get_num_processes():
+        return dist.group.WORLD
+    return mesh.get_group(present[0]) if len(present) == 1 else _group_of_all(mesh, present)
 
 
 def _group_of_all(mesh: Any, axes: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from drivetrain.core.errors import MethodConfigError, unknown_name
+from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, unknown_name
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
@@ -28,6 +28,7 @@ class Stage(IntEnum):
 
     MESH = 1
     MODULE = 2
+    PIPELINE = 3
     TENSOR = 4
     SEQUENCE = 5
     CHECKPOINT = 6
@@ -98,7 +99,7 @@ class Method:
         for key, value in config.items():
             if key in self.deaf:
                 warnings.warn(
-                    f"{self.name}: the key {key!r} has no effect here and is left out.", UserWarning, stacklevel=4
+                    f"{self.name}: the key {key!r} has no effect here and is left out.", DrivetrainWarning, stacklevel=4
                 )
                 continue
             name = self.renamed.get(key, key)
@@ -121,6 +122,10 @@ class Method:
     def bad(self, key: str, given: Any, expected: str) -> MethodConfigError:
         """Return the error for a value that this method does not understand."""
         return MethodConfigError(f"{self.name}: {key}={given!r} is not understood; expected {expected}.")
+
+    def expand(self, config: Any) -> dict[str, Any] | None:
+        """Return the methods that this one stands for, each with what `parse` takes; None for a method of its own."""
+        return None
 
     # Whether it can work.
 

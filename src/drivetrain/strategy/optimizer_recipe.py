@@ -58,18 +58,29 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
         raise ConfigError(
             f"the optimizer holds {len(missing)} parameters that are not the model's. A plan is applied to one model and its optimizer."
         )
-    layout = [  # only what a group has of its own: the rest comes from the settings, which methods may change
-        ([by_id[id(p)] for p in group["params"]], _own_settings(group, optimizer.defaults))
+    layout = tuple(  # only what a group has of its own: the rest comes from the settings, which methods may change
+        (tuple(by_id[id(p)] for p in group["params"]), _own_settings(group, optimizer.defaults))
         for group in optimizer.param_groups
-    ]
-
-    def groups(final: nn.Module) -> list[dict[str, Any]]:
-        new = dict(named_clean_parameters(final))
-        return [{**settings, "params": [new[name] for name in held]} for held, settings in layout]
-
+    )
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return OptimizerRecipe(build=type(optimizer), settings=settings, groups=groups, existing=optimizer, names=names)
+    return OptimizerRecipe(
+        build=type(optimizer), settings=settings, groups=NamedGroups(layout), existing=optimizer, names=names
+    )
+
+
+@dataclass(frozen=True)
+class NamedGroups:
+    """An optimizer's groups for any model of the same structure: parameters by name, and what each group sets."""
+
+    layout: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+
+    def __call__(self, model: nn.Module) -> list[dict[str, Any]]:
+        parameters = dict(named_clean_parameters(model))
+        return [  # a stage of a pipeline has only some of them
+            {**settings, "params": [parameters[name] for name in held if name in parameters]}
+            for held, settings in self.layout
+        ]
 
 
 def _own_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

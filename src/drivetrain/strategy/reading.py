@@ -18,7 +18,7 @@ from drivetrain.strategy.value import Strategy
 SCHEMA = 1
 MARK = "drivetrain_strategy"
 _PLAIN = ("predicted", "measured", "evidence", "reasons", "rejected", "fingerprint")
-_KEYS = (MARK, "methods", "mesh", "batch", *_PLAIN, "dropped")
+_KEYS = (MARK, "methods", "mesh", "batch", *_PLAIN, "dropped", "search")
 _PICKLE_OPCODE = 0x80
 
 
@@ -35,6 +35,8 @@ def as_plain(plan: Strategy) -> dict[str, Any]:
         value = getattr(plan, name)
         result[name] = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
     result["dropped"] = [list(pair) for pair in plan.dropped]
+    if plan.search is not None:
+        result["search"] = dict(plan.search)
     return result
 
 

@@ -75,7 +75,7 @@ def expand_names(names: Iterable[object]) -> set[str]:
 
 def _load_built_in() -> None:
     if not _methods:
-        from drivetrain.strategy.methods.catalogue import BUILT_IN
+        from drivetrain.strategy.methods.catalogue import built_in_methods
 
-        for method in BUILT_IN:
-            _add(method())
+        for method in built_in_methods():
+            _add(method)

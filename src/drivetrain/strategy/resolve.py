@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConflictError, UnsupportedMethodError
+from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.mesh import DATA_AXES, Axes, fit_axes
@@ -76,7 +76,7 @@ def resolve_plan(
     if dropped:
         warnings.warn(
             "left out of the plan: " + "; ".join(f"{name}, because {reason}" for name, reason in dropped),
-            UserWarning,
+            DrivetrainWarning,
             stacklevel=3,
         )
     site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
@@ -109,10 +109,23 @@ def _merged(plan: Strategy) -> dict[str, Any]:
 
 
 def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
-    """Replace `auto_ddp` by the `parallel_mode` it stands for."""
-    if "auto_ddp" in merged:
-        del merged["auto_ddp"]
-        merged.setdefault("parallel_mode", find_method("parallel_mode").parse(None))
+    """Replace methods that stand for others by those; an entry of its own must say the same, or nothing at all."""
+    for name, config in list(merged.items()):
+        method = find_method(name)
+        parts = method.expand(config)
+        if parts is None:
+            continue
+        del merged[name]
+        for other, remedy in method.conflicts.items():
+            if other in merged:
+                raise ConflictError(f"{name} and {other} cannot be used together. {remedy}")
+        for part, setting in parts.items():
+            parsed = find_method(part).parse(setting)
+            if part in merged and setting is not None and merged[part] != parsed:
+                raise ConflictError(
+                    f"{name} stands for {', '.join(parts)}, and {part} is in the plan as well, with other settings. Keep one of them."
+                )
+            merged.setdefault(part, parsed)
     return merged
 
 

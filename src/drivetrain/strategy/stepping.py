@@ -7,6 +7,7 @@ backward, so that clipping between backward and step sees the truth.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import AccumulationWindow, scale_gradients
 from drivetrain.module.autocasting import autocast_forward
+from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
@@ -45,6 +47,11 @@ class Stepping:
         self._is_finished = False  # whether the gradients of a closing window are complete and unscaled
         self._is_complete = False  # whether the window's gradients need no correction when it closes
         self._is_followed = False  # whether a loader says when windows open
+        self._is_unweighted = False
+        self.pipeline = ctx.model if isinstance(ctx.model, PipelinedModel) else None
+        if self.pipeline is not None:
+            replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")
+            self.pipeline.connect(self._user_loss, self._gradient_weight, self._share, replicas)
         self.begin(None)
 
     def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
@@ -87,12 +94,20 @@ class Stepping:
     def loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss: its true value, with a gradient weighted for the window."""
         result = self.plain_loss(inputs, outputs)
+        if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
+            return result
         if isinstance(result, list | tuple):
             return type(result)([self.weigh(result[0]), *result[1:]])
         return self.weigh(result)
 
     def plain_loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss in the plan's precision, without weights."""
+        if self.pipeline is not None:
+            is_trained = isinstance(outputs, PipelineOutput) and self.pipeline.training
+            return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
+        return self._user_loss(inputs, outputs)
+
+    def _user_loss(self, inputs: Any, outputs: Any) -> Any:
         if self._loss_func is None:
             raise ConfigError("no loss_func was given, so there is none to call.")
         with self.precision.autocast(self.device.type):
@@ -102,19 +117,41 @@ class Stepping:
         """Return the same loss with a gradient that is multiplied by its share of the window."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and torch.is_grad_enabled()):
             return loss
+        scale = self._gradient_weight(loss.device)
+        return loss if isinstance(scale, float) and scale == 1.0 else _weighted(loss, scale)
+
+    def _gradient_weight(self, device: torch.device | None = None) -> Any:
+        """Return what the gradient of the micro-batch in hand is multiplied by: its share of the window, and float16's scale."""
+        if self._is_unweighted:
+            return 1.0
         if self._factor is None:
-            info = self._info
-            items, everywhere = (1, self.window.world) if info is None else (info.size, info.global_size)
-            if info is None and self.batch is not None:
-                items, everywhere = self.batch.micro, self.batch.micro * self.window.world
+            items, everywhere = self._sizes()
             factor: Any = self.window.weigh(1.0, items, everywhere)  # type: ignore[arg-type]
             self._factor = float(factor)
-        scale: Any = self._factor
         if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=loss.device)) * self._factor
-        elif self._factor == 1.0:
-            return loss
-        return _weighted(loss, scale)
+            return self.scaler.scale(torch.ones((), device=device or self.device)) * self._factor
+        return self._factor
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return the samples of the micro-batch in hand, on this rank and on all."""
+        if self._info is not None:
+            return self._info.size, self._info.global_size
+        micro = 1 if self.batch is None else self.batch.micro
+        return micro, micro * self.window.world
+
+    def _share(self) -> float:
+        """Return which part of the samples in hand, over all data ranks, is this rank's."""
+        here, everywhere = self._sizes()
+        return here / everywhere if everywhere else 0.0
+
+    @contextmanager
+    def unweighted(self) -> Iterator[None]:
+        """Let a pipeline compute plain gradients meanwhile, as a comparison with another model needs them."""
+        self._is_unweighted = True
+        try:
+            yield
+        finally:
+            self._is_unweighted = False
 
     # At the end of a window.
 
@@ -268,7 +305,9 @@ class PlannedLoader(SmartDataLoader[Any]):
 def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
-        autocast_forward(unwrap(ctx.model), ctx.device.type, ctx.autocast_dtype)
+        parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
+        for part in parts:
+            autocast_forward(unwrap(part), ctx.device.type, ctx.autocast_dtype)
     ctx.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
     if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader):
         batch, loader = _planned(ctx, loader)

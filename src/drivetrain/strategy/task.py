@@ -89,14 +89,22 @@ class TrainingTask:
         return OptimizerRecipe(build=self.optim_func, settings=dict(self.optim_args), groups=groups)
 
     def shaped(
-        self, model: nn.Module, resolved: ResolvedPlan, batch: BatchPlan | None, loader: Any = None
+        self,
+        model: nn.Module,
+        resolved: ResolvedPlan,
+        batch: BatchPlan | None,
+        make_loader: Callable[[PlanContext], Any] | None = None,
     ) -> PlanContext:
-        """Apply a plan to a model and what trains it: the context whose `stepping` and `optimizer` a loop uses."""
-        ctx = PlanContext(model, resolved, self.recipe(), self.loss_func, self.prepare_input, self.run_samples)
+        """Apply a plan to a model and what trains it: the context whose `stepping` and `optimizer` a loop uses.
+
+        `make_loader` is called when the mesh is there, so that a loader knows its share.
+        """
+        run = None if self.samples is None else self.run_samples
+        ctx = PlanContext(model, resolved, self.recipe(), self.loss_func, self.prepare_input, run)
         if self.find_unused_parameters:
             ctx.ddp_settings["find_unused_parameters"] = True
         shape(ctx)
-        finish(ctx, loader, batch)
+        finish(ctx, None if make_loader is None else make_loader(ctx), batch)
         return ctx
 
     def run_samples(self, model: nn.Module) -> Any:

@@ -64,6 +64,8 @@ class Strategy:
     """Methods that were asked for and not used, each with the reason."""
     fingerprint: Mapping[str, Any] | None = field(default=None, kw_only=True)
     failure: Failure | None = field(default=None, kw_only=True)
+    search: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """How the plan was found: counts, times, every trial, and points for `picture`."""
 
     def __post_init__(self) -> None:
         def set_(name: str, value: Any) -> None:
@@ -190,6 +192,7 @@ class Strategy:
             entries[place] = as_entry(("micro_batch", settings, entries[place].tunable))
         mesh = None if self.mesh is None else tuple(axes.items())
         result = replace(self._with(entries), mesh=mesh, batch=batch, predicted=None, measured=None, fingerprint=None)
+        result = replace(result, evidence="given", rejected=(), search=None)
         if context is not None:
             model = getattr(context, "model", None)
             result.validate(model if isinstance(model, nn.Module) else None, context.device, world_size)
@@ -222,6 +225,12 @@ class Strategy:
         from drivetrain.strategy.explain import explain
 
         return explain(self, width)
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw throughput over memory of every candidate that the search compared, as a PNG; needs matplotlib."""
+        from drivetrain.strategy.search.picture import draw
+
+        draw(self, path)
 
     def diff(self, other: "Strategy") -> str:
         """Return what differs from this plan to another, one line each; empty when they are equal."""

@@ -1,38 +1,54 @@
 """`auto_accelerate`: from a plain model, an optimizer class, a dataset and a loss to all of them made fast, by a plan.
 
-The plan is given (`load_strategy=`), checked whole, tried on a copy, and applied. What comes back fits the loop that people write
-anyway: `loss.backward()`, `optim.step()`, `optim.zero_grad()` are right for every plan, with any number of processes and any
-accumulation. The global batch stays what was written, so more processes mean less work for each.
+The plan is given (`load_strategy=`), checked whole and tried, or it is found by a search; then it is applied. What comes back fits the loop
+that people write anyway: `loss.backward()`, `optim.step()`, `optim.zero_grad()` are right for every plan, with any number of processes
+and any accumulation. The global batch stays what was written, so more processes mean less work for each.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, nearest_name
+from drivetrain.core.errors import (
+    BatchSizeError,
+    ConfigError,
+    ConflictError,
+    DrivetrainWarning,
+    PlanInfeasible,
+    nearest_name,
+)
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import PlanContext, check_model, prepared_input, shape
+from drivetrain.strategy.apply import PlanContext, check_model
 from drivetrain.strategy.batching import BatchPlan, plan_batch
-from drivetrain.strategy.dry_run import DryRun, Outcome, try_plan
+from drivetrain.strategy.device_spec import DeviceSpec
+from drivetrain.strategy.dry_run import Outcome, verify_plan
 from drivetrain.strategy.fingerprint import changes_since, fingerprint
 from drivetrain.strategy.loading import make_loader
-from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import refuse_pickle_name
 from drivetrain.strategy.registry import expand_names, group_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.stepping import PlannedScheduler, finish
+from drivetrain.strategy.search.wishes import Wishes, shown_bytes
+from drivetrain.strategy.stepping import PlannedScheduler
+from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.trial.nesting import refuse_inside_trial
 from drivetrain.strategy.value import Failure, Strategy
 from drivetrain.train import loaders
 
-_CHECK_SAMPLES = 8
+SAMPLES = 32
+"""How many samples a search and a trial know; they go round where more are needed."""
+SURPRISE = 0.15
+"""By which share the real peak may be above the prediction."""
 _FORMATS = (None, "unpack_sequence", "unpack_dict")
 
 
@@ -117,6 +133,7 @@ def auto_accelerate(
     Wrong input raises. A plan that fails its trial returns `(False, None, plan)` with `plan.failure`, or raises with `strict=True`; the
     model is then unchanged. The documentation's page on strategies explains every argument.
     """
+    refuse_inside_trial("auto_accelerate")
     options = _options(kargs)
     check_model(model)
     if model_input_format not in _FORMATS:
@@ -126,17 +143,27 @@ def auto_accelerate(
         )
     if save_strategy_to_file is not None:
         refuse_pickle_name(save_strategy_to_file)
-    _refuse_search(load_strategy, finetune_strategy)
-    plan = Strategy.load(load_strategy, allow_pickle=options.allow_pickle)
-    plan = _with_wishes(plan, included, excluded)
-    world = launched_world()
-    if world is not None and world.world_size > 1 and not options.plan_only:
-        init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
+    if load_strategy is None and finetune_strategy:
+        raise ConfigError("finetune_strategy=True needs load_strategy, the plan to start from.")
+    given = None if load_strategy is None else Strategy.load(load_strategy, allow_pickle=options.allow_pickle)
     request = _Request(
         model, optim_func, dict(optim_args or {}), optim_param_func, dataset, dict(dataloader_args or {}), loss_func, prepare_input,
         model_input_format, distributed_sampler_cls, lr_scheduler_cls, dict(lr_scheduler_args or {}), options,
     )  # fmt: skip
-    status, result, plan = request.fulfil(plan)
+    wishes: Wishes | None = None
+    if given is None or finetune_strategy or given.is_tunable():
+        request.require_data()
+        wishes = _wishes(options, included, excluded, given)
+    else:
+        given = _with_wishes(given, included, excluded)
+    world = launched_world()
+    if world is not None and world.world_size > 1 and not options.plan_only:
+        init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
+    if wishes is not None:
+        status, result, plan = request.search(wishes)
+    else:
+        assert given is not None
+        status, result, plan = request.fulfil(given)
     if status and save_strategy_to_file is not None and is_master():
         plan.save(save_strategy_to_file)
     if options.verbose and is_master():
@@ -161,19 +188,37 @@ def _options(kargs: Mapping[str, Any]) -> Options:
     return options
 
 
-def _refuse_search(load_strategy: Any, finetune: bool) -> None:
-    if load_strategy is None and finetune:
-        raise ConfigError("finetune_strategy=True needs load_strategy, the plan to start from.")
-    if load_strategy is None:
-        raise ConfigError(
-            "auto_accelerate was called without load_strategy. The automatic search is not in this version yet: pass the plan, for example "
-            "load_strategy=['parallel_mode', ('amp_native', 'bf16'), 'compile', 'fused_optimizer']."
-        )
-    if finetune:
-        raise ConfigError(
-            "finetune_strategy=True searches the configurations of the loaded plan, and the search is not in this version yet. Leave "
-            "it out."
-        )
+def _wishes(
+    options: Options, included: Iterable[Any] | None, excluded: Iterable[str] | None, start: Strategy | None
+) -> Wishes:
+    """Return what is asked of the search, checked."""
+    unwanted = frozenset(excluded or ())
+    if options.find_unused_parameters:
+        unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
+    return Wishes(
+        time_limit=120.0 if options.time_limit is None else options.time_limit,
+        numerics=options.numerics,
+        memory_budget=options.memory_budget,
+        excluded=unwanted,
+        included=tuple(included or ()),
+        start=start,
+        plan_only=options.plan_only,
+        spec=_spec_of(options),
+        strict=options.strict,
+        allow_batch_rounding=options.allow_batch_rounding,
+    )
+
+
+def _spec_of(options: Options) -> DeviceSpec | None:
+    """Return the device to plan for where it is another than the one at hand: a DeviceSpec, its fields, or the name of a preset."""
+    given = options.device
+    if not options.plan_only or given is None or isinstance(given, torch.device):
+        return None
+    if isinstance(given, DeviceSpec):
+        return given
+    if isinstance(given, Mapping):
+        return DeviceSpec(**given)
+    return None if given in ("auto", "cpu") or str(given).startswith("cuda") else DeviceSpec.preset(given)
 
 
 def _with_wishes(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
@@ -218,10 +263,61 @@ class _Request:
     scheduler_args: dict[str, Any]
     options: Options
 
+    @cached_property
+    def task(self) -> TrainingTask:
+        """The training as a value that plans are made and tried for."""
+        has_data = self.dataset is not None or self.options.sample_batch is not None
+        return TrainingTask(
+            model=self.model,
+            model_fn=self.options.model_fn,
+            call=CallModel(self.input_format),
+            loss_func=self.loss_func,
+            prepare_input=self.prepare_input,
+            optim_func=self.optim_func,
+            optim_args=self.optim_args,
+            optim_param_func=self.optim_param_func,
+            samples=self._samples() if has_data else None,
+            global_batch_size=self._global_size() or 1,
+            find_unused_parameters=self.options.find_unused_parameters,
+        )
+
+    @property
+    def world(self) -> int:
+        """For how many processes the plan is."""
+        options = self.options
+        return options.world_size if options.plan_only and options.world_size else get_num_processes()
+
+    def require_data(self) -> None:
+        """Refuse a search without what it needs."""
+        missing = [] if self.optim_func is not None else ["optim_func"]
+        if self.dataset is None and self.options.sample_batch is None:
+            missing.append("dataset (or sample_batch with batch_size)")
+        if missing:
+            raise ConfigError(
+                f"an automatic search needs {' and '.join(missing)}. Pass it, or give the plan: load_strategy=['parallel_mode', "
+                "('amp_native', 'bf16'), 'compile', 'fused_optimizer']."
+            )
+
+    def search(self, wishes: Wishes) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+        """Find a plan and apply it."""
+        from drivetrain.strategy.search.find import find_plan
+
+        device, world, start = self._device(), self.world, wishes.start
+        if start is not None and start.mesh is not None and _size_of(start.mesh) != world:
+            wishes = replace(wishes, start=start.rescale(world))
+        tell = print if self.options.verbose else None
+        plan = find_plan(self.task, device=device, world=world, wishes=wishes, on_progress=tell)
+        plan = replace(plan, fingerprint=fingerprint(self.model, device, world, self.task.global_batch_size))
+        if plan.failure is not None:
+            return False, None, plan
+        if self.options.plan_only:
+            return True, None, plan
+        resolved = resolve_plan(plan, model=self.model, device=device, world=world)
+        return self._applied(plan, resolved, self._plan_batch(resolved))
+
     def fulfil(self, plan: Strategy) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Check, try and apply a plan."""
-        options = self.options
-        world = options.world_size if options.plan_only and options.world_size else get_num_processes()
+        options, world = self.options, self.world
         if plan.mesh is not None and _size_of(plan.mesh) != world:
             plan = replace(plan.rescale(world), fingerprint=plan.fingerprint)
         device = self._device()
@@ -235,79 +331,82 @@ class _Request:
         mark = fingerprint(self.model, device, world, None if batch is None else batch.global_size)
         plan = replace(
             plan,
-            mesh=resolved.axes[::-1],
-            batch=batch,
             reasons=(*resolved.reasons, *changes_since(plan.fingerprint, mark)),
-            dropped=resolved.dropped,
             fingerprint=mark,
             failure=None,
+            mesh=resolved.axes[::-1],
+            batch=batch,
+            dropped=resolved.dropped,
         )
         if options.plan_only:
             return True, None, plan
-        outcome = self._dry_run(resolved, batch)
+        outcome = self._dry_run(plan, device, batch)
         plan = replace(plan, reasons=(*plan.reasons, *outcome.notes))
         if outcome.failure is not None:
             return False, None, self._failed(plan, outcome.failure)
-        ctx = self._apply(self.model, resolved, batch)
-        plan = replace(plan, reasons=(*plan.reasons, *ctx.notes))
+        return self._applied(plan, resolved, batch)
+
+    def _applied(
+        self, plan: Strategy, resolved: ResolvedPlan, batch: BatchPlan | None
+    ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+        """Apply a plan to the caller's own model."""
+        make = None if self.dataset is None or batch is None else partial(self._make_loader, batch)
+        ctx = self.task.shaped(self.model, resolved, batch, make)
+        if ctx.optimizer is not None and self.scheduler_cls is not None:
+            inner = self.scheduler_cls(ctx.optimizer.inner, **self.scheduler_args)
+            ctx.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)
+        plan = replace(
+            plan,
+            mesh=resolved.axes[::-1],
+            batch=batch,
+            dropped=resolved.dropped,
+            reasons=(*plan.reasons, *ctx.notes),
+        )
+        watch_memory(ctx, plan)
         return True, self._result(ctx, batch), plan
 
     def _device(self) -> torch.device:
-        given = self.options.device
-        if self.options.plan_only and not isinstance(given, torch.device | type(None)):
+        if _spec_of(self.options) is not None:
             return choose_device("cpu")  # a preset or a DeviceSpec describes a machine that is not here
-        return choose_device(given)
+        return choose_device(self.options.device)
 
     def _failed(self, plan: Strategy, failure: Failure) -> Strategy:
         if self.options.strict:
             raise PlanInfeasible(f"the plan failed its trial ({failure.kind}): {failure.message}")
         return replace(plan, failure=failure)
 
+    def _global_size(self) -> int | None:
+        """Return the number of samples in an update, as it was given; None where nothing says it."""
+        if self.loader_args.get("batch_sampler") is not None:
+            return getattr(self.loader_args["batch_sampler"], "batch_size", None)
+        size = self.loader_args.get("batch_size", self.options.batch_size)
+        if size is not None and not is_whole(size):
+            raise BatchSizeError(f"batch_size={size!r}: expected a whole number of at least 1, over all processes.")
+        return size
+
     def _plan_batch(self, resolved: ResolvedPlan) -> BatchPlan | None:
         """Return how the global batch is split, or None when there is no data to split."""
         config = resolved.config("micro_batch")
         micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
-        size = self.loader_args.get("batch_size", self.options.batch_size)
-        if self.loader_args.get("batch_sampler") is not None:
-            size = getattr(self.loader_args["batch_sampler"], "batch_size", None)
-            if size is None:  # batches of any size: parts of each, in turn
-                return BatchPlan(
-                    global_size=resolved.data_ranks * (accumulation or 1), micro=1, accumulation=accumulation or 1,
-                    data_ranks=resolved.data_ranks,
-                )  # fmt: skip
+        size = self._global_size()
+        if self.loader_args.get("batch_sampler") is not None and size is None:
+            return BatchPlan(  # batches of any size: parts of each, in turn
+                global_size=resolved.data_ranks * (accumulation or 1), micro=1, accumulation=accumulation or 1,
+                data_ranks=resolved.data_ranks,
+            )  # fmt: skip
         if size is None:
             if self.dataset is None and config is None:
                 return None
             size = 1 if self.dataset is not None else resolved.data_ranks * (micro or 1) * (accumulation or 1)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise BatchSizeError(f"batch_size={size!r}: expected a whole number of at least 1, over all processes.")
         return plan_batch(
             size, resolved.data_ranks, micro, accumulation, allow_rounding=self.options.allow_batch_rounding
         )
 
     # Applying it.
 
-    def _apply(
-        self, model: nn.Module, resolved: ResolvedPlan, batch: BatchPlan | None, quietly: bool = False
-    ) -> PlanContext:
-        """Shape a model and everything around it; `quietly` leaves out the loader."""
-        recipe = None
-        if self.optim_func is not None:
-            groups = self.optim_param_func or (lambda final: final.parameters())
-            recipe = OptimizerRecipe(build=self.optim_func, settings=dict(self.optim_args), groups=groups)
-        ctx = PlanContext(model, resolved, recipe, self.loss_func, self.prepare_input, self._sample_runner())
-        if self.options.find_unused_parameters:
-            ctx.ddp_settings["find_unused_parameters"] = True
-        shape(ctx)
-        loader = None
-        if self.dataset is not None and batch is not None and not quietly:
-            arguments = {**self._loader_defaults(ctx), **self.loader_args}
-            loader = make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
-        finish(ctx, loader, batch)
-        if ctx.optimizer is not None and self.scheduler_cls is not None:
-            inner = self.scheduler_cls(ctx.optimizer.inner, **self.scheduler_args)
-            ctx.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)
-        return ctx
+    def _make_loader(self, batch: BatchPlan, ctx: PlanContext) -> Any:
+        arguments = {**self._loader_defaults(ctx), **self.loader_args}
+        return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
     def _loader_defaults(self, ctx: PlanContext) -> dict[str, Any]:
         defaults = loaders.default_kwargs(ctx, self.dataset, 1)
@@ -333,7 +432,7 @@ class _Request:
 
     # Trying it.
 
-    def _dry_run(self, resolved: ResolvedPlan, batch: BatchPlan | None) -> Outcome:
+    def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchPlan | None) -> Outcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return Outcome(notes=("dry run: left out, because ignore_dryrun_on_load_strategy was given",))
         has_data = self.dataset is not None or self.options.sample_batch is not None
@@ -341,24 +440,17 @@ class _Request:
         missing = [name for name, there in needs.items() if not there]
         if missing:
             return Outcome(notes=(f"dry run: left out, because there is no {' and no '.join(missing)}",))
-        run = DryRun(
-            make=lambda model: self._apply(model, resolved, batch, quietly=True),
-            batch=self._check_batch(),
-            call=self._call,
-            loss=self.loss_func,
-            prepare_input=self.prepare_input,
-        )
-        return try_plan(self.model, resolved, run)
+        return verify_plan(plan, self.task, device=device, batch=batch)
 
-    def _check_batch(self) -> Any:
+    def _samples(self) -> Any:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
         random_state = capture_rng()
         try:
-            return self._read_check_batch()
+            return self._read_samples()
         finally:
             restore_rng(random_state)
 
-    def _read_check_batch(self) -> Any:
+    def _read_samples(self) -> Any:
         options = self.options
         if self.dataset is None:
             if not options.expand_sample_batch:
@@ -366,31 +458,47 @@ class _Request:
             from torch.utils._pytree import tree_map_only
 
             return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), options.sample_batch)
-        collate = self.loader_args.get("collate_fn")
-        return next(iter(DataLoader(self.dataset, batch_size=_CHECK_SAMPLES, collate_fn=collate)))
+        return read_samples(self.dataset, self.loader_args.get("collate_fn"))
 
-    def _sample_runner(self) -> Callable[[nn.Module], Any] | None:
-        """Return what runs a model on a few samples, or None without data."""
-        if self.dataset is None and self.options.sample_batch is None:
-            return None
 
-        def run(model: nn.Module) -> Any:
-            place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            inputs = prepared_input(self._check_batch(), place, self.prepare_input)
-            mode = model.training
-            model.eval()
-            try:
-                with torch.no_grad():
-                    return self._call(model, inputs)
-            finally:
-                model.train(mode)
+def read_samples(dataset: Any, collate: Any = None, count: int = SAMPLES) -> Any:
+    """Return the first samples of a dataset, collated."""
+    return next(iter(DataLoader(dataset, batch_size=count, collate_fn=collate)))
 
-        return run
 
-    def _call(self, model: nn.Module, inputs: Any) -> Any:
-        if self.input_format == "unpack_dict":
-            return model(**inputs)
-        return model(*inputs) if self.input_format == "unpack_sequence" else model(inputs)
+def watch_memory(ctx: PlanContext, plan: Strategy) -> None:
+    """After the second update, compare the real peak with the prediction, once, and warn where it is far above."""
+    memory = (plan.predicted or {}).get("memory")
+    inner: Any = getattr(ctx.optimizer, "inner", None)
+    if memory is None or ctx.device.type != "cuda" or not hasattr(inner, "register_step_post_hook"):
+        return
+    predicted = sum(value for name, value in memory.items() if name != "reserve")
+    if torch.cuda.max_memory_allocated(ctx.device) < predicted:  # else an earlier peak would hide this one
+        watch = _MemoryWatch(ctx.device, predicted)
+        watch.handle = inner.register_step_post_hook(watch)
+
+
+class _MemoryWatch:
+    """A hook on an optimizer; reading the allocator's counters costs nothing and waits for nothing."""
+
+    handle: Any = None
+
+    def __init__(self, device: torch.device, predicted: float):
+        self.device, self.predicted, self.updates = device, predicted, 0
+
+    def __call__(self, *_: Any) -> None:
+        self.updates += 1
+        if self.updates < 2:
+            return
+        self.handle.remove()
+        real = torch.cuda.max_memory_allocated(self.device)
+        if real > self.predicted * (1 + SURPRISE):
+            warnings.warn(
+                f"the plan was predicted to need {shown_bytes(self.predicted)} for tensors, and two updates took {shown_bytes(real)}. "
+                "Inputs that are larger than the samples of the search would explain it.",
+                DrivetrainWarning,
+                stacklevel=2,
+            )
 
 
 def _size_of(mesh: Iterable[tuple[str, int]]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.core.errors import BatchOutputError, ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.module.wrapping import unwrap
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -29,8 +29,16 @@ class PairForm:
 
     def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
         """Compute what a loss hook returns."""
-        outputs, targets = trainer.forward(batch[0]), batch[1]
-        loss = trainer.compute_loss(outputs, targets)
+        targets = batch[1]
+        if trainer._plain.loss and not trainer._first_batch:
+            state = trainer.state
+            state.outputs = outputs = state.model(batch[0])
+            loss = state.loss_fn(outputs, targets)
+            if type(loss) is not Tensor:
+                loss = trainer._one_loss(loss)
+        else:
+            outputs = trainer.forward(batch[0])
+            loss = trainer.compute_loss(outputs, targets)
         if type(targets) is Tensor and targets.ndim:
             return {"loss": loss, "model_outputs": outputs, "batch_size": targets.shape[0]}
         return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
@@ -121,6 +129,7 @@ def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
             warnings.warn(
                 f"the batch has {len(batch)} entries; the model gets the first, the loss function the second, the others "
                 "are not used. Override calculate_train_batch_loss to use them.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
         return PairForm()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import BatchOutputError, ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
@@ -36,7 +36,7 @@ def check_optimizer(trainer: Any) -> None:
         message = f"{len(missing)} trainable parameters are in no optimizer and will not change: {shown}"
         if trainer.strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
 def check_scheduler(trainer: Any) -> None:
@@ -101,6 +101,7 @@ def warn_of_sample_weights(trainer: Any, output: Mapping[str, Any]) -> None:
         warnings.warn(
             f"labels have shape {tuple(labels.shape)} and the model computes its own loss: accumulated batches are weighted by samples, "
             "not by labels. Pass Trainer(count_items='labels') to weigh them by labels that are not ignored.",
+            DrivetrainWarning,
             stacklevel=2,
         )
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain.core.event import Event
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.plain_hooks import PlainHooks
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker
 
 
@@ -42,12 +43,12 @@ def errors_told(trainer: Any) -> Iterator[None]:
 @contextmanager
 def own_events(trainer: Any, after_forward: Event) -> Iterator[None]:
     """Let `forward` fire the event of this phase, and the loss fire none."""
-    before = trainer._after_forward, trainer._before_loss
-    trainer._after_forward, trainer._before_loss = after_forward.value, False
+    before = trainer._after_forward, trainer._before_loss, trainer._plain
+    trainer._after_forward, trainer._before_loss, trainer._plain = after_forward.value, False, PlainHooks()
     try:
         yield
     finally:
-        trainer._after_forward, trainer._before_loss = before
+        trainer._after_forward, trainer._before_loss, trainer._plain = before
 
 
 @contextmanager

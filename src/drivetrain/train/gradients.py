@@ -27,7 +27,7 @@ class Gradients:
         self.unit_weight: Count = 1.0
         self._loader: Any = None
         self.is_simple = False
-        """Whether every batch is an update of one optimizer on one process, without a scaler: then there is nothing to do here."""
+        """Whether every batch is an update of one optimizer on one process, without scaler or copies: then there is nothing to do here."""
 
     def use_loader(self, loader: Any) -> None:
         """Take sample counts from a loader that knows them."""
@@ -38,7 +38,8 @@ class Gradients:
         window = self.window
         window.is_plain = window.is_plain and self._trainer._microbatch_size is None
         scaler = getattr(self._trainer._accelerator, "scaler", None)
-        self.is_simple = window.is_plain and self._trainer._units is None and scaler is None
+        has_copies = hasattr(self._trainer.optimizer, "collect_gradients")  # it trains copies of the parameters
+        self.is_simple = window.is_plain and self._trainer._units is None and scaler is None and not has_copies
         if self.is_simple:
             window.opens = window.closes = self.synchronises = True
 
@@ -89,6 +90,9 @@ class Gradients:
         if trainer._units is not None:
             trainer._units.finish_gradients()
             return
+        collect = getattr(trainer.optimizer, "collect_gradients", None)
+        if collect is not None:  # clipping, unscaling and the update look at the copies
+            collect()
         if getattr(trainer._accelerator, "scaler", None) is not None:
             trainer._accelerator.unscale(trainer.optimizer)
         if window.is_plain:

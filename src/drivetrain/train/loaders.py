@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -107,7 +107,9 @@ def _refuse_empty(trainer: Any, loader: Any) -> None:
         return
     if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader):
         warnings.warn(
-            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.", stacklevel=2
+            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.",
+            DrivetrainWarning,
+            stacklevel=2,
         )
         return
     size = len(trainer.train_dataset)
@@ -124,6 +126,7 @@ def _warn_of_single_use(trainer: Any, loader: Any) -> None:
         warnings.warn(
             f"the training data is a {type(loader).__name__}, which can be read once only: epochs after the first will be empty. Give "
             "something that can be iterated again, or num_epochs=1.",
+            DrivetrainWarning,
             stacklevel=2,
         )
 

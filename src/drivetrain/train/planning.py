@@ -5,65 +5,103 @@ settings'. Model and optimizer are transformed here, before weights are loaded; 
 only puts the DDP shell back.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import PlanContext, change_tensors, check_model, shape
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.value import Strategy
+from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, search_plan
 
-_SAME_AS_ALGORITHM = {"TorchCompile": "native_dynamo", "ChannelsLast": "channels_last", "FP8Linear": "fp8"}
-"""Algorithms that do what a method does; asking for both is a conflict."""
-_NEED_TORCH_OPTIMIZER = ("zero1", "zero2", "fsdp", "half", "fused_optimizer")
+_FILE = "strategy.json"
 
 
 def apply_strategy(trainer: Any) -> None:
     """Apply the trainer's plan to its model and optimizer; without a plan, do nothing."""
     if trainer.strategy is None:
         return
-    if isinstance(trainer.strategy, str) and trainer.strategy == "auto":
-        raise ConfigError(
-            "strategy='auto': the automatic search is not in this version yet. Pass a plan, for example "
-            "strategy=['parallel_mode', ('amp_native', 'bf16'), 'compile']."
-        )
     shell = getattr(trainer, "_planned_model", None)
     if shell is not None and unwrap(shell) is unwrap(trainer.model):
         trainer.model = shell  # an earlier run applied the plan and took the shell off at its end
         return
-    plan = Strategy.load(trainer.strategy)
     model = trainer.model
     check_model(model, "Trainer(strategy=)")
+    is_auto = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
+    plan = _automatic(trainer) if is_auto else Strategy.load(trainer.strategy)
     world = get_num_processes()
     if plan.mesh is not None and _size(plan) != world:
         plan = plan.rescale(world)
     resolved = resolve_plan(plan, model=model, device=trainer.device, world=world, strict=trainer.strict)
     _check(trainer, resolved)
     optimizer = trainer.optimizer if isinstance(trainer.optimizer, torch.optim.Optimizer) else None
-    ctx = PlanContext(model, resolved, None if optimizer is None else recipe_of(optimizer, model))
+    recipe = None if optimizer is None else recipe_of(optimizer, model)
+    ctx = PlanContext(model, resolved, recipe, trainer.loss_func, sample=_sample_runner(trainer))
+    ctx.output_position = 0
     shape(ctx)
     if ctx.input_changes:
         unwrap(ctx.model).register_forward_pre_hook(ChangeInputs(ctx.input_changes), with_kwargs=True)
     trainer.model = trainer._planned_model = ctx.model
     if optimizer is not None:
         trainer.optimizer = ctx.optimizer
+    if trainer.loss_func is not None:
+        for change in ctx.loss_changes:
+            trainer.loss_func = change(trainer.loss_func)
     _hand_over(trainer, ctx)
     trainer.plan = replace(
         plan,
         mesh=resolved.axes[::-1],
-        reasons=(*resolved.reasons, *ctx.notes),
+        reasons=tuple(dict.fromkeys((*plan.reasons, *resolved.reasons, *ctx.notes))),
         dropped=resolved.dropped,
     )
     _keep(trainer)
+
+
+def _automatic(trainer: Any) -> Strategy:
+    """Return the plan of the run that is resumed, or find one."""
+    folder = _folder(trainer)
+    if trainer.settings is not None and trainer.settings.resume_from is not None and folder is not None:
+        kept = Path(folder) / _FILE
+        if kept.is_file():
+            return Strategy.load(kept)
+    return search_plan(trainer)
+
+
+def _sample_runner(trainer: Any) -> Callable[[nn.Module], Any] | None:
+    """Return what calls a model with a few samples of the training data, or None where they cannot be had without a loader's help."""
+    source = trainer.train_dataset
+    dataset, collate = getattr(source, "dataset", source), getattr(source, "collate_fn", trainer.collate_fn)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return None
+
+    def run(model: nn.Module) -> Any:
+        random_state, mode = capture_rng(), model.training
+        batch = next(iter(DataLoader(dataset, batch_size=min(8, len(dataset)), collate_fn=collate)))
+        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        batch = move_to_device(place, batch)
+        args, kwargs = trainer._find_form(batch, model, trainer.loss_func is not None).arguments(batch)
+        model.eval()
+        try:
+            with torch.no_grad():
+                return model(*args, **kwargs)
+        finally:
+            model.train(mode)
+            restore_rng(random_state)
+
+    return run
 
 
 class ChangeInputs:
@@ -80,7 +118,7 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
     """Refuse what the Trainer says otherwise, or cannot do."""
     names = {method.name for _, method, _ in resolved.steps}
     for algorithm in trainer._algorithms:
-        same = _SAME_AS_ALGORITHM.get(type(algorithm).__name__)
+        same = SAME_AS_ALGORITHM.get(type(algorithm).__name__)
         if same in names:
             raise ConflictError(
                 f"the algorithm {type(algorithm).__name__} and the method {same} of the plan do the same. Leave one of them out."
@@ -94,9 +132,9 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
                 f"Trainer(precision={wanted.name!r}) and the plan's {', '.join(sorted(names & {'amp_native', 'half', 'fp8'}))} differ. "
                 "Give one of them."
             )
-    if not isinstance(trainer.optimizer, torch.optim.Optimizer) and names & set(_NEED_TORCH_OPTIMIZER):
+    if not isinstance(trainer.optimizer, torch.optim.Optimizer) and names & set(NEED_TORCH_OPTIMIZER):
         raise ConfigError(
-            f"{', '.join(sorted(names & set(_NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, and the Trainer has a "
+            f"{', '.join(sorted(names & set(NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, and the Trainer has a "
             f"{type(trainer.optimizer).__name__}."
         )
     micro = resolved.config("micro_batch")
@@ -105,16 +143,14 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
             f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
             "them."
         )
-    if resolved.site.axis("tensor") > 1:
-        raise UnsupportedMethodError(
-            "the Trainer counts every process as a data rank, so a 'tensor' axis would weigh gradients wrongly. Use auto_accelerate with "
-            "a loop of your own for tensor parallelism."
-        )
-    half = resolved.config("half")
-    if half is not None and half.dtype == "float16" and torch.device(trainer.device).type != "cpu":
-        raise UnsupportedMethodError(
-            "half in float16 needs scaled gradients of float32 copies. Use ('half', 'bf16') in the Trainer."
-        )
+    for axis, name in (("pipe", "pipeline"), ("tensor", "tensor"), ("sequence", "sequence")):
+        if resolved.site.axis(axis) > 1:
+            why = (
+                "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen"
+                if axis == "pipe"
+                else f"the Trainer counts every process as a data rank, so a {axis!r} axis would weigh gradients wrongly"
+            )
+            raise UnsupportedMethodError(f"{why}. Use auto_accelerate with a loop of your own for {name} parallelism.")
 
 
 def _hand_over(trainer: Any, ctx: PlanContext) -> None:
@@ -139,10 +175,15 @@ def _hand_over(trainer: Any, ctx: PlanContext) -> None:
 
 def _keep(trainer: Any) -> None:
     """Write the plan beside the run's other files."""
-    run = current_run()
-    folder = Path(run.folder) if run is not None else trainer.settings.checkpoint_dir if trainer.settings else None
+    folder = _folder(trainer)
     if folder is not None and trainer.writes_files and is_master():
-        trainer.plan.save(Path(folder) / "strategy.json")
+        trainer.plan.save(Path(folder) / _FILE)
+
+
+def _folder(trainer: Any) -> Any:
+    """Return where the run's files are, None where it keeps none."""
+    run = current_run()
+    return Path(run.folder) if run is not None else trainer.settings.checkpoint_dir if trainer.settings else None
 
 
 def _size(plan: Strategy) -> int:

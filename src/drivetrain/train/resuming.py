@@ -18,6 +18,7 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
+from drivetrain.train.accelerate_state import is_accelerate_state, restore_accelerate_state
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
@@ -150,6 +151,9 @@ def _load(trainer: Any, source: Any) -> None:
         if restored is None:
             trainer.print(f"No checkpoint under {keeper.checkpointer.directory}: starting afresh.")
             return
+    elif is_accelerate_state(Path(source)):
+        restored = None  # nothing of the kind a checkpoint brings with it
+        restore_accelerate_state(trainer, Path(source))
     else:
         from drivetrain.train.saving import restore_from
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.runtime.ranks import get_num_processes
@@ -21,6 +21,7 @@ from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_optimizer, check_plateau, check_scheduler, check_watched_metrics
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
+from drivetrain.train.plain_hooks import find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import RunLimits, TrainSettings
 
@@ -134,6 +135,7 @@ def prepare_loop(trainer: Any) -> None:
     clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
     trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
     trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
+    trainer._plain = find_plain_hooks(trainer)
     trainer._boundary_work = bool(
         trainer._vote is not None
         or trainer._eval_every is not None
@@ -238,7 +240,7 @@ def check_eval_batch_size(trainer: Any) -> None:
     warnings.warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
         f"{get_num_processes()} processes here: each evaluates all of it.",
-        UserWarning,
+        DrivetrainWarning,
         stacklevel=3,
     )
 

@@ -38,7 +38,7 @@ from drivetrain.train.batches import (
     split_batch,
 )
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
-from drivetrain.train.callbacks.strictness import StrictSteps
+from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.closures import WindowRepeat
@@ -49,6 +49,7 @@ from drivetrain.train.logbook import Logbook
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
+from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, RunLimits, TrainSettings, parse_time
 from drivetrain.train.stopping import STOP, StopVote
@@ -90,6 +91,7 @@ class Trainer:
         algorithms: Iterable[Any] = (),
         loggers: Iterable[Any] = (),
         strategy: Any = None,
+        strategy_time_limit: float | None = None,
         precision: Any = None,
         metrics: Any = None,
         train_metrics: Any = None,
@@ -110,6 +112,7 @@ class Trainer:
         _refuse_unknown(Trainer.__init__, unknown)
         self._requested_device, self._requested_precision = device, precision
         self.strategy, self.strict, self.scale_schedule_ratio = strategy, strict, scale_schedule_ratio
+        self.strategy_time_limit = strategy_time_limit
         self._train_defaults = {
             "train_dataset": train_dataloader,
             "eval_dataset": eval_dataloader,
@@ -161,7 +164,8 @@ class Trainer:
         self.callback_handler = self._create_callback_handler(self._callbacks)
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
         self._fire = self.engine.on
-        self._fire.init()
+        with warnings_as_errors(strict):
+            self._fire.init()
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -313,9 +317,10 @@ class Trainer:
         self.create_scheduler_fn, self.collate_fn = create_scheduler_fn, collate_fn
         if reset_run_history and self.settings.resume_from is None:
             self.run_history.reset()
-        setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs)
-        with StopSignals() as self._signals:
-            self._run_training()
+        with warnings_as_errors(self.strict):
+            setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs)
+            with StopSignals() as self._signals:
+                self._run_training()
         return self.run_history
 
     def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
@@ -608,10 +613,14 @@ class Trainer:
             loss = self._own_loss(outputs, state.batch)
         else:
             loss = carried_loss(outputs)
-        if type(loss) is not Tensor and isinstance(loss, Mapping):
-            state.losses = dict(loss)
-            return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
-        return loss
+        return loss if type(loss) is Tensor else self._one_loss(loss)
+
+    def _one_loss(self, loss: Any) -> Tensor:
+        """Return the loss that is trained on, of several by name, and keep all of them for the units of an `OptimSet`."""
+        if not isinstance(loss, Mapping):
+            return loss
+        self.state.losses = dict(loss)
+        return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
 
     _in_region = False  # inside the default hook's own autocast region
     _saw_forward = _saw_loss = False
@@ -680,6 +689,7 @@ class Trainer:
         self._add_epoch_loss_to_run_history("train_loss_epoch")
         self._record_epoch_metrics("train")
         fire.epoch_end()
+        self._record_means("train")
         ended = ended or self._agree_to_stop()
         if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
             self._run_eval_epoch(self._eval_dataloader)
@@ -695,6 +705,7 @@ class Trainer:
     def _run_train_epoch(self, train_dl: Any) -> bool:
         """Turn the loop once over the data; True means that a limit or a stop ended the run."""
         state, clock, gradients, fire = self.state, self.state.clock, self._gradients, self._fire
+        source, signals, limits, world = self._sample_source, self._signals, self._limits, gradients.window.world
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
             self._inside_step = True
             fire.after_dataloader()
@@ -703,15 +714,22 @@ class Trainer:
                 gradients.open(last)
             if gradients.window.opens:
                 fire.before_train_batch()
-            self._perform_forward_and_backward_passes(state.batch, state.step)
+            if self._plain.passes:
+                self._backward(self._forward_and_loss())
+            else:
+                self._perform_forward_and_backward_passes(state.batch, state.step)
             closes = gradients.window.closes
             if closes:
                 self._update()
-            clock.next_batch(self._samples(), 0 if self._count_tokens is None else self._tokens(state.batch), closes)
+            info = None if source is None else source.batch_info
+            samples = state.batch_output["batch_size"] * world if info is None else info.global_size
+            clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), closes)
             fire.batch_end()
             self._inside_step = False
             fire.batch_checkpoint()
-            if self._needs_boundary() and self._at_boundary():
+            # A guest may have shortened the run, or asked to stop.
+            is_asked = signals.requested or self._stop is not None or state._max_duration is not limits.planned
+            if (is_asked or self._boundary_work) and self._at_boundary():
                 return True
         return False
 
@@ -756,24 +774,33 @@ class Trainer:
             check_loss(loss, self)
             warn_of_sample_weights(self, output)
         gradients = self._gradients
-        self.backward_step(loss if gradients.is_simple else gradients.weigh(loss, output))
+        if self._plain.backward:
+            loss.backward()
+        else:
+            self.backward_step(loss if gradients.is_simple else gradients.weigh(loss, output))
         self._fire.after_backward()
         self._first_batch = False
 
     def _update(self) -> None:
         """Gradients are complete: correct, clip, step, schedule, clear."""
-        fire = self._fire
+        fire, state, plain = self._fire, self.state, self._plain
         if not self._gradients.is_simple:
             self._gradients.finish()
         if self._clips:
             self._clip_gradients()
         fire.after_train_batch()
         fire.before_step()
-        self.optimizer_step()
+        if plain.step:
+            state.optimizers[0].step()
+        else:
+            self.optimizer_step()
         fire.after_step()
-        if self._schedules_each_step:
+        if self._schedules_each_step and (state.schedulers or not plain.schedule):
             self.scheduler_step()
-        self.optimizer_zero_grad()
+        if plain.clear:
+            state.optimizers[0].zero_grad()
+        else:
+            self.optimizer_zero_grad()
         if not self._gradients.is_simple:
             self._gradients.close()
 
@@ -799,12 +826,6 @@ class Trainer:
             if last:
                 return
             fire.before_dataloader()
-
-    def _needs_boundary(self) -> bool:
-        """Whether anything can have to be done between two steps; a guest may have shortened the run, or asked to stop."""
-        if self._boundary_work or self._signals.requested or self._stop is not None:
-            return True
-        return self.state._max_duration is not self._limits.planned
 
     def _at_boundary(self) -> bool:
         """Between two steps: save, evaluate, obey signals and limits; True ends the run."""
@@ -844,6 +865,7 @@ class Trainer:
         True  # whether these seams do anything; a subclass that overrides one is always called
     )
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
+    _plain = PlainHooks()  # none, until a run has been looked at
 
     def _clip_gradients(self) -> None:
         """Clip once per update, by norm or by value."""
@@ -927,6 +949,7 @@ class Trainer:
             self.eval_epoch_end()
             fire.eval_end()
             fire.eval_after_all()
+            recorded += self._record_means(prefix, is_intermediate)
             if is_intermediate:  # shown and sent to the loggers, but an epoch's history has one entry per epoch
                 for metric in (name, *recorded):
                     self.run_history.delete_metric(f"{self.run_history.metric_name_prefix}{metric}")
@@ -963,24 +986,27 @@ class Trainer:
     def _record_epoch_metrics(self, prefix: str, is_intermediate: bool = False) -> list[str]:
         """Record the epoch's metrics and what `log()` collected; return their names."""
         metrics = self._train_metrics if prefix == "train" else self._eval_metrics
-        ending = "" if prefix == "evaluation" else "_epoch"
-        values = dict(metrics.compute()) if metrics else {}
-        values.update(reduce_means(self._logged))
-        self._logged.clear()
-        stem = "intermediate_eval" if is_intermediate else prefix
-        names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
+        recorded = self._record_means(prefix, is_intermediate, metrics.compute() if metrics else None)
         if self._units is not None and prefix == "train":
-            names.update((name, float(value)) for name, value in self._units.metrics().items())
+            for name, value in self._units.metrics().items():
+                self.logbook.record(name, float(value))
+        return recorded
+
+    def _record_means(
+        self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """Record metrics and what `log()` has collected since the last time; return their names.
+
+        Guests may call `log()` when an epoch ends, after its means were recorded: that belongs to the same epoch.
+        """
+        ending = "" if prefix == "evaluation" else "_epoch"
+        stem = "intermediate_eval" if is_intermediate else prefix
+        values = {**(metrics or {}), **reduce_means(self._logged)}
+        self._logged.clear()
+        names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
         for name, value in names.items():
             self.logbook.record(name, value)
         return list(names)
-
-    def _samples(self) -> int:
-        """Return how many samples of all processes the batch in hand stands for."""
-        source = self._sample_source
-        if source is not None and source.batch_info is not None:
-            return source.batch_info.global_size
-        return self.state.batch_output["batch_size"] * self._gradients.window.world
 
     def _is_padding(self) -> bool:
         """Whether the batch in hand only keeps this rank in step with others that still have samples."""
@@ -1057,6 +1083,8 @@ class Trainer:
     def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
         if hasattr(self, "engine"):
             self.engine.set_plugins(self._plugins())
+            if self._plain != PlainHooks():  # a guest may listen now where nobody did
+                self._plain = find_plain_hooks(self)
 
     def _plugins(self) -> list[Any]:
         """Return every guest in order; the state holds them too, so that theirs is saved with it."""

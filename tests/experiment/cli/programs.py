@@ -77,3 +77,16 @@ def build():
 def wrong():
     return 3
 """
+
+QUICK = '''
+"""An experiment that only prints and returns a number."""
+from drivetrain.experiment import experiment
+
+
+@experiment
+def quick(x: float = 1.0, fail: bool = False):
+    print("a trial speaks:", x, flush=True)
+    if fail:
+        raise ValueError("asked to fail")
+    return (x - 0.25) ** 2
+'''

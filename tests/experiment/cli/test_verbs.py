@@ -7,6 +7,7 @@ import time
 import pytest
 
 from drivetrain.experiment.cli.verbs import VERBS
+from tests.experiment.folders import make_run
 
 WITHOUT_TORCH = """
 import sys
@@ -40,6 +41,35 @@ def test_help_of_every_verb_needs_no_torch(verb):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: drivetrain {verb}")
+
+
+LOOKING_WITHOUT_TORCH = """
+import sys
+from drivetrain.__main__ import main
+for words in {commands!r}:
+    assert main(words) == 0, words
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_looking_at_runs_needs_no_torch(tmp_path):
+    import torch
+
+    from drivetrain.checkpoint.store import save_checkpoint
+
+    runs = [make_run(tmp_path, name) for name in ("one", "two")]
+    save_checkpoint({"weight": torch.ones(3)}, 1, path=runs[0] / "checkpoints")
+    names = [str(folder) for folder in runs]
+    commands = [["ls", str(tmp_path)], ["show", names[0]], ["compare", *names]]
+    code = LOOKING_WITHOUT_TORCH.format(commands=commands)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint-1" in done.stdout
+
+
+def test_sweep_help_names_every_executor(command):
+    _, out, _ = command("sweep", "--help")
+    assert "inline, pool, submitit or ray" in " ".join(out.split())
 
 
 def test_an_unknown_verb_is_named_with_the_nearest_one(command):

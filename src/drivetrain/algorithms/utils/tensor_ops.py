@@ -103,7 +103,7 @@ def sharpness(image: Tensor, factor: float) -> Tensor:
     if min(image.shape[-2:]) < 3:  # the filter needs neighbours
         return image
     kernel = torch.ones(3, 3, device=image.device)
-    kernel[1, 1] = 5
+    kernel[1, 1].fill_(5)  # a kernel; an assignment would copy the number, and the host would wait
     smooth = image.clone()  # the border has no neighbours and stays
     inner = F.conv2d(image.float().unsqueeze(1), (kernel / 13).view(1, 1, 3, 3)).squeeze(1)
     smooth[:, 1:-1, 1:-1] = _to_levels(inner + 0.5)

@@ -5,11 +5,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where no terminal says how wide it is."""
+STDOUT, STDERR = 1, 2
+"""The descriptors of the process, whatever `sys.stdout` is."""
 STATE_STYLES = {"finished": "green", "running": "blue", "failed": "red", "lost": "red", "interrupted": "yellow"}
 
 
@@ -62,6 +65,29 @@ def print_lines(*lines: str, style: str = "") -> None:
 def print_json(data: Any) -> None:
     """Print data as JSON; NaN and infinities become strings, because JSON has none."""
     print(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Send everything that is printed meanwhile to the error output, so that the output holds nothing but JSON.
+
+    Worker processes write to the descriptor they inherit and know nothing of `sys.stdout`, so the descriptor is turned as well.
+    """
+    sys.stdout.flush()
+    try:
+        kept = os.dup(STDOUT)
+    except OSError:  # no output at all, so nobody can write into it
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        os.dup2(STDERR, STDOUT)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 def _without_nan(data: Any) -> Any:

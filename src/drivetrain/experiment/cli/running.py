@@ -4,13 +4,20 @@ import argparse
 import sys
 import time
 import traceback
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from drivetrain.core.errors import DrivetrainError, ExperimentError, ParameterError
-from drivetrain.experiment.cli.output import STATE_STYLES, add_json_option, print_json, print_lines, print_table
+from drivetrain.core.errors import DrivetrainError, ParameterError
+from drivetrain.experiment.cli.output import (
+    STATE_STYLES,
+    add_json_option,
+    print_json,
+    print_lines,
+    print_table,
+    prints_to_stderr,
+)
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import BAD_INPUT, FAILED
 
@@ -60,7 +67,7 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
         _print_beginning(experiment, resolved, folder)
     began = time.time()
     try:
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        with prints_to_stderr() if as_json else nullcontext():
             run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
     except KeyboardInterrupt:
         _print_ending(folder, as_json)
@@ -82,7 +89,7 @@ def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bo
     """Return the folder the run will be in, and whether it is a new one."""
     from drivetrain.experiment.resolve import Resolved
     from drivetrain.experiment.resume import choose_beginning
-    from drivetrain.experiment.run_folder import run_path
+    from drivetrain.experiment.run_folder import refuse_existing, run_path
 
     copy = Resolved(
         dict(resolved.values), dict(resolved.origins)
@@ -91,10 +98,7 @@ def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bo
     if record is not None:
         return record.folder, False
     folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
-    if folder.exists():
-        raise ExperimentError(
-            f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
-        )
+    refuse_existing(folder)
     return folder, True
 
 

@@ -4,17 +4,17 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, SweepError
+from drivetrain.experiment.cli.live_table import show_progress
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     add_json_option,
-    plain_text,
     print_json,
     print_lines,
     print_table,
+    prints_to_stderr,
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED
@@ -73,7 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     has_ranges = any(not isinstance(axis, list) for axis in space.values())
     in_pool = arguments.processes is not None or arguments.gpus_per_trial is not None
     try:
-        with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+        with prints_to_stderr() if arguments.json else show_progress() as show:
             result = sweep(
                 experiment,
                 space,
@@ -88,7 +88,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 gpus_per_trial=arguments.gpus_per_trial,
                 retries=arguments.retries,
                 resume=arguments.resume,
-                on_change=None if arguments.json else _live_table(),
+                on_change=show,
             )
     except SweepError as error:
         _print_result(error.result, arguments.json)
@@ -145,24 +145,6 @@ def _range(found: re.Match[str], word: str) -> Any:
     except ValueError:
         raise ParameterError(f"{word}: {low} and {high} are not {'whole ' if kind == 'int' else ''}numbers.") from None
     return {"log": LogUniform, "uniform": Uniform, "int": IntRange}[kind](*ends)
-
-
-def _live_table() -> Callable[[Any], None]:
-    """Return what prints one line whenever a trial begins or ends; lines, unlike redrawing, live with what trials print."""
-    told: dict[int, str] = {}
-
-    def show(result: Any) -> None:
-        counts = {state: sum(trial.status == state for trial in result) for state in ("running", "finished", "failed")}
-        values = [trial for trial in result.ranked if trial.value is not None]
-        best = f", best {plain_text(values[0].value)} (trial {values[0].index})" if values else ""
-        for trial in result:
-            if told.get(trial.index) != trial.status:
-                told[trial.index] = trial.status
-                value = "" if trial.value is None else f" {plain_text(trial.value)}"
-                state = f"{counts['running']} running, {counts['finished']} done, {counts['failed']} failed{best}"
-                print_lines(f"trial {trial.index}: {trial.status}{value}   [{state}]")
-
-    return show
 
 
 def _print_result(result: Any, as_json: bool) -> None:

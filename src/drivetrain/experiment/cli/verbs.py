@@ -1,6 +1,7 @@
 """The verbs of the command, and what their errors mean for the exit status.
 
-0 is done, 1 is a run that failed or a check that found something, 2 is bad input, 130 and 143 are SIGINT and SIGTERM.
+0 is done, 1 is a run that failed or a check that found something, 2 is bad input, 3 is a plan that fits nowhere, 130 and 143 are SIGINT
+and SIGTERM.
 """
 
 import argparse
@@ -17,6 +18,7 @@ VERBS = {
     "ls": ("listing", "list runs"),
     "show": ("showing", "show one run"),
     "compare": ("comparing", "show how runs differ"),
+    "plan": ("planning", "find the fastest way to train a model, here or on machines that are not here"),
     "report": ("reporting", "write one HTML file about one or several runs"),
     "doctor": ("checking", "check this machine, a run, or whether a program resumes exactly"),
     "demo": ("demonstrating", "train a small classifier on built-in data, on whatever is here"),

@@ -13,6 +13,7 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import ParamGroup, bare_step, evaluate, local_parts, shrink, with_gradients
 
 _LARGE_DECAY = 1e-3
@@ -109,6 +110,6 @@ def _warn_of_large_decay(name: str, weight_decay: float) -> None:
         warnings.warn(
             f"{name}(weight_decay={weight_decay}): here the decay is not multiplied by the learning rate, so this shrinks weights by "
             f"{weight_decay:.2g} in every full-rate step. A value tuned for torch's AdamW must be multiplied by its learning rate.",
-            UserWarning,
+            DrivetrainWarning,
             stacklevel=3,
         )

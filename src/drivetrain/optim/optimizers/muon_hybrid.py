@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
+from drivetrain.optim.optimizers.graphed import GraphedDirections
 from drivetrain.optim.optimizers.newton_schulz import ADJUSTMENTS, adjusted_rate, orthogonalise
 from drivetrain.optim.optimizers.stepping import (
     ParamGroup,
@@ -33,7 +34,7 @@ from drivetrain.optim.optimizers.stepping import (
 )
 
 _ADAM_ONLY = ("adam_lr", "adam_betas", "adam_eps", "adam_weight_decay", "adam_match")
-_MUON_ONLY = ("momentum", "nesterov", "ns_steps", "adjust_lr")
+_MUON_ONLY = ("momentum", "nesterov", "ns_steps", "adjust_lr", "cuda_graph")
 
 
 class MuonHybrid(Optimizer):
@@ -41,7 +42,8 @@ class MuonHybrid(Optimizer):
 
     `params` is best a model, whose layers say what is hidden (`drivetrain.module.params.muon_groups`), or its `named_parameters()`,
     where `adam_match` names what is not. Groups may say so themselves: `{"params": ..., "muon": False}`. Convolution kernels are
-    seen as (out, rest). `fused` is AdamW's; None leaves the choice to torch.
+    seen as (out, rest). `fused` is AdamW's; None leaves the choice to torch. `cuda_graph` records Muon's products once and starts them
+    together, which pays where a network is small and the host is what takes the time.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     >>> optimizer = MuonHybrid(model, lr=0.02, adam_lr=1e-3)
@@ -67,6 +69,7 @@ class MuonHybrid(Optimizer):
         *,
         adjust_lr: Literal["original", "match_rms_adamw"] = "original",
         fused: bool | None = None,
+        cuda_graph: bool = False,
     ):
         check_number("MuonHybrid", weight_decay=weight_decay, adam_eps=adam_eps, adam_weight_decay=adam_weight_decay)
         check_number(
@@ -89,7 +92,9 @@ class MuonHybrid(Optimizer):
             "adam_weight_decay": adam_weight_decay,
             "adam_match": (adam_match,) if isinstance(adam_match, str) else tuple(adam_match),
             "fused": fused,
+            "cuda_graph": cuda_graph,
         }
+        self._graphs: dict[int, GraphedDirections] = {}
         super().__init__(_split_model(params) if isinstance(params, nn.Module) else params, defaults)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -116,6 +121,7 @@ class MuonHybrid(Optimizer):
             warnings.warn(
                 "MuonHybrid was given parameters without names, so it cannot tell embeddings and heads from hidden layers: all matrices "
                 "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if that is meant.",
+                DrivetrainWarning,
                 stacklevel=5,
             )
         hidden = [_tensor(one).ndim >= 2 and not _is_named(one, patterns) for one in members]
@@ -136,6 +142,9 @@ class MuonHybrid(Optimizer):
         own, gradients = local_parts(momenta), local_parts(p.grad for p in parameters if p.grad is not None)
         torch._foreach_lerp_(own, gradients, 1 - group["momentum"])
         ahead = list(torch._foreach_lerp(gradients, own, group["momentum"])) if group["nesterov"] else own
+        if group.get("cuda_graph"):
+            self._step_recorded(group, parameters, ahead)
+            return
         matrices = [_whole_matrix(update, momentum) for update, momentum in zip(ahead, momenta)]
         updates = orthogonalise(matrices, group["ns_steps"])
         lr, weights = group["lr"], local_parts(parameters)
@@ -147,6 +156,21 @@ class MuonHybrid(Optimizer):
                 weight.sub_(part * rate)
             else:
                 weight.add_(part, alpha=-rate)
+
+    def _step_recorded(self, group: ParamGroup, parameters: list[Tensor], ahead: list[Tensor]) -> None:
+        """Do the rest of a step with one recorded graph."""
+        if any(is_dtensor(parameter) or not parameter.is_cuda for parameter in parameters):
+            raise ConfigError("MuonHybrid(cuda_graph=True) needs whole parameters on a CUDA device; leave it out here.")
+        graphs = self.__dict__.setdefault("_graphs", {})  # a copied optimizer records its own
+        graph = graphs.get(id(group))
+        if graph is None or not graph.fits(ahead):
+            graph = graphs[id(group)] = GraphedDirections(ahead, parameters, group["ns_steps"], group["adjust_lr"])
+        directions, lr = graph(ahead), group["lr"]
+        shrink(parameters, lr * group["weight_decay"])
+        if isinstance(lr, Tensor):
+            torch._foreach_sub_(parameters, torch._foreach_mul(directions, lr))
+        else:
+            torch._foreach_add_(parameters, directions, alpha=-lr)
 
     def _step_adam(self, group: ParamGroup, parameters: list[Tensor]) -> None:
         fused = group["fused"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
     check_betas,
     check_count,
@@ -125,6 +125,7 @@ class _ScheduleFree(Optimizer):
             warnings.warn(
                 f"{type(self).__name__}: the learning rate falls from {group['lr_max']:g} to {lr:g}. The average replaces a decaying "
                 "schedule; use a constant rate, with warmup_steps if need be.",
+                DrivetrainWarning,
                 stacklevel=4,
             )
         group["lr_max"] = max(group["lr_max"], lr)

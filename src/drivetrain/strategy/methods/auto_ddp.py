@@ -1,5 +1,7 @@
 """Data parallelism over all processes: another name for `parallel_mode` without settings, merged with it."""
 
+from typing import Any
+
 from drivetrain.strategy.method import Method, Stage
 
 
@@ -8,3 +10,6 @@ class AutoDdp(Method):
 
     name, group, stage = "auto_ddp", "parallel_mode", Stage.MESH
     why = "each process takes its share of the global batch"
+
+    def expand(self, config: Any) -> dict[str, Any]:
+        return {"parallel_mode": None}

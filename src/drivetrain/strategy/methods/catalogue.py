@@ -1,40 +1,35 @@
-"""Every method that comes with Drivetrain."""
+"""Every method that comes with Drivetrain: one line each, the file in this folder and the class in it."""
+
+from importlib import import_module
 
 from drivetrain.strategy.method import Method
-from drivetrain.strategy.methods.amp_native import AmpNative
-from drivetrain.strategy.methods.auto_ddp import AutoDdp
-from drivetrain.strategy.methods.channels_last import ChannelsLast
-from drivetrain.strategy.methods.checkpoint import Checkpoint
-from drivetrain.strategy.methods.cuda_graphs import CudaGraphs
-from drivetrain.strategy.methods.fp8 import Fp8
-from drivetrain.strategy.methods.fsdp import Fsdp
-from drivetrain.strategy.methods.fused_optimizer import FusedOptimizer
-from drivetrain.strategy.methods.half import Half
-from drivetrain.strategy.methods.micro_batch import MicroBatch
-from drivetrain.strategy.methods.module_replace import ModuleReplace
-from drivetrain.strategy.methods.native_dynamo import NativeDynamo
-from drivetrain.strategy.methods.parallel_mode import ParallelMode
-from drivetrain.strategy.methods.tensor_parallel import TensorParallel
-from drivetrain.strategy.methods.tf32 import Tf32
-from drivetrain.strategy.methods.zero1 import Zero1
-from drivetrain.strategy.methods.zero2 import Zero2
 
-BUILT_IN: tuple[type[Method], ...] = (
-    ParallelMode,
-    AutoDdp,
-    Zero1,
-    Zero2,
-    Fsdp,
-    AmpNative,
-    Half,
-    Fp8,
-    Checkpoint,
-    ModuleReplace,
-    NativeDynamo,
-    CudaGraphs,
-    TensorParallel,
-    MicroBatch,
-    FusedOptimizer,
-    Tf32,
-    ChannelsLast,
-)
+ROWS = {
+    "parallel_mode": "ParallelMode",
+    "auto_ddp": "AutoDdp",
+    "zero1": "Zero1",
+    "zero2": "Zero2",
+    "fsdp": "Fsdp",
+    "amp_native": "AmpNative",
+    "half": "Half",
+    "fp8": "Fp8",
+    "checkpoint": "Checkpoint",
+    "module_replace": "ModuleReplace",
+    "native_dynamo": "NativeDynamo",
+    "cuda_graphs": "CudaGraphs",
+    "tensor_parallel": "TensorParallel",
+    "sequence_parallel": "SequenceParallel",
+    "pipeline_parallel": "PipelineParallel",
+    "mixed_parallel": "MixedParallel",
+    "micro_batch": "MicroBatch",
+    "fused_optimizer": "FusedOptimizer",
+    "tf32": "Tf32",
+    "channels_last": "ChannelsLast",
+    "chunked_cross_entropy": "ChunkedCrossEntropy",
+    "cpu_offload": "CpuOffload",
+}
+
+
+def built_in_methods() -> list[Method]:
+    """Return one object of every method."""
+    return [getattr(import_module(f"drivetrain.strategy.methods.{file}"), cls)() for file, cls in ROWS.items()]

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.core.errors import ConflictError
-from drivetrain.strategy.method import Method, NoConfig, Site, Stage
+from drivetrain.strategy.method import Method, NoConfig, Stage
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
@@ -20,11 +19,9 @@ class CudaGraphs(Method):
     def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
         return None if device.type == "cuda" else "it needs a CUDA device"
 
-    def check(self, config: NoConfig, site: Site) -> None:
-        if "native_dynamo" not in site.names:
-            raise ConflictError(
-                "cuda_graphs records what the compiler makes, and there is no compile in the plan. Add 'compile'."
-            )
+    def expand(self, config: NoConfig) -> dict[str, Any]:
+        """Stand for itself and the compiler, which records the kernels that it makes."""
+        return {"cuda_graphs": None, "native_dynamo": None}
 
     def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
         ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded anew")

@@ -82,7 +82,8 @@ class Fsdp(Method):
         return name
 
     def is_redundant(self, config: Any, site: Site) -> str | None:
-        return None if config.cpu_offload and torch.distributed.is_initialized() else super().is_redundant(config, site)
+        offloads = config.cpu_offload or "cpu_offload" in site.names
+        return None if offloads and torch.distributed.is_initialized() else super().is_redundant(config, site)
 
     def check(self, config: FsdpConfig, site: Site) -> None:
         if site.model is None:
@@ -127,15 +128,18 @@ def shard_over_data(
     from drivetrain.strategy.apply import materialise
 
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
-    mesh = shard_mesh(ctx.mesh, axes)
+    mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)
     dtype = ctx.autocast_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )
     ctx.autocast_dtype = None  # the policy casts; autocast would do it again
     settings: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
+    offload = ctx.plan.config("cpu_offload")
+    cpu_offload = cpu_offload or offload is not None
     if cpu_offload:
-        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=ctx.device.type == "cuda")
+        pins = ctx.device.type == "cuda" and (offload is None or offload.pin_memory)
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     if ignored:
         modules = [module for _, module in select_modules(ctx.model, list(ignored), where="ignored")]
         settings["ignored_params"] = {p for module in modules for p in module.parameters()}
@@ -149,14 +153,23 @@ def shard_over_data(
         buffer.data = buffer.data.to(ctx.device)
 
 
-def shard_mesh(mesh: Any, axes: list[str]) -> Any:
-    """Return the part of a mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding."""
-    if len(axes) < 2:
-        name = axes[0] if axes else "data"
-        return mesh if mesh.ndim == 1 else mesh[name]
+def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:
+    """Return the part of a mesh to shard over: one axis, or `data` outside and `zero` inside for hybrid sharding.
+
+    Ranks along `sequence` hold the same parameters, so they shard them too, together with the innermost of the others.
+    """
     names = list(mesh.mesh_dim_names)
-    if names.index("data") > names.index("zero"):
+    if len(axes) == 2 and names.index("data") > names.index("zero"):
         raise ConfigError(
             "fsdp: with both axes, list ('zero', n) before ('data', m): the ranks that shard together must be neighbours."
         )
+    if has_sequence:
+        inner = [name for name in names if name in {*axes[-1:], "sequence"}]
+        if len(inner) == 2:
+            shards = mesh[tuple(inner)]._flatten("_".join(inner))
+            return shards if len(axes) < 2 else mesh["data", "_".join(inner)]
+        axes = ["sequence"]
+    if len(axes) < 2:
+        name = axes[0] if axes else "data"
+        return mesh if mesh.ndim == 1 else mesh[name]
     return mesh if mesh.ndim == 2 else mesh["data", "zero"]

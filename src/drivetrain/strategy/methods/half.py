@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.module.master_weights import with_master_weights
+from drivetrain.module.master_weights import host_copy, with_master_weights
 from drivetrain.runtime.ranks import data_group, is_distributed
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.methods.amp_native import SixteenBits
+from drivetrain.strategy.methods.cpu_offload import pins_memory
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[s
 
     from drivetrain.module.wrapping import named_clean_parameters
 
-    inner = recipe.build
+    inner, offload = recipe.build, ctx.plan.config("cpu_offload")
 
     def build(groups: Any, **settings: Any) -> Any:
         masters: dict[int, nn.Parameter] = {}
@@ -70,6 +71,8 @@ def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[s
                 value = originals[name].to(ctx.device, torch.float32, copy=True)
                 if is_distributed():
                     dist.broadcast(value, group=data_group(), group_src=0)  # as DDP does for the parameters
+                if offload is not None:
+                    value = host_copy(value, torch.float32, pins_memory(ctx, offload))
                 masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         return with_master_weights(inner, masters, groups, settings)
 

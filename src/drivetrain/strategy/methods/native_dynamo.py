@@ -1,12 +1,14 @@
 """Compile the model with torch.compile: the whole of it, or block by block under sharding."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, unknown_name
-from drivetrain.module.compilation import compile_module
+from drivetrain.module.compilation import GraphBreaks, compile_loss, compile_module, forget_shapes
 from drivetrain.strategy.method import Method, Site, Stage
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class NativeDynamo(Method):
             raise MethodConfigError(unknown_name("backend", config.backend, known, where=self.name))
 
     def stage_of(self, config: CompileConfig, site: Site) -> Stage:
-        shards = any(name in site.names for name in ("fsdp", "zero2", "tensor_parallel"))
+        shards = any(name in site.names for name in ("fsdp", "zero2", "tensor_parallel", "pipeline_parallel"))
         by_block = config.scope == "block" or (config.scope == "auto" and shards)
         return Stage.COMPILE_BLOCKS if by_block else Stage.COMPILE_MODEL
 
@@ -80,7 +82,32 @@ class NativeDynamo(Method):
 
             functorch_config.activation_memory_budget = config.activation_memory_budget
             ctx.note("compile: the activation memory budget holds for the whole process")
+        forget_shapes()
         whole = self.stage_of(config, ctx.plan.site) is Stage.COMPILE_MODEL
         compile_module(ctx.model, "model" if whole else "block", **settings)
-        if whole and config.include_loss:
-            ctx.loss_changes.append(lambda loss_func: torch.compile(loss_func, **settings))
+        # A chunked loss compiles its own inner part: what it does around it is no arithmetic.
+        if whole and config.include_loss and ctx.plan.config("chunked_cross_entropy") is None:
+            ctx.loss_changes.append(lambda loss_func: compile_loss(loss_func, **settings))
+        breaks = GraphBreaks()
+
+        def report_breaks(loss_func: Any) -> Any:
+            if isinstance(loss_func, nn.Module):
+                return loss_func  # a module stays one: it may have parameters that somebody saves or moves
+            return _AfterFirst(loss_func, lambda: ctx.note(f"compile: {breaks.report()}"))
+
+        ctx.loss_changes.append(report_breaks)
+
+
+class _AfterFirst:
+    """A loss function that calls something once, after its first call: by then model and loss are compiled."""
+
+    def __init__(self, loss_func: Any, then: Callable[[], None]):
+        self.loss_func, self.then = loss_func, then
+        self.is_first = True
+
+    def __call__(self, *args: Any) -> Any:
+        result = self.loss_func(*args)
+        if self.is_first:
+            self.is_first = False
+            self.then()
+        return result

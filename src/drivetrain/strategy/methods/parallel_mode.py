@@ -12,8 +12,8 @@ from drivetrain.strategy.method import Method, Site, Stage, is_whole
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
 
-_UNBUILT_AXES = ("pipe", "sequence")
-"""Axes whose methods are not there: a mesh with more than one rank along them could not train."""
+_METHOD_OF_AXIS = {"pipe": "pipeline_parallel", "sequence": "sequence_parallel", "tensor": "tensor_parallel"}
+"""Axes that only one method can use: without it, a mesh with more than one rank along them could not train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +91,11 @@ class ParallelMode(Method):
             raise UnsupportedMethodError(
                 "parallel_mode: sync_batchnorm needs an accelerator; torch has none for the CPU."
             )
-        for axis in _UNBUILT_AXES:
-            if site.axis(axis) > 1:
-                raise UnsupportedMethodError(
-                    f"parallel_mode: the axis {axis!r} of size {site.axis(axis)} has no method in this version. Use data, zero and tensor."
+        for axis, method in _METHOD_OF_AXIS.items():
+            if site.axis(axis) > 1 and method not in site.names:
+                raise StrategyError(
+                    f"parallel_mode: there is a {axis!r} axis of size {site.axis(axis)} but no {method} in the plan. Add it."
                 )
-        if site.axis("tensor") > 1 and "tensor_parallel" not in site.names:
-            raise StrategyError("parallel_mode: there is a 'tensor' axis but no tensor_parallel in the plan. Add it.")
 
     def apply(self, ctx: "PlanContext", config: ParallelModeConfig) -> None:
         if config.sync_batchnorm and ctx.plan.data_ranks > 1:

@@ -1,10 +1,11 @@
-"""Split matrices over the ranks of the `tensor` axis, by an explicit or registered plan."""
+"""Split matrices over the ranks of the `tensor` axis, by a plan that is given, registered, the model's own, or found by trying a block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigError, MethodConfigError, StrategyError
-from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize
+from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError, UnsupportedMethodError
+from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
+from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
 from drivetrain.strategy.method import Method, Site, Stage
 
 if TYPE_CHECKING:
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig:
     plan: Any = "auto"
-    """Layers and their styles, by dotted name or pattern; "auto": what `register_tp_plan` or the model itself says."""
+    """Layers and their styles, by dotted name or pattern; "auto": what `register_tp_plan` or the model says, or what a trial finds."""
+    sequence_parallel: bool = False
+    """Reserved for norms on pieces of the sequence along this axis; the method `sequence_parallel` has an axis of its own for that."""
+    loss_parallel: bool | str = "auto"
+    """Whether the head's logits stay split until the loss; "auto": with a plan that was found, where there is a loss function."""
 
 
 class TensorParallel(Method):
@@ -33,6 +38,15 @@ class TensorParallel(Method):
         return super().parse(config)
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(values.get("sequence_parallel", False), bool):
+            raise self.bad("sequence_parallel", values["sequence_parallel"], "True or False")
+        if values.get("sequence_parallel"):
+            raise UnsupportedMethodError(
+                "tensor_parallel: sequence_parallel=True (norms on pieces of the sequence along the tensor axis) is not supported. Add the "
+                "method sequence_parallel, with an axis of its own; the two work together."
+            )
+        if values.get("loss_parallel", "auto") not in ("auto", True, False):
+            raise self.bad("loss_parallel", values["loss_parallel"], "'auto', True or False")
         plan = values.get("plan", "auto")
         if plan == "auto":
             return values
@@ -52,26 +66,70 @@ class TensorParallel(Method):
         if site.model is not None:
             self._expanded(config, site)
 
-    def _expanded(self, config: TensorParallelConfig, site: Site) -> dict[str, Any]:
+    def _expanded(
+        self, config: TensorParallelConfig, site: Site, has_loss: bool = False
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the style of each layer, and remarks on where the plan comes from."""
         assert site.model is not None
-        plan = find_tp_plan(site.model) if config.plan == "auto" else dict(config.plan)
+        size = site.axis("tensor")
+        remarks: list[str] = []
+        plan: dict[str, Any]
+        if config.plan != "auto":
+            plan = dict(config.plan)
+        elif _has_own_plan(site.model, size):
+            plan = find_tp_plan(site.model)
+        else:
+            from drivetrain.module.tensor_inference import infer_tp_plan
+
+            found = infer_tp_plan(site.model, size)
+            plan, remarks = dict(found.styles), ["the plan was found by trying a block", *found.remarks]
         if not plan:
             raise MethodConfigError(
-                f"tensor_parallel: there is no plan for {type(site.model).__name__}. Pass {{'plan': {{'layer.name': 'colwise', ...}}}}, or "
-                "call drivetrain.register_tp_plan(cls, {...})."
+                f"tensor_parallel: there is no plan for {type(site.model).__name__}: {'; '.join(remarks[1:]) or 'no layers make a pair'}. "
+                "Pass {'plan': {'layer.name': 'colwise', ...}}, or call drivetrain.register_tp_plan(cls, {...})."
             )
         try:
-            return expand_tp_plan(site.model, plan, site.axis("tensor"))
+            expanded = expand_tp_plan(site.model, plan, size)
         except ConfigError as error:
             raise MethodConfigError(str(error)) from error
+        is_found = config.plan == "auto" and has_loss
+        is_possible = site.axis("pipe") == 1 and "native_dynamo" not in site.names  # whose loss is elsewhere, or traced
+        is_wanted = config.loss_parallel is True or (config.loss_parallel == "auto" and is_found and is_possible)
+        if config.loss_parallel is True and site.axis("pipe") > 1:
+            raise ConflictError(
+                "tensor_parallel: loss_parallel=True and a 'pipe' axis cannot be used together, because the last stage computes the loss. "
+                "Leave loss_parallel out."
+            )
+        with_head = split_head(site.model, expanded, size) if is_wanted else None
+        if with_head is None and config.loss_parallel is True:
+            raise MethodConfigError(
+                f"tensor_parallel: loss_parallel=True needs a head that can be split, and {type(site.model).__name__} has none: a linear "
+                f"layer with one output for each word of an embedding, in a number that divides over {size} ranks. Leave loss_parallel out."
+            )
+        return with_head or expanded, remarks
 
     def apply(self, ctx: "PlanContext", config: TensorParallelConfig) -> None:
         from drivetrain.module.distributed_tensors import synchronise
 
-        site = ctx.plan.site
-        expanded = self._expanded(config, Site(device=site.device, world=site.world, axes=site.axes, model=ctx.model))
+        place = replace(ctx.plan.site, model=ctx.whole_model)
+        expanded, remarks = self._expanded(config, place, has_loss=ctx.loss_func is not None)
+        expanded = ctx.held(expanded)
         mesh = ctx.mesh["tensor"] if ctx.mesh.ndim > 1 else ctx.mesh
         ctx.model.to(ctx.device)
         synchronise([*ctx.model.parameters(), *ctx.model.buffers()], mesh)  # all ranks cut the same matrices
         ctx.model = parallelize(ctx.model, mesh, expanded)
         ctx.note(f"tensor_parallel: {len(expanded)} layers over {mesh.size()} ranks")
+        if "vocabulary" in expanded.values():
+            ctx.loss_changes.append(SplitLogitsLoss())
+            ctx.note("tensor_parallel: in training, logits stay split over ranks until the loss")
+        for remark in remarks:
+            ctx.note(f"tensor_parallel: {remark}")
+
+
+def _has_own_plan(model: Any, size: int) -> bool:
+    """Say whether a registered plan or the model's own can be used; one of transformers needs heads that divide."""
+    if not find_tp_plan(model):
+        return False
+    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    heads = [getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    return all(count % size == 0 for count in heads)

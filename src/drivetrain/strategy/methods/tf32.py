@@ -35,7 +35,9 @@ class Tf32(Method):
         return None
 
     def apply(self, ctx: "PlanContext", config: Tf32Config) -> None:
+        # The older switch sets the newer one too; the newer alone makes reading the older an error, and the compiler reads it.
+        torch.set_float32_matmul_precision("high")
         backends: Any = torch.backends
-        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        for backend in (backends.cudnn.conv, backends.cudnn.rnn):
             backend.fp32_precision = "tf32"
         ctx.note("tf32: holds for the whole process")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConflictError
+from drivetrain.module.split_optimizer import split_optimizer
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.method import Method, NoConfig, Site, Stage
 
@@ -36,13 +37,6 @@ class Zero1(Method):
         inner: Callable[..., Optimizer] = recipe.build
 
         def build(groups: Any, **settings: Any) -> Optimizer:
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            return ZeroRedundancyOptimizer(
-                list(groups),
-                optimizer_class=inner,  # type: ignore[arg-type]
-                process_group=data_group(),
-                **settings,
-            )
+            return split_optimizer(inner, groups, settings, data_group())
 
         recipe.build, recipe.is_changed = build, True

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 ARITHMETICS = ("float32", "bfloat16")
 """In what a forward pass computes: as the parameters are, or under 16-bit autocast."""
 
+CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
+"""What matrix products allocate on recent CUDA devices beside tensors, once for the forward and once for the backward thread."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitProfile:
@@ -33,6 +36,10 @@ class UnitProfile:
     """By arithmetic: memory read and written by one member's forward pass in eager mode, for one sample."""
     operations: int
     """Operations dispatched by one member's forward pass; each costs a launch in eager mode."""
+    saved_fixed_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By arithmetic: what one member keeps whatever the batch: under autocast the 16-bit copies of its weights."""
+    largest_saved_bytes: Mapping[str, float] = field(default_factory=dict)
+    """By arithmetic: `saved_bytes` of the member that keeps most; members may differ in shape."""
     heads: int | None = None
     """Attention heads, where they could be found; they bound tensor and sequence parallelism."""
 
@@ -57,6 +64,11 @@ class ModelProfile:
     """By arithmetic: the part of it that does not grow with the batch."""
     peak_bytes: Mapping[str, tuple[float, float]] | None = None
     """By arithmetic: fixed and per-sample part of the tracked peak of an eager step of the plain model, everything included."""
+    peak_lines: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    """Fixed and per-sample parts of the moments that can be the peak of a step with a fused optimizer: by arithmetic, and with all blocks
+    checkpointed by "arithmetic/full" and "arithmetic/selective". The peak at a batch size is the largest (see `peak`)."""
+    peak_parts: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    """The steepest of these lines by category: parameters, buffers, optimizer, inputs, activations, gradients, temporaries."""
     optimizer_bytes: int = 0
     """State that the optimizer keeps, unsharded."""
     optimizer_temporary_bytes: int = 0
@@ -75,6 +87,13 @@ class ModelProfile:
     def forward_flops(self) -> float:
         """Operations of a forward pass for one sample."""
         return sum(unit.count * unit.forward_flops for unit in self.units)
+
+    def peak(self, kind: str, batch: float) -> float | None:
+        """Return the tracked peak of an eager step of `batch` samples with a fused optimizer, or None where it was not tracked.
+
+        `kind` is an arithmetic, or one with a mode of checkpointing: "bfloat16/full".
+        """
+        return max((fixed + batch * each for fixed, each in self.peak_lines.get(kind, ())), default=None)
 
     def saved_bytes(self, arithmetic: str) -> float:
         """Return what an eager forward pass keeps for one sample."""

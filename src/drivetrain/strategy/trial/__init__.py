@@ -1,1 +1,12 @@
 """Plans tried in processes of their own, which cannot hurt the run."""
+
+from drivetrain.core.lazy import lazy_exports
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        ".running": ["TrialPool", "run_trial"],
+        ".values": ["TrialResult", "Yardstick"],
+        ".nesting": ["refuse_inside_trial"],
+    },
+)

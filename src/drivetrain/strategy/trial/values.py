@@ -1,9 +1,27 @@
-"""What a trial of a plan showed, as a value that JSON can hold."""
+"""What a trial of a plan showed, as values that JSON can hold."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+PLAIN = "plain"
+"""The source of numbers that are the plain model's."""
+
 OutcomeKind = Literal["ok", "oom", "timeout", "error", "nonfinite", "wrong"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What loss and gradient norm of a few samples ought to be."""
+
+    loss: float
+    gradient_norm: float
+    samples: int = 8
+    """How many samples they were computed on."""
+    is_steady: bool | None = None
+    """Whether training mode and repeated samples give the same loss, so that it may be compared in the shape of training; None where
+    nobody has looked, because only compiled plans ask."""
+    source: str = PLAIN
+    """Whose numbers they are: the plain model's, or those of another plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +36,9 @@ class TrialResult:
     steps: int = 0
     """How many steps were timed."""
     peak_bytes: int | None = None
-    """Largest over ranks: bytes allocated on the device."""
+    """Largest over ranks: bytes allocated on the device. On the CPU: by how much the process's resident memory grew."""
     reserved_bytes: int | None = None
-    """Largest over ranks: bytes that the allocator took from the device."""
+    """Largest over ranks: bytes that the allocator took from the device; None on the CPU."""
     loss: float | None = None
     plain_loss: float | None = None
     gradient_norm: float | None = None
@@ -30,3 +48,11 @@ class TrialResult:
     is_verified: bool = False
     """Whether loss and gradient were compared with the plain model's."""
     notes: tuple[str, ...] = ()
+    error_class: str = ""
+    """The name of the exception, where one was raised."""
+    is_in_process: bool = False
+    """Whether no process of its own could be had, and the trial ran in the caller's."""
+    yardstick: Yardstick | None = None
+    """What later trials of the same task may be compared with, without running the plain model again."""
+    phases: tuple[tuple[str, float], ...] = ()
+    """How long rank 0 took for each part of the trial before the timed steps, in seconds."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train.callbacks.base import TrainerCallback
 
@@ -42,6 +43,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
             warnings.warn(
                 "ConvertSyncBatchNormCallback has no effect on a CPU: torch synchronises batch statistics on "
                 "accelerators only.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.callbacks.watching import MetricWatch
 
@@ -69,6 +69,7 @@ class SaveBestModelCallback(TrainerCallback):
         if not Path(self.save_path).exists():
             warnings.warn(
                 f"the best model was saved to {self.save_path}, which is gone; the trainer keeps the last weights.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
             return

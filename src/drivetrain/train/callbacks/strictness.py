@@ -1,14 +1,28 @@
-"""What `Trainer(strict=True)` watches during steps: host waits, and parameters that no loss reaches."""
+"""What `Trainer(strict=True)` adds: our warnings are errors, steps must not wait for the device, every parameter gets a gradient."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks.base import TrainerCallback
 
 WARM_UP = 3  # the first steps allocate and initialise, which waits
+
+
+@contextmanager
+def warnings_as_errors(is_strict: bool) -> Iterator[None]:
+    """Raise Drivetrain's own warnings meanwhile, if so asked; those of torch and others stay warnings."""
+    if not is_strict:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DrivetrainWarning)
+        yield
 
 
 class StrictSteps(TrainerCallback):

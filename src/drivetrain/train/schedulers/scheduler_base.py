@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 
 Values = None | float | Iterable[float]
 
@@ -99,6 +99,7 @@ class StatefulSchedulerBase(SchedulerBase):
             warnings.warn(
                 f"the saved state of {type(self).__name__} has no count of updates; the schedule goes on from "
                 f"{self._num_updates}.",
+                DrivetrainWarning,
                 stacklevel=2,
             )
         else:

@@ -1,0 +1,220 @@
+"""`drivetrain plan`: find a plan for a training without starting it, for this machine or for one that is not here; show and compare plans.
+
+A factory gives what is to be trained: a Trainer, or the arguments of `auto_accelerate` as a dict. A Trainer's plan is the one that its
+own `strategy="auto"` would find. Status 0 comes with a plan, 3 says that nothing fits and how much memory is missing.
+"""
+
+import argparse
+import json
+import os
+from contextlib import nullcontext
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError
+from drivetrain.experiment.cli.output import add_json_option, print_json, print_lines, prints_to_stderr
+from drivetrain.experiment.cli.targets import find_target
+
+INFEASIBLE = 3
+HERE = ("auto", "cpu", "cuda")
+"""Devices that are looked for on this machine; every other name is a preset or a file."""
+_USAGE = "drivetrain plan package.module:factory [options]\n       drivetrain plan show FILE\n       drivetrain plan diff FILE FILE"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.usage = _USAGE
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="WHAT",
+        help="package.module:factory or file.py:factory, a function that returns a Trainer (made with train_dataloader=) or a dict of "
+        "auto_accelerate's arguments; or `show FILE`, or `diff FILE FILE`",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="processes to plan for (default: 1)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu, cuda, the name of a preset such as h100-80g, or a JSON file (default: %(default)s)",
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help="samples of one update over all processes")
+    parser.add_argument(
+        "--memory-budget", metavar="M", help="share of the free memory such as 0.8, or a size such as 70GiB"
+    )
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the whole search (default: 120)")
+    parser.add_argument(
+        "--numerics", choices=("exact", "mixed", "low"), help="how far precision may change (default: mixed)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--picture", metavar="FILE", help="draw what the search compared, as a PNG")
+    add_json_option(parser)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Find, show or compare plans."""
+    word, *files = arguments.what
+    if word == "show" and len(files) == 1:
+        return _show(files[0], arguments.json)
+    if word == "diff" and len(files) == 2:
+        return _diff(files[0], files[1], arguments.json)
+    if files or word in ("show", "diff"):
+        raise ExperimentError(
+            f"plan {' '.join(arguments.what)}: expected one factory such as package.module:factory, `show FILE`, or `diff FILE FILE`."
+        )
+    return _plan(word, arguments)
+
+
+def _plan(target: str, arguments: argparse.Namespace) -> int:
+    with prints_to_stderr() if arguments.json else nullcontext():  # a factory may print what it likes
+        plan = _find(target, _made(target), arguments)
+    failure = plan.failure
+    if arguments.out is not None and failure is None:
+        plan.save(arguments.out)
+    if arguments.picture is not None:
+        from drivetrain.strategy.search.picture import draw
+
+        draw(plan, arguments.picture)
+    if arguments.json:
+        print_json(_as_data(plan))
+    else:
+        print_lines(*plan.explain(_width()).splitlines())
+        if failure is not None and failure.shortfall_bytes is not None:
+            print_lines(f"short by {failure.shortfall_bytes / 2**30:.2f} GiB on each device", style="red")
+        elif arguments.out is not None and failure is None:
+            print_lines(f"written to {arguments.out}")
+    return 0 if failure is None else INFEASIBLE
+
+
+def _made(target: str) -> Any:
+    """Return what the factory gives."""
+    if ":" not in target:
+        raise ExperimentError(f"{target}: which function makes what is to be trained? Name it: {target}:factory.")
+    factory = find_target(target)
+    if not callable(factory):
+        raise ExperimentError(f"{target} is a {type(factory).__name__}; expected a function without arguments.")
+    return factory()
+
+
+def _find(target: str, made: Any, arguments: argparse.Namespace) -> Any:
+    from drivetrain.train.trainer import Trainer
+
+    device: Any = arguments.device
+    if device.partition(":")[0] not in HERE:
+        from drivetrain.strategy.device_spec import DeviceSpec
+
+        device = DeviceSpec.load(device)
+    wishes = {
+        name: value
+        for name, value in (
+            ("numerics", arguments.numerics),
+            ("time_limit", arguments.time_limit),
+            ("memory_budget", _budget(arguments.memory_budget)),
+        )
+        if value is not None
+    }
+    world = 1 if arguments.world_size is None else arguments.world_size
+    if world < 1 or (arguments.batch_size is not None and arguments.batch_size < 1):
+        raise ExperimentError(
+            f"--world-size {world}, --batch-size {arguments.batch_size}: expected whole numbers of at least 1."
+        )
+    if isinstance(made, Trainer):
+        return _for_trainer(target, made, device, world, arguments.batch_size, wishes)
+    if not isinstance(made, dict):
+        raise ExperimentError(
+            f"{target} returned a {type(made).__name__}; expected a Trainer, or a dict of auto_accelerate's arguments with 'model' in it."
+        )
+    return _for_arguments(target, made, device, world, arguments.batch_size, wishes)
+
+
+def _for_arguments(
+    target: str, made: dict[str, Any], device: Any, world: int, size: int | None, wishes: dict[str, Any]
+) -> Any:
+    from drivetrain.train.auto import auto_accelerate
+
+    settings = {**made, **wishes, "plan_only": True, "world_size": world, "device": device}
+    if size is not None and settings.get("dataset") is not None:
+        settings["dataloader_args"] = {**(settings.get("dataloader_args") or {}), "batch_size": size}
+    elif size is not None:
+        settings["batch_size"] = size
+    try:
+        return auto_accelerate(**settings)[2]
+    except TypeError as error:  # a wrong name among the arguments, or something else than a model
+        raise ExperimentError(f"{target}: {error}") from error
+
+
+def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int | None, wishes: dict[str, Any]) -> Any:
+    """Return the plan that the Trainer's automatic mode would find in another place."""
+    from dataclasses import replace
+
+    from drivetrain.runtime.device import choose_device
+    from drivetrain.strategy.device_spec import DeviceSpec
+    from drivetrain.strategy.fingerprint import fingerprint
+    from drivetrain.strategy.search.find import find_plan
+    from drivetrain.train.settings import TrainSettings
+    from drivetrain.train.trainer_search import make_task, wishes_of
+
+    source = trainer._train_defaults["train_dataset"]
+    if source is None:
+        raise ExperimentError(
+            f"{target} returned a Trainer without data. Make it with train_dataloader=, or return a dict of auto_accelerate's arguments."
+        )
+    per_process = getattr(source, "batch_size", None) or 8  # what train() takes where nothing is said
+    trainer.settings = TrainSettings(num_epochs=1, global_batch_size=size or per_process * world)
+    trainer.train_dataset = trainer._train_dataloader = source
+    task, _ = make_task(trainer)
+    spec = device if isinstance(device, DeviceSpec) else None
+    place = choose_device("cpu" if spec is not None else device)
+    asked = replace(wishes_of(trainer), plan_only=True, spec=spec, **wishes)
+    plan = find_plan(task, device=place, world=world, wishes=asked)
+    return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
+
+
+def _budget(text: str | None) -> float | str | None:
+    """Return a share as a number, everything else as it was written."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
+def _show(file: str, as_json: bool) -> int:
+    plan = _read(file)
+    if as_json:
+        print_json(_as_data(plan))
+    else:
+        print_lines(*plan.explain(_width()).splitlines())
+    return 0
+
+
+def _diff(first: str, second: str, as_json: bool) -> int:
+    lines = _read(first).diff(_read(second)).splitlines()
+    if as_json:
+        print_json({"differences": lines})
+    else:
+        print_lines(*(lines or ["the plans do the same"]))
+    return 0
+
+
+def _read(file: str) -> Any:
+    from drivetrain.strategy.value import Strategy
+
+    if not os.path.isfile(file):
+        raise ExperimentError(
+            f"there is no file {file}. Expected a plan as JSON, as --out and save_strategy_to_file write it."
+        )
+    return Strategy.load(os.path.abspath(file))
+
+
+def _as_data(plan: Any) -> dict[str, Any]:
+    failure = plan.failure
+    kept = (
+        None
+        if failure is None
+        else {"kind": failure.kind, "message": failure.message, "shortfall_bytes": failure.shortfall_bytes}
+    )
+    return {"plan": json.loads(plan.to_json()), "failure": kept}
+
+
+def _width() -> int:
+    import shutil
+
+    return max(80, min(140, shutil.get_terminal_size((100, 24)).columns))

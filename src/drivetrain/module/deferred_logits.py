@@ -1,0 +1,292 @@
+"""Let a loss see logits that were never computed: a head that passes its input on, and an object that stands for its output.
+
+While the model trains, its final linear layer returns what it was given. The loss function then receives a `DeferredLogits`: it may be
+flattened, shifted, cast and transposed, which only changes the hidden states, and it may be given to `cross_entropy`, which computes the
+loss chunk by chunk. Anything else that is done with it computes the logits after all, so a loss is right whatever it does; that is
+warned of, once, because nothing is saved then.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
+from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
+from drivetrain.module.classes import GeneratedClass, subclass_of
+
+_CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
+_RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
+
+
+class DeferredHead(GeneratedClass):
+    """A final linear layer that leaves its product to the loss while it trains."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input in training, the logits otherwise."""
+        return input if self.training else super().forward(input)  # type: ignore[attr-defined, misc]
+
+
+def defer_head(head: nn.Linear) -> None:
+    """Make a linear layer pass its input on in training, in place."""
+    head.__class__ = subclass_of(type(head), DeferredHead)  # type: ignore[assignment]
+
+
+class DeferredLogits:
+    """Stands for `F.linear(hidden, head.weight, head.bias)` in a loss function."""
+
+    def __init__(
+        self, hidden: Tensor, source: "DeferredLoss", dtype: torch.dtype | None = None, is_swapped: bool = False
+    ):
+        self._hidden, self._source, self._dtype = hidden, source, dtype
+        self._is_swapped = is_swapped  # whether classes are in dimension 1, as cross_entropy has them
+
+    # What is known without computing.
+
+    @property
+    def shape(self) -> torch.Size:
+        rows, classes = self._hidden.shape[:-1], self._source.head.out_features
+        return torch.Size((rows[0], classes, *rows[1:]) if self._is_swapped else (*rows, classes))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._hidden.dtype if self._dtype is None else self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self._hidden.ndim
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    # What changes rows, not classes.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _CASTS or name in _RESHAPES:
+            return lambda *args, **kwargs: self._moved(name, args, kwargs)
+        return getattr(self._computed(name), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return some of the rows; an index that reaches the classes computes them."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if self._is_swapped or any(part is None for part in parts):
+            return self._computed("[]")[index]
+        used = sum(part.ndim if _is_mask(part) else 1 for part in parts if part is not Ellipsis)
+        full = bool(parts) and isinstance(parts[-1], slice) and parts[-1] == slice(None)
+        reaches = used >= self.ndim or (any(part is Ellipsis for part in parts) and parts[-1] is not Ellipsis)
+        if reaches and not full:
+            return self._computed("[]")[index]
+        return self._like(self._hidden[index])
+
+    def transpose(self, first: int, second: int) -> Any:
+        """Return classes in dimension 1 and the other way round; anything else is computed."""
+        if self.ndim == 3 and {first % 3, second % 3} == {1, 2}:
+            return self._like(self._hidden, is_swapped=not self._is_swapped)
+        return self._computed("transpose").transpose(first, second)
+
+    def permute(self, *order: Any) -> Any:
+        """Return classes in dimension 1 and the other way round; anything else is computed."""
+        wanted = tuple(order[0]) if len(order) == 1 and not isinstance(order[0], int) else order
+        if self.ndim == 3 and tuple(step % 3 for step in wanted) == (0, 2, 1):
+            return self.transpose(1, 2)
+        return self._computed("permute").permute(*order)
+
+    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do to the hidden states what would be done to the logits, where the classes stay as they are."""
+        if name in _CASTS:
+            like = getattr(torch.empty(0, dtype=self.dtype, device=self.device), name)(*args, **kwargs)
+            if like.device != self.device:
+                return getattr(self._computed(name), name)(*args, **kwargs)
+            return self._like(self._hidden, dtype=like.dtype)
+        shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
+        # Rows may be arranged anew as long as the last dimension is that of the classes, whole and by itself.
+        if (
+            self._is_swapped
+            or not shape
+            or shape[-1] != self.shape[-1]
+            or shape[:-1].numel() != self.shape[:-1].numel()
+        ):
+            return getattr(self._computed(name), name)(*args, **kwargs)
+        return self._like(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+
+    def _like(
+        self, hidden: Tensor, dtype: torch.dtype | None = None, is_swapped: bool | None = None
+    ) -> "DeferredLogits":
+        swapped = self._is_swapped if is_swapped is None else is_swapped
+        return DeferredLogits(hidden, self._source, self._dtype if dtype is None else dtype, swapped)
+
+    # What is computed.
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute a cross entropy in chunks, and everything else from real logits."""
+        kwargs = {} if kwargs is None else kwargs
+        name = getattr(function, "__name__", str(function))
+        if function is F.cross_entropy:
+            bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+            bound.apply_defaults()
+            if (loss := _chunked(**bound.arguments)) is not None:
+                return loss
+        elif args and isinstance(args[0], DeferredLogits) and name in (*_RESHAPES, "transpose", "permute", "clone"):
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        from torch.utils._pytree import tree_map_only
+
+        args, kwargs = tree_map_only(DeferredLogits, lambda value: value._computed(name), (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _computed(self, name: str) -> Tensor:
+        """Return real logits, and say once why they were needed."""
+        self._source.say_computed(name)
+        head = self._source.head
+        logits = super(DeferredHead, head).forward(self._hidden)  # type: ignore[misc]
+        logits = logits if self._dtype is None else logits.to(self._dtype)
+        return logits.transpose(1, 2) if self._is_swapped else logits
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "gt", "lt", "ge", "le", "pow"):
+    # Operators are looked up on the class, where `__getattr__` does not help.
+    def _operate(self: DeferredLogits, *others: Any, _name: str = f"__{_name}__") -> Any:
+        return getattr(self._computed(_name), _name)(*others)
+
+    setattr(DeferredLogits, f"__{_name}__", _operate)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool
+
+
+def _chunked(
+    input: Any,
+    target: Any,
+    weight: Any,
+    size_average: Any,
+    ignore_index: int,
+    reduce: Any,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor | None:
+    """Return the loss in chunks, or None where cross entropy means more than that here."""
+    if not isinstance(input, DeferredLogits) or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    legacy = size_average is not None or reduce is not None
+    ndim = input.ndim
+    fits = ndim == 2 or input._is_swapped
+    if weight is not None or legacy or reduction not in ("mean", "sum") or not fits:
+        return None
+    head, source = input._source.head, input._source
+    loss = linear_cross_entropy(
+        input._hidden.reshape(-1, head.in_features),
+        head.weight,
+        target.reshape(-1),
+        head.bias,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        chunk=source.chunk,
+        step=source.step,
+    )
+    source.is_chunked = True
+    # As cross_entropy does under autocast, the result is float32; without it, the type of the logits.
+    wide = torch.is_autocast_enabled(loss.device.type)
+    return loss if wide else loss.to(input.dtype)
+
+
+class DeferredLoss:
+    """A loss function of hidden states: the user's own, called with logits that are not there."""
+
+    def __init__(
+        self,
+        loss_func: Callable[..., Any],
+        head: nn.Linear,
+        *,
+        position: int,
+        leaf: int = 0,
+        chunk: int | None = None,
+        step: SoftmaxStep = loss_and_logit_gradients,
+    ):
+        self.loss_func, self.head, self.position, self.leaf = loss_func, head, position, leaf
+        """`position`: which argument is the model's output; `leaf`: which of its tensors the head made."""
+        self.chunk, self.step = chunk, step
+        self.is_chunked = self._has_said = False
+
+    def __call__(self, *args: Any) -> Any:
+        """Compute the loss; while the model trains, its output holds hidden states."""
+        if not self.head.training:
+            return self.loss_func(*args)
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        leaves, structure = tree_flatten(args[self.position])
+        if isinstance(leaves[self.leaf], DeferredLogits):
+            return self.loss_func(*args)
+        leaves[self.leaf] = DeferredLogits(leaves[self.leaf], self)
+        outputs = tree_unflatten(leaves, structure)
+        return self.loss_func(*args[: self.position], outputs, *args[self.position + 1 :])
+
+    def say_computed(self, name: str) -> None:
+        """Warn once that the logits had to be computed."""
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"chunked_cross_entropy: the loss does more with the logits than a cross entropy of class indices ({name}), so all of them "
+                "are computed and no memory is saved.",
+                DrivetrainWarning,
+                stacklevel=4,
+            )
+
+
+def find_final_linear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+    """Return the name of the linear layer whose output the model returns untouched, and which of its output tensors that is.
+
+    The model runs once on fake tensors, which costs neither memory nor arithmetic.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    made: list[tuple[str, Tensor]] = []
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: made.append((name, output)))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    random_state = torch.get_rng_state()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+            state: dict[str, Tensor] = {
+                name: mode.from_tensor(tensor.detach())
+                for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            }
+            args, kwargs = tree_map_only(Tensor, lambda tensor: mode.from_tensor(tensor.detach()), (args, kwargs))
+            outputs = torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+    except Exception as error:  # shapes that depend on data, or code that fake tensors cannot follow
+        raise UnsupportedMethodError(
+            f"chunked_cross_entropy: {type(model).__name__} could not be followed on fake tensors ({type(error).__name__}: {error}), so "
+            "its final linear layer is not known. Leave the method out."
+        ) from error
+    finally:
+        torch.set_rng_state(random_state)
+        for handle in handles:
+            handle.remove()
+    for index, leaf in enumerate(tree_leaves(outputs)):
+        for name, output in made:
+            if leaf is output:
+                return name, index
+    raise UnsupportedMethodError(
+        f"chunked_cross_entropy: {type(model).__name__} does not return the output of a linear layer as it is; the last one it ran was "
+        f"{made[-1][0] if made else 'none'}. Leave the method out, or return the logits themselves."
+    )

@@ -1,0 +1,168 @@
+"""One stage of a pipeline as a module: the user's own modules under the user's own names, and how schedules call it.
+
+Schedules know tensors only, and a loss wants the model's output as the model gives it. `FlatCall` stands between the two.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+class Elsewhere(nn.Module):
+    """Stands where the user's model has a module that another stage holds; it has no parameters."""
+
+
+class StagePart(nn.Module):
+    """One stage: the modules it holds, and the piece of the graph that runs them."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, received: Sequence[str], inputs: Sequence[str]):
+        super().__init__()
+        self.received = tuple(received)
+        """What comes from the stage before, by the names of the values."""
+        self.inputs = tuple(inputs)
+        """Arguments of the model that this stage needs."""
+        steps = [node for node in graph.nodes if node.op in ("call_module", "get_attr")]
+        self.targets = frozenset(str(node.target) for node in steps)
+        """Dotted names of the modules and tensors that this stage holds."""
+        mount(self, model, self.targets)
+        fields = vars(self)
+        # The generated function reads modules off whatever it is called with, so it serves this module too.
+        fields["_run"] = type(fx.GraphModule(self, graph)).forward
+        fields["_call"] = None
+
+    def begin(self, call: "FlatCall | None") -> None:
+        """Take arguments and give outputs in flat form from now on, as a schedule does; None goes back to the plain form."""
+        vars(self)["_call"] = call
+
+    def forward(self, *received: Tensor, **inputs: Any) -> Any:
+        """Return what the next stage receives, or the model's output."""
+        fields = vars(self)
+        call: FlatCall | None = fields["_call"]
+        if call is None:
+            return fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
+        inputs = call.unflatten_inputs(inputs)
+        received = tuple(map(_with_contiguous_gradient, received))
+        with kept_buffers(self) if call.is_probing else nullcontext():
+            output = fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
+        return call.flatten_output(output)
+
+
+class FlatCall:
+    """How one stage is called by schedules, which know tensors only: by numbered tensors that have a row for each sample.
+
+    A call that is `probing` finds out shapes: it leaves buffers alone, and its output is not collected.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], *, is_last: bool, probing: bool, collects: bool):
+        leaves, self._form = tree_flatten(dict(inputs))
+        named = {f"leaf_{index}": leaf for index, leaf in enumerate(leaves)}
+        self.batched = {name: leaf for name, leaf in named.items() if is_batched(leaf)}
+        self._rest = {name: leaf for name, leaf in named.items() if not is_batched(leaf)}
+        self._names = list(named)
+        self.is_last, self.is_probing, self.collects = is_last, probing, collects
+        self._output_form: Any = None
+        self._output_rest: dict[int, Any] = {}
+        self._collected: list[list[Tensor]] = []
+
+    def unflatten_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of the model that numbered tensors stand for."""
+        values = {**self._rest, **tensors}
+        return tree_unflatten([values[name] for name in self._names], self._form)
+
+    def flatten_output(self, output: Any) -> Any:
+        """Return the model's output as a tuple of its tensors; what other stages return is that already."""
+        if not self.is_last:
+            self.is_probing = False
+            return tuple(tensor.contiguous() for tensor in output)
+        leaves, self._output_form = tree_flatten(output)
+        self._output_rest = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if self.collects and not self.is_probing:
+            self._collected.append(tensors)
+        self.is_probing = False
+        return tuple(tensors)
+
+    def unflatten_output(self, output: Any) -> Any:
+        """Return the model's output that a tensor or tensors stand for."""
+        tensors = iter(output if isinstance(output, tuple | list) else (output,))
+        count = self._output_form.num_leaves
+        leaves = [self._output_rest[i] if i in self._output_rest else next(tensors) for i in range(count)]
+        return tree_unflatten(leaves, self._output_form)
+
+    def joined_output(self) -> Any:
+        """Return the output of all micro-batches: rows one below the other, single numbers averaged."""
+        columns = list(zip(*self._collected))
+        joined = [torch.cat(column) if column[0].dim() else torch.stack(column).mean(0) for column in columns]
+        self._collected = []
+        return self.unflatten_output(joined)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient can be sent to another rank as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
+def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
+    result: Any = _ContiguousGradient.apply(tensor)
+    return result
+
+
+def is_batched(leaf: Any) -> bool:
+    """Say whether a value has a row for each sample."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Let a module write to copies of its buffers meanwhile."""
+    held = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
+    for child, name, buffer in held:
+        child._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for child, name, buffer in held:
+            child._buffers[name] = buffer
+
+
+def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
+    """Register the named modules and tensors of a model in `root`, in their order and under their names.
+
+    Containers on the way are made anew, lists as lists; their other members become `Elsewhere`.
+    """
+
+    def visit(here: nn.Module, there: nn.Module, prefix: str) -> None:
+        for name, tensor in there._parameters.items():
+            if prefix + name in targets:
+                here.register_parameter(name, tensor)
+        for name, buffer in there._buffers.items():
+            if prefix + name in targets:
+                here.register_buffer(name, buffer, persistent=name not in there._non_persistent_buffers_set)
+        for name, child in there._modules.items():
+            path = prefix + name
+            if child is None:
+                continue
+            if path in targets:
+                here.register_module(name, child)
+            elif any(target.startswith(path + ".") for target in targets):
+                is_list = isinstance(child, nn.ModuleList | nn.Sequential)
+                holder = nn.ModuleList() if is_list else nn.Module()
+                holder.training = child.training
+                here.register_module(name, holder)
+                visit(holder, child, path + ".")
+            else:
+                here.register_module(name, Elsewhere())
+
+    visit(root, model, "")
+    root.training = model.training

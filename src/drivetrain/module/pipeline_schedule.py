@@ -1,0 +1,364 @@
+"""Run the stages of a model as a pipeline: one call is the whole schedule, forward and backward, over all micro-batches.
+
+The schedules are torch's (`torch.distributed.pipelining`): GPipe (Huang et al., 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B
+(Narayanan et al., 2021, arXiv 2104.04473). Every rank of a pipeline is called with the same batch, so inputs are not sent, and
+the loss of the last stage is the value that all ranks get. What the loss is and how its gradient is weighed comes from outside
+(`connect`).
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.core.errors import BatchSizeError, ConfigError, unknown_name
+from drivetrain.module.pipeline import Split
+from drivetrain.module.pipeline_parts import FlatCall, is_batched, mount
+from drivetrain.module.wrappers import is_fully_sharded, unwrap
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
+
+
+class PipelineOutput:
+    """What a pipeline returns where the model's output is not: the loss in training, nothing in evaluation."""
+
+    def __init__(self, loss: Tensor | None = None):
+        self._loss = loss
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the batch, the same on all ranks; its gradient has been computed already."""
+        if self._loss is None:
+            raise ConfigError(
+                "in evaluation the output of a pipeline is on the ranks of its last stage. Call loss_func on all ranks with what the "
+                "model returned there, or look at the output on the last stage only."
+            )
+        return self._loss
+
+    def __repr__(self) -> str:
+        return f"PipelineOutput(loss={self._loss})"
+
+
+class PipelinedModel(nn.Module):
+    """This rank's stages of a model, under the names of the user's own; calling it runs all ranks' stages."""
+
+    split: Split
+    own: tuple[int, ...]
+    """Which stages these are."""
+    parts: list[nn.Module]
+    """The stages, in DDP or sharded; what they hold is registered here, they themselves are not."""
+    schedule: str
+    microbatches: int
+    group: Any
+    device: torch.device
+    all_names: frozenset[str]
+    """Every key of the whole model's state."""
+    _names: set[str]
+    _runs: dict[Any, "_Run"]
+    _full_size: int | None
+    _loss_func: Callable[[Any, Any], Any] | None
+    _weight: Callable[[], Any]
+    _share: Callable[[], float]
+    _replicas: int
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        own: Sequence[int],
+        *,
+        schedule: str,
+        microbatches: int,
+        group: Any,
+        device: torch.device,
+    ):
+        super().__init__()
+        fields = vars(
+            self
+        )  # parts are views of what is registered under the user's names, and must not be registered twice
+        fields["split"], fields["own"] = split, tuple(own)
+        fields["parts"] = [split.parts[index] for index in own]
+        fields["schedule"], fields["microbatches"] = schedule, microbatches
+        fields["group"], fields["device"] = group, device
+        fields["_names"] = {name for index in own for name in split.parts[index].targets}
+        fields["all_names"] = frozenset(model.state_dict(keep_vars=True))
+        fields["_runs"] = {}
+        fields["_full_size"] = None
+        mount(self, model, self._names)
+        self.connect(None)
+
+    @property
+    def num_stages(self) -> int:
+        """Over all ranks."""
+        return len(self.split.parts)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, and so the output."""
+        return self.own[-1] == self.num_stages - 1
+
+    def connect(
+        self,
+        loss_func: Callable[[Any, Any], Any] | None,
+        weight: Callable[[], Any] = lambda: 1.0,
+        share: Callable[[], float] = lambda: 1.0,
+        replicas: int = 1,
+    ) -> None:
+        """Say what the loss is, how its gradient is weighed, and which share of the global batch this rank's rows are.
+
+        `replicas` ranks (of a tensor axis) hold each loss.
+        """
+        vars(self).update(_loss_func=loss_func, _weight=weight, _share=share, _replicas=replicas)
+
+    def wrap_parts(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        """Replace each stage by what `wrap` makes of it: in DDP, sharded, or computing in low precision."""
+        parts = self.parts
+        for index, part in enumerate(parts):
+            parts[index] = wrap(part)
+        for part in parts:  # sharding exchanges the parameters that stand in containers
+            inner = unwrap(part)
+            for name in inner.targets:  # type: ignore[union-attr]
+                holder, _, last = name.rpartition(".")
+                source = inner.get_submodule(holder)._parameters
+                if last in source:
+                    self.get_submodule(holder)._parameters[last] = source[last]
+        self._runs.clear()
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        """Set the mode of all stages."""
+        super().train(mode)
+        for part in self.parts:
+            for module in part.modules():
+                module.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In training, run forward and backward and return a `PipelineOutput`; in evaluation, the output on the last stage."""
+        inputs = self._bind(args, kwargs)
+        batch = _as_batch(args, kwargs)
+        rows = _rows(batch)
+        is_training = self.training and torch.is_grad_enabled()
+        if is_training and self._loss_func is None:
+            raise ConfigError("a pipeline runs forward and backward at once, which needs loss_func. Pass it.")
+        chunks = self._chunks(rows, is_training)
+        key = (is_training, chunks, _shapes(inputs))
+        run = self._runs.get(key)
+        if run is None:
+            run = self._runs[key] = _Run(self, chunks, is_training)
+        return run(inputs, batch)
+
+    def joined_loss(self, inputs: Any, outputs: Any, loss_func: Callable[[Any, Any], Any]) -> Tensor:
+        """Return the loss of an evaluation on all ranks, each of which must call this."""
+        with torch.no_grad():
+            loss = _first(loss_func(inputs, outputs)) if self.is_last else torch.zeros((), device=self.device)
+        return self._everywhere(loss)
+
+    def _everywhere(self, loss: Tensor) -> Tensor:
+        """Return the mean over the global batch of what the ranks of the last stages hold."""
+        import torch.distributed as dist
+
+        total = loss.detach().float() * (self._share() / self._replicas) if self.is_last else torch.zeros_like(loss)
+        total = total.float().reshape(()).clone()
+        dist.all_reduce(total)
+        return total
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that stages use, by name."""
+        try:
+            given = self.split.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"the model was called wrongly: {error}") from None
+        inputs = {name: value for name, value in given.items() if name in self.split.inputs}
+        missing = self.split.inputs - set(inputs)
+        if missing:
+            raise ConfigError(
+                f"the pipeline was split for calls that give {', '.join(sorted(missing))}, and this one does not. Call the model as in "
+                "training."
+            )
+        parameters = self.split.signature.parameters
+        for name, value in given.items():
+            if name in inputs or name in self.split.unused or value is parameters[name].default:
+                continue
+            raise ConfigError(
+                f"the pipeline was split for calls without {name!r}, and this one gives it. Give it in the data the plan is made with, "
+                "or leave it out."
+            )
+        return inputs
+
+    def _chunks(self, rows: int, is_training: bool) -> int:
+        """Return into how many equal micro-batches a batch is cut; a short last one into fewer."""
+        if rows % self.microbatches == 0:
+            if is_training:
+                vars(self)["_full_size"] = max(rows, self._full_size or 0)
+            return self.microbatches
+        if is_training and (self._full_size is None or rows >= self._full_size):
+            below = rows // self.microbatches * self.microbatches
+            sizes = f"{below} or {below + self.microbatches}" if below else f"{self.microbatches}"
+            divisors = [m for m in range(1, rows + 1) if rows % m == 0]
+            raise BatchSizeError(
+                f"pipeline_parallel: {rows} samples cannot be cut into {self.microbatches} equal micro-batches. Give batches of {sizes} "
+                f"samples on each data rank, or one of these for microbatches: {', '.join(map(str, divisors))}."
+            )
+        return max(m for m in range(1, self.microbatches + 1) if rows % m == 0)
+
+
+def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
+    """Free the parameters of a model that are in no stage of this rank: they become tensors without memory."""
+    kept = {id(parameter) for parameter in pipeline.parameters()}
+    held = {id(module) for part in pipeline.parts for module in part.modules()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept and id(module) not in held:
+                empty = torch.empty_like(parameter, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+class _Run:
+    """The schedule for batches of one shape."""
+
+    def __init__(self, pipeline: PipelinedModel, chunks: int, is_training: bool):
+        from torch.distributed.pipelining import PipelineStage
+
+        self.pipeline, self.chunks, self.is_training = pipeline, chunks, is_training
+        self._batch: Any = None
+        self._values: dict[int, Tensor] = {}
+        self._last: Any = None
+        self._factor: Any = 1.0
+        self._is_first, self._is_odd = True, False
+        stages = [
+            PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
+            for part, index in zip(pipeline.parts, pipeline.own)
+        ]
+        cls = _schedule_class(pipeline.schedule, chunks, pipeline.num_stages, len(stages))
+        self._schedule = cls(
+            stages if len(pipeline.own) > 1 else stages[0],
+            n_microbatches=chunks,
+            loss_fn=self._loss if is_training else None,
+            scale_grads=False,  # gradients of earlier batches may be in the parameters already; the loss is divided instead
+        )
+        takes = inspect.signature(self._schedule.step).parameters
+        self._settings: dict[str, Any] = {"return_outputs": False} if "return_outputs" in takes else {}
+
+    def __call__(self, inputs: dict[str, Any], batch: Any) -> Any:
+        """Run all micro-batches of one batch."""
+        pipeline = self.pipeline
+        calls = [
+            FlatCall(
+                inputs,
+                is_last=index == pipeline.num_stages - 1,
+                probing=self._is_first,
+                collects=not self.is_training,
+            )
+            for index in pipeline.own
+        ]
+        for part, call in zip(pipeline.parts, calls):
+            unwrap(part).begin(call)  # type: ignore[operator]
+        self._batch, self._last = batch, calls[-1]
+        if self.is_training:
+            self._factor = pipeline._weight()
+            kept = self._put_gradients_aside()
+            self._schedule.step(**calls[0].batched, target=torch.arange(self.chunks), losses=[], **self._settings)
+            self._add_gradients(kept)
+            return PipelineOutput(self._joined())
+        with torch.no_grad():
+            self._schedule.step(**calls[0].batched, **self._settings)
+        self._is_first, self._batch = False, None
+        return calls[-1].joined_output() if pipeline.is_last else PipelineOutput()
+
+    def _loss(self, output: Any, index: Tensor) -> Tensor:
+        """Return what is back-propagated for one micro-batch, and keep its true value."""
+        pipeline = self.pipeline
+        place = int(index)  # on the CPU: nobody waits
+        chunk = tree_map(lambda leaf: leaf.tensor_split(self.chunks)[place] if is_batched(leaf) else leaf, self._batch)
+        assert pipeline._loss_func is not None
+        loss = pipeline._loss_func(chunk, self._last.unflatten_output(output))
+        self._is_odd |= isinstance(loss, list | tuple)
+        loss = _first(loss)
+        self._values[place] = loss.detach()
+        return loss * (self._factor / self.chunks)
+
+    def _joined(self) -> Tensor:
+        """Return the loss of the whole batch, as a leaf whose backward reaches no parameter."""
+        import torch.distributed as dist
+
+        pipeline = self.pipeline
+        if self._is_first:
+            self._is_first = False
+            odd = torch.tensor(float(self._is_odd), device=pipeline.device)
+            dist.all_reduce(odd, group=pipeline.group)
+            if odd.item():
+                raise ConfigError(
+                    "pipeline_parallel: loss_func returns more than the loss, and the rest would exist on the last stage only. Return "
+                    "the loss alone."
+                )
+        if pipeline.is_last:
+            mean = torch.stack([self._values[place] for place in range(self.chunks)]).float().mean()
+        else:
+            mean = torch.zeros((), device=pipeline.device)
+        self._batch, self._values = None, {}
+        return pipeline._everywhere(mean).requires_grad_()
+
+    # The first step of a shape finds out what the stages exchange, and clears the gradients of sharded stages on the way.
+
+    def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        if not (self._is_first and any(map(is_fully_sharded, self.pipeline.parts))):
+            return []
+        kept = [(p, p.grad) for part in self.pipeline.parts for p in part.parameters() if p.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    @torch.no_grad()
+    def _add_gradients(self, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
+        for parameter, grad in kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def _schedule_class(name: str, chunks: int, num_stages: int, per_rank: int) -> Any:
+    """Return the class of a schedule; batches too short for it run all forwards first."""
+    from torch.distributed import pipelining
+
+    if per_rank > 1:
+        ranks = num_stages // per_rank
+        return pipelining.ScheduleInterleaved1F1B if chunks % ranks == 0 else pipelining.ScheduleLoopedBFS
+    return pipelining.Schedule1F1B if name == "1F1B" and chunks >= num_stages else pipelining.ScheduleGPipe
+
+
+def read_schedule(name: str) -> str:
+    """Return the schedule of a name in any letter case."""
+    by_lower = {schedule.lower(): schedule for schedule in SCHEDULES}
+    found = by_lower.get(name.lower().removeprefix("schedule"))
+    if found is None:
+        raise ConfigError(unknown_name("schedule", name, ["auto", *SCHEDULES], where="pipeline_parallel"))
+    return found
+
+
+def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the model's input as the loss takes it, from how the model was called."""
+    if args and kwargs:
+        raise ConfigError(
+            "call a pipelined model as model(x), model(*x) or model(**x), as loss_func takes x; not mixed."
+        )
+    return kwargs if kwargs else args[0] if len(args) == 1 else args
+
+
+def _rows(batch: Any) -> int:
+    """Return the number of samples, which is the first size of every tensor."""
+    sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if is_batched(leaf)]
+    if not sizes or len(set(sizes)) > 1:
+        raise ConfigError(
+            f"a pipeline cuts every tensor of the batch along its first dimension, and here these are {sorted(set(sizes))} long. Give "
+            "tensors that have one row for each sample; single numbers and other values may stand beside them."
+        )
+    return sizes[0]
+
+
+def _shapes(inputs: Any) -> tuple[Any, ...]:
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def _first(loss: Any) -> Tensor:
+    return loss[0] if isinstance(loss, list | tuple) else loss

@@ -1,0 +1,192 @@
+"""Follow a model's forward through its containers, and record what happens between its blocks.
+
+Blocks, and every other module that contains none, are single steps of the recorded graph: they stay the user's own objects and run
+their own code. Only the code that joins them is traced (`torch.fx`, Reed et al., 2022, arXiv 2112.08429). With a sample at hand each
+value is also computed on fake tensors, so that `if x.dim() == 3` and `for part in x.shape` are decided as the sample decides them
+while sizes stay symbolic, and each step's floating-point operations are counted.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.pipeline_parts import kept_buffers
+
+VALUE, FLOPS = "value", "flops"
+_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "triu_indices", "tril_indices")
+"""Functions of torch that take sizes and no tensors, and so do not notice a traced size by themselves."""
+_UNKNOWN = object()
+
+
+def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, Any] | None = None) -> fx.Graph:
+    """Return the graph of a model in which all modules but `opened` are single steps.
+
+    `given` holds the arguments of a sample call by name; arguments that are not in it keep their defaults. Without a sample,
+    arguments that have defaults keep them, unless the model does nothing with them.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    loose = dict.fromkeys(name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    optional = {name: p.default for name, p in parameters.items() if p.default is not p.empty and name not in loose}
+    if given is not None:
+        return _trace(model, opened, {**loose, **{k: v for k, v in optional.items() if k not in given}}, given)
+    if optional:
+        try:
+            graph = _trace(model, opened, loose)
+        except ConfigError:
+            graph = None
+        if graph is not None and not any(node.users for node in graph.nodes if node.target in optional):
+            return graph
+    return _trace(model, opened, {**loose, **optional})
+
+
+def _trace(
+    model: nn.Module, opened: set[nn.Module], constants: dict[str, Any], given: Mapping[str, Any] | None = None
+) -> fx.Graph:
+    tracer = _Tracer(opened, given)
+    state = torch.get_rng_state()
+    try:
+        with _factories_traced(tracer), kept_buffers(model):  # a batch norm would count the fake batch
+            return tracer.trace(model, concrete_args=constants or None)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code does with a value that is not there yet
+        raise ConfigError(
+            f"the forward of {type(model).__name__} cannot be followed between its blocks: {type(error).__name__}: {_first_line(error)} "
+            "Between blocks, code may not decide by the contents of a tensor, and values must be tensors, sizes or plain containers. "
+            "Move such code into a module of its own, which is then one step."
+        ) from error
+    finally:
+        torch.set_rng_state(state)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else "").rstrip(".") + "."
+
+
+class _ValueProxy(fx.Proxy):
+    """A traced value that knows its length where a sample tells it."""
+
+    def __len__(self) -> int:
+        value = self.node.meta.get(VALUE, _UNKNOWN)
+        return len(value) if value is not _UNKNOWN else super().__len__()
+
+
+class _Tracer(fx.Tracer):
+    """Traces through the opened modules, with values of a sample beside the symbols."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: set[nn.Module], given: Mapping[str, Any] | None):
+        super().__init__(autowrap_modules=(math,))
+        self._opened, self._given = opened, given
+        self._mode: Any = None
+        self._is_computing = False
+        if given is not None:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _ValueProxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m not in self._opened
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._is_computing:  # inside a single step, on fake values
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return attr_val if self._is_computing else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        value = obj.node.meta.get(VALUE, _UNKNOWN)
+        return bool(value) if value is not _UNKNOWN else super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = obj.node.meta.get(VALUE, _UNKNOWN)
+        if isinstance(value, tuple | list):
+            items: Any = obj
+            return iter([items[index] for index in range(len(value))])
+        return super().iter(obj)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, target, args, kwargs, *others, **more)
+        if self._mode is not None:
+            self._compute(proxy.node)
+        return proxy
+
+    def _compute(self, node: fx.Node) -> None:
+        """Give a node the value it has for the sample; one that cannot be computed has none."""
+        missing = [argument for argument in node.all_input_nodes if VALUE not in argument.meta]
+        if missing:
+            return
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta[VALUE])
+        self._is_computing = True
+        try:
+            with self._mode, torch.no_grad():
+                node.meta[VALUE] = self._value(node, args, kwargs)
+        except KeyError:
+            pass  # an argument the sample does not have
+        finally:
+            self._is_computing = False
+
+    def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        from torch.utils._pytree import tree_map_only
+        from torch.utils.flop_counter import FlopCounterMode
+
+        def fake(tensor: Tensor) -> Tensor:
+            return self._mode.from_tensor(tensor.detach())
+
+        if node.op == "placeholder":
+            assert self._given is not None
+            return tree_map_only(Tensor, fake, self._given[str(node.target).lstrip("*")])
+        if node.op == "get_attr":
+            found: Any = self.root
+            for part in str(node.target).split("."):
+                found = getattr(found, part)
+            return tree_map_only(Tensor, fake, found)
+        if node.op == "call_module":
+            with FlopCounterMode(display=False) as counter:
+                result = self.root.get_submodule(str(node.target))(*args, **kwargs)
+            node.meta[FLOPS] = counter.get_total_flops()
+            return result
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def _factories_traced(tracer: _Tracer) -> Iterator[None]:
+    """Let torch's factories be recorded when a size or device given to them is traced."""
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+
+    def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            found: list[fx.Proxy] = []
+            fx.node.map_aggregate(
+                (args, kwargs), lambda item: found.append(item) if isinstance(item, fx.Proxy) else None
+            )
+            if not found:
+                return original(*args, **kwargs)
+            return tracer.create_proxy("call_function", original, args, kwargs)
+
+        return make
+
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, traced(original))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)

@@ -1,0 +1,285 @@
+"""Attention over a sequence whose pieces lie on different ranks.
+
+Ulysses (Jacobs et al., 2023, arXiv 2309.14509): before attention each rank trades its piece of the sequence, with all heads, for the
+whole sequence with its share of the heads; afterwards it trades back. Two exchanges of activations, on any device. Ring (Liu et al.,
+2023, arXiv 2310.01889): keys and values go round while queries stay; torch's own, on CUDA.
+
+Calls of `F.scaled_dot_product_attention` are intercepted while a block runs, so any model that uses it can take part.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.classes import GeneratedClass, subclass_of
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+Attend = Callable[[dict[str, Any]], Tensor]
+"""Computes attention from the arguments of one call, by name."""
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Hands every call of scaled dot-product attention to a function."""
+
+    def __init__(self, attend: Attend):
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attend({**dict(zip(_ARGUMENTS, args)), **kwargs})
+        return func(*args, **kwargs)
+
+
+class SequenceAttention:
+    """One block's attention: queries, keys and values are this rank's piece of a sequence of `length`."""
+
+    def __init__(self, group: Any, length: int, ring: "RingAttention | None" = None, notes: Any = None):
+        self.group, self.length, self.ring = group, length, ring
+        self.notes = notes
+        """Where the call is noted, while a model is being checked."""
+        self.size, self.rank = group.size(), group.rank()
+
+    def __call__(self, call: dict[str, Any]) -> Tensor:
+        query, key = call["query"], call["key"]
+        local = self.length // self.size
+        if query.ndim != 4 or query.shape[-2] != local:
+            return F.scaled_dot_product_attention(**call)  # not over the sequence: inside each position, say
+        if key.shape[-2] != local:
+            return self._across(call)
+        if self.ring is not None:
+            if self.notes is not None:
+                whole = {name: gather_sequence(call[name], 2, self.group) for name in ("query", "key", "value")}
+                self.notes.note_whole({**call, **whole})
+            return self.ring(call)
+        heads = query.shape[1]
+        check_heads(heads, self.size)
+        query, key, value = with_shared_heads(call, self.size)
+        mask = local_mask(call.get("attn_mask"), heads, self.length, self.size, self.rank)
+        query, key, value = (to_heads(x, self.group, self.size) for x in (query, key, value))
+        if self.notes is not None:
+            self.notes.note_local(query, key, value, call)
+        settings = {name: value for name, value in call.items() if name not in ("query", "key", "value", "attn_mask")}
+        settings["enable_gqa"] = key.shape[1] != query.shape[1]
+        if not settings["enable_gqa"]:
+            del settings["enable_gqa"]  # the plain kernels are chosen only without it
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **settings)
+        return to_sequence(out, self.group, self.size)
+
+    def _across(self, call: dict[str, Any]) -> Tensor:
+        """Attend from this rank's queries to another sequence, which is whole."""
+        if call.get("is_causal"):
+            raise ConfigError(
+                "sequence_parallel: causal attention to a sequence of another length cannot be split. Leave sequence_parallel out, or "
+                "give the model a set_sp method."
+            )
+        mask = call.get("attn_mask")
+        if mask is not None and mask.ndim >= 2 and mask.shape[-2] == self.length:
+            local = self.length // self.size
+            call = {**call, "attn_mask": mask.narrow(-2, self.rank * local, local)}
+        return F.scaled_dot_product_attention(**call)
+
+
+def check_heads(heads: int, size: int) -> None:
+    """Refuse a number of heads that does not spread over the ranks."""
+    if heads % size:
+        sizes = [n for n in range(2, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"sequence_parallel: {heads} attention heads do not divide over {size} ranks. Sizes of the sequence axis that do: "
+            f"{', '.join(map(str, sizes)) or 'none'}."
+        )
+
+
+def with_shared_heads(call: dict[str, Any], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values; keys and values that several heads share are repeated where they do not divide."""
+    query, key, value = call["query"], call["key"], call["value"]
+    if key.shape[1] % size:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return query, key, value
+
+
+def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: int) -> Tensor | None:
+    """Return the mask for this rank's heads; it must be one of the whole sequence."""
+    if mask is None:
+        return None
+    if mask.shape[-1] not in (1, length) or (mask.ndim > 1 and mask.shape[-2] not in (1, length)):
+        raise ConfigError(
+            f"sequence_parallel: a block made an attention mask of shape {tuple(mask.shape)} itself, from its piece of a sequence of "
+            f"{length}. Make the mask outside the blocks and pass it in, or give the model a set_sp method."
+        )
+    if mask.ndim >= 3 and mask.shape[-3] == heads and heads > 1:
+        return mask.narrow(-3, rank * (heads // size), heads // size)
+    return mask
+
+
+def to_heads(x: Tensor, group: Any, size: int) -> Tensor:
+    """Trade (batch, heads, piece, width) for (batch, heads / size, whole sequence, width)."""
+    batch, heads, piece, width = x.shape
+    parts = x.reshape(batch, size, heads // size, piece, width).permute(1, 0, 2, 3, 4)
+    return _exchange(parts, group).permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * piece, width)
+
+
+def to_sequence(x: Tensor, group: Any, size: int) -> Tensor:
+    """Trade (batch, heads / size, whole sequence, width) for (batch, heads, piece, width)."""
+    batch, heads, length, width = x.shape
+    parts = x.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
+    return _exchange(parts, group).permute(1, 0, 2, 3, 4).reshape(batch, size * heads, length // size, width)
+
+
+def gather_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return the whole sequence on every rank.
+
+    Backward adds up what the ranks computed from the whole, and each keeps its piece of the sum. Where all went on alike, that is the
+    number of ranks times the gradient, so that the mean over the ranks of what each computes from its piece is the sum over pieces: one
+    mean over data and sequence ranks is then right for every parameter, inside the blocks and outside.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    gather = getattr(collectives, "all_gather_single_autograd", None)  # its name from torch 2.13 on
+    return (gather or collectives.all_gather_tensor_autograd)(x.contiguous(), dim, group)
+
+
+def _exchange(parts: Tensor, group: Any) -> Tensor:
+    """Send the i-th part to rank i and return what all sent here; the gradient goes the same way back."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    return all_to_all_single_autograd(parts.contiguous(), None, None, group)
+
+
+# ------------------------------------------------------------------------------------ torch's own multi-head attention
+
+
+class SequenceMultihead(GeneratedClass):
+    """Multi-head attention by `F.scaled_dot_product_attention`, so that it can be intercepted; it returns no weights.
+
+    torch's own forward hides that call where a mode cannot see it.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        own: Any = self
+        mask, is_causal = _one_mask(own, query, key_padding_mask, attn_mask, is_causal)
+        if not own.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        heads = [
+            x.unflatten(-1, (own.num_heads, own.head_dim)).transpose(1, 2) for x in _projected(own, query, key, value)
+        ]
+        dropout = own.dropout if own.training else 0.0
+        query, key, value = heads
+        out = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal)
+        out = F.linear(out.transpose(1, 2).flatten(2), own.out_proj.weight, own.out_proj.bias)
+        return (out if own.batch_first else out.transpose(0, 1)), None
+
+
+def open_multihead(block: nn.Module) -> None:
+    """Let the multi-head attention layers inside a block call the function that is intercepted."""
+    for name, module in block.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or isinstance(module, SequenceMultihead):
+            continue
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ConfigError(
+                f"sequence_parallel: the attention {name!r} adds keys of its own (add_bias_kv, add_zero_attn), which belong to no "
+                "position. Make it without them."
+            )
+        object.__setattr__(module, "__class__", subclass_of(type(module), SequenceMultihead))
+
+
+def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return [F.linear(x, weight, bias) for x, weight, bias in zip((query, key, value), weights, biases)]
+
+
+def _one_mask(
+    module: Any, query: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """Return what is added to the scores, and whether they are causal; in torch's masks True means "ignore"."""
+    if is_causal and mask is not None and padding is None:
+        return None, True  # torch promises that the mask is the causal one
+    masks = []
+    if mask is not None:
+        masks.append(
+            _added(mask, query).unflatten(0, (-1, module.num_heads)) if mask.ndim == 3 else _added(mask, query)
+        )
+    if padding is not None:
+        masks.append(_added(padding, query)[:, None, None, :])
+    return (sum(masks[1:], masks[0]) if masks else None), False
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype is not torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, -math.inf)
+
+
+# ------------------------------------------------------------------------------------ ring attention
+
+
+class RingAttention:
+    """torch's context-parallel attention on pieces that lie in the order of the ranks."""
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+        _enable_ring()
+
+    def __deepcopy__(self, memo: Any) -> "RingAttention":
+        return self
+
+    def __call__(self, call: dict[str, Any]) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if call.get("attn_mask") is not None:
+            raise ConfigError(
+                "sequence_parallel: ring attention knows causal and full attention, and the model passes a mask. Use impl='ulysses'."
+            )
+        if call["key"].shape[1] != call["query"].shape[1]:
+            _, key, value = with_shared_heads(call, call["key"].shape[1] + 1)  # never divides: repeat
+            call = {**call, "key": key, "value": value}
+            call.pop("enable_gqa", None)
+        tensors = {
+            name: DTensor.from_local(call[name].contiguous(), self.mesh, [Shard(2)], run_check=False)
+            for name in ("query", "key", "value")
+        }
+        out: Any = F.scaled_dot_product_attention(**{**call, **tensors})
+        return out.to_local()
+
+
+def _enable_ring() -> None:
+    """Let torch dispatch attention on sequence-sharded tensors to its ring, in forward and in every later backward.
+
+    The public context manager does the same, but only until it is left; here backward runs in the user's loop.
+    """
+    from importlib import import_module, util
+
+    package = "torch.distributed.tensor.experimental"
+    try:
+        is_new = util.find_spec(f"{package}._context_parallel") is not None
+        ring = import_module(f"{package}._context_parallel._attention" if is_new else f"{package}._attention")
+        ring._cp_options.enable_load_balance = False  # pieces are contiguous
+        ring._enable_cp_dtensor_dispatcher()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"sequence_parallel: this torch ({torch.__version__}) has no ring attention that can be used here ({error}). Use "
+            "impl='ulysses'."
+        ) from error

@@ -1,0 +1,280 @@
+"""Run the blocks of a model on pieces of the sequence, each rank on its own.
+
+Everything outside the blocks (embeddings, positions, masks, rotary tables, head, loss) runs on the whole sequence, on every rank alike,
+so a model finds its positions as it always did. At the first block of a family the sequence is cut, after the last it is joined; in
+between, activations, which are most of the memory, are divided by the number of ranks. Tables that come in from outside are cut like
+the sequence, masks are not, because attention sees all of it. Blocks become generated subclasses: names, keys and deep copies stay.
+
+The first call of a kind runs the model twice more, without gradients, whole and split, and refuses a model that is not the same (see
+`sequence_check`). If something between two blocks needs the whole sequence, each block cuts and joins for itself.
+
+The mean of gradients over the ranks of the group is the gradient of the whole model.
+"""
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.blocks import find_blocks
+from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
+from drivetrain.module.sequence_attention import (
+    AttentionCalls,
+    RingAttention,
+    SequenceAttention,
+    gather_sequence,
+    open_multihead,
+)
+from drivetrain.module.sequence_check import Fingerprints, difference, observing
+from drivetrain.runtime.collectives import agree_any
+
+Mode = Literal["whole", "chain", "single"]
+"""How blocks run: on the whole sequence; cut at a family's first and joined at its last; each cut and joined for itself."""
+
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+
+
+class SequenceSplit:
+    """What the blocks of one model share: the ranks, and how the call in hand is run."""
+
+    def __init__(self, group: Any, seq_dim: int, ring: RingAttention | None = None):
+        self.group, self.seq_dim, self.ring = group, seq_dim, ring
+        self.size, self.rank = group.size(), group.rank()
+        self.mode: Mode = "whole"
+        self.notes: Fingerprints | None = None
+        self.is_open = False  # whether a family's sequence is cut and not yet joined
+        self.checked: dict[Any, Mode] = {}
+        """How each kind of call is run, from its one check."""
+
+    def __deepcopy__(self, memo: Any) -> "SequenceSplit":
+        return SequenceSplit(self.group, self.seq_dim, self.ring)  # a process group cannot be copied, and need not be
+
+    def piece(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's piece; its gradient is zero elsewhere, and the mean over ranks puts the pieces together."""
+        local = x.shape[dim] // self.size
+        return x.narrow(dim, self.rank * local, local)
+
+
+def split_sequence(
+    model: nn.Module, group: Any, seq_dim: int = 1, *, mesh: Any = None, impl: Literal["ulysses", "ring"] = "ulysses"
+) -> list[str]:
+    """Let a model's blocks run on pieces of the sequence, in place; return their names.
+
+    `seq_dim` is the dimension of the sequence in what the blocks take; `mesh` is the group's, for `impl="ring"`.
+    """
+    families = [family for family in find_blocks(model) if family.repeats]
+    if not families:
+        raise ConfigError(
+            f"sequence_parallel: {type(model).__name__} has no repeated blocks, so there is nothing that could run on pieces of a "
+            "sequence. Give the model a set_sp(sp_size, sp_rank, sp_group) method."
+        )
+    shared = SequenceSplit(group, seq_dim, RingAttention(mesh) if impl == "ring" else None)
+    names = []
+    for family in families:
+        for index, (name, block) in enumerate(zip(family.names, family.members)):
+            open_multihead(block)
+            block.__dict__["_sequence_split"] = shared
+            block.__dict__["_sequence_place"] = (index == 0, index == len(family.members) - 1)
+            block.__class__ = subclass_of(type(block), SequenceBlock)
+            names.append(name)
+    model.__dict__["_sequence_split"] = shared
+    model.__class__ = subclass_of(type(model), SequenceModel)
+    return names
+
+
+class SequenceModel(GeneratedClass):
+    """Makes a model decide, at each call, how its blocks run."""
+
+    _sequence_split: SequenceSplit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward, checking a kind of call that is new."""
+        run, split = super().forward, self._sequence_split  # type: ignore[misc]
+        kind = _kind(self, args, kwargs)
+        mode = split.checked.get(kind)
+        if mode is None:
+            mode = _check(self, run, split, args, kwargs)  # type: ignore[arg-type]
+            if mode != "whole":
+                split.checked[kind] = mode
+        split.mode, split.is_open = mode, False
+        out = run(*args, **kwargs)
+        if split.is_open:
+            raise ConfigError(
+                "sequence_parallel: the last block of a family did not run, so the sequence was not joined again. Leave out whatever "
+                "skips blocks at random."
+            )
+        return out
+
+
+class SequenceBlock(GeneratedClass):
+    """Makes a block run on this rank's piece of the sequence."""
+
+    _sequence_split: SequenceSplit
+    _sequence_place: tuple[bool, bool]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Cut what comes in whole, attend over all ranks, and join what leaves the family."""
+        run, split = super().forward, self._sequence_split  # type: ignore[misc]
+        if split.mode == "whole":
+            if split.notes is None:
+                return run(*args, **kwargs)
+            with AttentionCalls(_Noted(split.notes)):
+                return run(*args, **kwargs)
+        names, values = _named(self, args, kwargs)  # type: ignore[arg-type]
+        stream = _stream(values, split.seq_dim, written_class(self))  # type: ignore[arg-type]
+        is_first, is_last = self._sequence_place
+        comes_whole, leaves_whole = split.mode == "single" or is_first, split.mode == "single" or is_last
+        length = values[stream].shape[split.seq_dim] * (1 if comes_whole else split.size)
+        has_cache = any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS)
+        is_inference = split.notes is None and not torch.is_grad_enabled()
+        if comes_whole and is_inference and (has_cache or length % split.size):
+            # Generation: remembered keys belong to whole sequences, and few positions come at a time.
+            split.mode = "whole"
+            return run(*args, **kwargs)
+        _check_length(length, split.size)
+        cut = _Cut(split, length, values[stream].shape)
+        values = [
+            (cut.stream(value) if comes_whole else value) if index == stream else cut(name, value)
+            for index, (name, value) in enumerate(zip(names, values))
+        ]
+        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
+        kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+        with AttentionCalls(SequenceAttention(split.group, length, split.ring, split.notes)):
+            out = run(*args, **kwargs)
+        split.is_open = not leaves_whole
+        return _joined(out, split, length) if leaves_whole else out
+
+
+class _Noted:
+    """Attends as usual and notes the call."""
+
+    def __init__(self, notes: Fingerprints):
+        self.notes = notes
+
+    def __call__(self, call: dict[str, Any]) -> Tensor:
+        self.notes.note_whole(call)
+        return torch.nn.functional.scaled_dot_product_attention(**call)
+
+
+class _Cut:
+    """Cuts what a block is given, by name and shape."""
+
+    def __init__(self, split: SequenceSplit, length: int, stream: torch.Size):
+        self.split, self.length = split, length
+        self.rows = stream[1 - split.seq_dim] if split.seq_dim < 2 else stream[0]
+
+    def stream(self, x: Tensor) -> Tensor:
+        return self.split.piece(x, self.split.seq_dim)
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Return tables with one entry a position cut; masks and biases, and what has no such dimension, whole."""
+        if isinstance(value, Tensor):
+            dim = None if "mask" in name or "bias" in name else self._dim(value)
+            return value if dim is None else self.split.piece(value, dim)
+        if isinstance(value, dict):
+            return {key: self(str(key), item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self(name, item) for item in value)
+        return value
+
+    def _dim(self, value: Tensor) -> int | None:
+        dims = [dim for dim, size in enumerate(value.shape) if size == self.length]
+        if value.ndim >= 2 and len(dims) > 1 and value.shape[-1] == value.shape[-2] == self.length:
+            return None  # one entry for each pair of positions: a mask under another name
+        if self.split.seq_dim in dims:
+            return self.split.seq_dim
+        if dims and dims[0] == 0 and value.ndim > 1 and self.length == self.rows:
+            dims = dims[1:]  # as many samples as positions
+        return dims[0] if dims else None
+
+
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any]]:
+    """Return the names and values of all arguments, positional ones first."""
+    parameters = inspect.signature(written_class(block).forward).parameters.values()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    names = positional[: len(args)] + [""] * (len(args) - len(positional))
+    return [*names, *kwargs], [*args, *kwargs.values()]
+
+
+def _stream(values: list[Any], seq_dim: int, cls: type) -> int:
+    """Return which argument holds the activations: the first floating-point tensor that has a sequence and features."""
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3 and value.ndim > seq_dim:
+            return index
+    raise ConfigError(
+        f"sequence_parallel: the block {cls.__name__} was called without a tensor of (batch, sequence, features), so there is no "
+        f"sequence to cut along dimension {seq_dim}."
+    )
+
+
+def _check_length(length: int, size: int) -> None:
+    if length % size:
+        raise ConfigError(
+            f"sequence_parallel: a sequence of {length} positions does not divide over {size} ranks. Pad it to "
+            f"{length + size - length % size}, or cut it to {length - length % size}."
+        )
+
+
+def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
+    """Return a block's output with every piece of a sequence made whole."""
+    dim = split.seq_dim
+    if isinstance(out, Tensor):
+        is_piece = out.ndim >= 3 and out.ndim > dim and out.shape[dim] == length // split.size
+        return gather_sequence(out, dim, split.group) if is_piece else out
+    if isinstance(out, dict):
+        return type(out)({key: _joined(item, split, length) for key, item in out.items()})
+    if type(out) in (list, tuple):
+        return type(out)(_joined(item, split, length) for item in out)
+    return out
+
+
+def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what tells one kind of call from another: which path a model takes may depend on it."""
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.ndim
+        if isinstance(value, dict):
+            return tuple((str(key), describe(item)) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(map(describe, value))
+        return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
+
+    return model.training, torch.is_grad_enabled(), describe(args), describe(kwargs)
+
+
+def _check(model: nn.Module, run: Any, split: SequenceSplit, args: Any, kwargs: Any) -> Mode:
+    """Return the first way to split that leaves the model what it is, on which all ranks agree.
+
+    A call without gradients whose length does not divide runs whole.
+    """
+    is_inference = not torch.is_grad_enabled()
+    size, rank = (1, 0) if split.ring is not None else (split.size, split.rank)
+    reasons = []
+    try:
+        with observing(model):
+            split.mode, split.notes = "whole", Fingerprints(size, rank)
+            expected, whole = run(*args, **kwargs), split.notes
+            if is_inference and any(length % split.size for length in whole.lengths()):
+                return "whole"
+            modes: tuple[Mode, ...] = ("chain", "single")
+            for mode in modes:
+                split.mode, split.notes = mode, Fingerprints(size, rank)
+                try:
+                    reason = difference(whole, split.notes, (expected, run(*args, **kwargs)))
+                except ConfigError:
+                    raise
+                except Exception as error:  # whatever a model does when its input is shorter than it thinks
+                    reason = f"{type(error).__name__}: {error}"
+                if not agree_any(reason is not None):
+                    return mode
+                reasons.append(reason or "another rank found a difference")
+    finally:
+        split.mode, split.notes = "whole", None
+    raise ConfigError(
+        f"sequence_parallel: {written_class(model).__name__} would not compute the same on pieces of the sequence: {reasons[-1]}. Compute "
+        "positions and masks outside the blocks and pass them in, split the batch yourself with batch_sp_processing_fn, or give the model "
+        "a set_sp(sp_size, sp_rank, sp_group) method."
+    )

@@ -1,0 +1,365 @@
+"""Find out how a model's matrices can be split over ranks, for models nobody wrote a plan for.
+
+One block of each family runs on made-up weights. Its linear layers are paired by following what they compute: a layer whose input comes
+from layers that may be split along their outputs (`colwise`) is split along its inputs (`rowwise`), and closes the pair (Shoeybi et al.,
+2019, arXiv 1909.08053). Then each pair is put to the test: the block runs once for every rank with that rank's share of the weights, and
+the shares of the result must add up to the whole. Code that counts heads or features globally, a projection that holds queries, keys and
+values in one matrix, a norm over split features, heads that do not divide: all of them fail this test, and such layers stay whole.
+A pair with parameters of its own in between (a norm of the queries, say) stays whole as well, because their gradients would be partial.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+
+from drivetrain.module.blocks import BlockGroup, find_blocks
+from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
+
+_ROWS, _LENGTH = 2, 8
+_TOLERANCE = 1e-4
+_ATTRIBUTE = "_feeds"  # which open layers a tensor was computed from
+
+
+@dataclass(kw_only=True)
+class InferredPlan:
+    """What was found: the style of each layer by dotted name, and why others stay whole."""
+
+    styles: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _Pair:
+    """Layers that are split along outputs, and those that take these outputs in."""
+
+    sources: set[str]
+    sinks: set[str]
+    has_parameters_inside: bool = False
+
+
+def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
+    """Return how the blocks of a model can be split over `size` ranks; an empty plan says in its remarks why not."""
+    plan = InferredPlan()
+    families = [family for family in find_blocks(model) if family.repeats]
+    if not families:
+        plan.remarks.append("there are no repeated blocks")
+        return plan
+    inputs = _inputs_of_blocks(model, families)
+    for family in families:
+        known: dict[Any, dict[str, str]] = {}
+        for name, block in zip(family.names, family.members):
+            structure = _structure(block)
+            if structure not in known:
+                known[structure] = _infer_block(name, block, size, inputs.get(family.members[0]), plan.remarks)
+            plan.styles.update({f"{name}.{layer}": style for layer, style in known[structure].items()})
+    order = [name for name, _ in model.named_modules()]  # every rank must split in one order
+    plan.styles = {name: plan.styles[name] for name in order if name in plan.styles}
+    return plan
+
+
+def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: list[str]) -> dict[str, str]:
+    """Return the styles of a block's layers, by their names inside it."""
+    with _outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), _in_evaluation(block):
+        torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
+        state = _made_up_state(block)
+        args, kwargs = _made_up_inputs(block) if given is None else given
+        try:
+            trial = _Trial(block, state, args, kwargs)
+        except Exception as error:  # the block needs other arguments, or code that cannot be followed
+            remarks.append(f"{name} could not be tried ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+            return {}
+        styles: dict[str, str] = {}
+        for pair in trial.pairs:
+            layers = ", ".join(sorted(pair.sources | pair.sinks))
+            reason = trial.why_not(pair, size)
+            if reason is not None:
+                remarks.append(f"{name}: {layers} stay whole, because {reason}")
+                continue
+            styles.update(dict.fromkeys(pair.sources, "colwise"))
+            styles.update(dict.fromkeys(pair.sinks, "rowwise"))
+        return styles
+
+
+class _Trial:
+    """One block with made-up weights: how it runs whole, and how it would run split."""
+
+    def __init__(self, block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.block, self.state, self.args, self.kwargs = block, state, args, kwargs
+        self.layers = {name: module for name, module in block.named_modules() if is_splittable(module)}
+        self.results: dict[str, list[Tensor]] = {}
+        """What each layer returned, call by call, when nothing was split."""
+        self.pairs = self._follow()
+
+    def _run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
+            out = torch.func.functional_call(self.block, dict(state), self.args, self.kwargs, tie_weights=True)
+        return [x for x in _tensors(out) if x.is_floating_point()]
+
+    def _follow(self) -> list[_Pair]:
+        """Run the block whole and pair its layers by what reaches them, in the order in which they run."""
+        closed_by: dict[str, set[str]] = {}  # sinks and the sources they close
+        inside: set[str] = set()  # sources whose outputs met other parameters
+
+        def enter(name: str, x: Tensor) -> None:
+            feeds: frozenset[str] = getattr(x, _ATTRIBUTE, frozenset())
+            open_sources = {source for source in feeds if source not in closed_by}
+            if open_sources and name not in closed_by:
+                closed_by[name] = open_sources
+
+        hooks = []
+        for name, layer in self.layers.items():
+
+            def before(module: nn.Module, args: Any, name: str = name) -> None:
+                enter(name, args[0])
+
+            def after(module: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
+                self.results.setdefault(name, []).append(out.detach().clone())
+                setattr(out, _ATTRIBUTE, frozenset({name}))
+
+            hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+        own = {name for layer in self.layers for name in (f"{layer}.weight", f"{layer}.bias")}
+        others = {id(t) for name, t in self.state.items() if name not in own and _is_parameter(self.block, name)}
+        try:
+            with _Following(others, inside):
+                self.whole = self._run(self.state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return _pairs(closed_by, inside)
+
+    def why_not(self, pair: _Pair, size: int) -> str | None:
+        """Say why a pair cannot be split over so many ranks, or None when it can."""
+        if pair.has_parameters_inside:
+            return "parameters between them would have partial gradients"
+        for name in pair.sources | pair.sinks:
+            if features(self.layers[name], "colwise" if name in pair.sources else "rowwise") % size:
+                return f"the features of {name} do not divide over {size} ranks"
+        if any(len(self.results.get(name, ())) != 1 for name in pair.sinks):
+            return "a layer runs more than once"
+        shares: dict[str, list[Tensor]] = {name: [] for name in pair.sinks}
+        for rank in range(size):
+            try:
+                outputs = self._run_share(pair, rank, size, shares)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                return f"the code between them counts features globally ({str(error).splitlines()[0][:120]})"
+            if not _agree(self.whole, outputs):
+                return "their outputs are used elsewhere too"
+        for name, parts in shares.items():
+            bias = self.state.get(f"{name}.bias")
+            total = sum(parts[1:], parts[0]) if bias is None else sum(parts[1:], parts[0]) + bias
+            if not _agree(self.results[name], [total]):
+                return "the shares do not add up to the whole: the code between them mixes features of different ranks"
+        return None
+
+    def _run_share(self, pair: _Pair, rank: int, size: int, shares: dict[str, list[Tensor]]) -> list[Tensor]:
+        """Run the block as one rank would; after each sink go on with the whole result, as if the shares had been added."""
+        state = dict(self.state)
+        for name in pair.sources | pair.sinks:
+            style = "colwise" if name in pair.sources else "rowwise"
+            dim = weight_dim(self.layers[name], style)
+            state[f"{name}.weight"] = _share(state[f"{name}.weight"], dim, rank, size)
+            if f"{name}.bias" in state:
+                bias = state[f"{name}.bias"]
+                state[f"{name}.bias"] = _share(bias, 0, rank, size) if style == "colwise" else torch.zeros_like(bias)
+        hooks = []
+        for name in pair.sinks:
+
+            def after(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
+                shares[name].append(out.detach().clone())
+                return self.results[name][0].view_as(out).clone()
+
+            hooks.append(self.layers[name].register_forward_hook(after))
+        try:
+            with _local_widths([self.layers[name] for name in pair.sources], size):
+                return self._run(state)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Following(TorchFunctionMode):
+    """Notes on every tensor from which layers it was computed, and which of them met other parameters on the way."""
+
+    def __init__(self, others: set[int], inside: set[str]):
+        super().__init__()
+        self.others, self.inside = others, inside
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = _tensors((args, kwargs))
+        feeds = frozenset().union(*(getattr(x, _ATTRIBUTE, frozenset()) for x in tensors))
+        if feeds:
+            if any(id(x) in self.others for x in tensors):
+                self.inside |= feeds
+            for x in _tensors(out):
+                setattr(x, _ATTRIBUTE, feeds)
+        return out
+
+
+def _pairs(closed_by: Mapping[str, set[str]], inside: set[str]) -> list[_Pair]:
+    """Return the pairs of sinks and their sources; sinks that share a source are one."""
+    pairs: list[_Pair] = []
+    for sink, sources in closed_by.items():
+        pair = _Pair(sources=set(sources), sinks={sink})
+        for other in [other for other in pairs if other.sources & pair.sources]:
+            pairs.remove(other)
+            pair.sources |= other.sources
+            pair.sinks |= other.sinks
+        pairs.append(pair)
+    for pair in pairs:
+        pair.has_parameters_inside = bool(pair.sources & inside)
+    return pairs
+
+
+# ------------------------------------------------------------------------------------ what a block is tried on
+
+
+class _Seen(Exception):
+    """Ends a run of the whole model when every family has been reached."""
+
+
+def _inputs_of_blocks(model: nn.Module, families: list[BlockGroup]) -> dict[nn.Module, Any]:
+    """Return what the first block of each family is called with when the model reads a few tokens; empty if it cannot be seen."""
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if embedding is None or any(not _is_real(tensor) for tensor in [*model.parameters(), *model.buffers()]):
+        return {}
+    seen: dict[nn.Module, Any] = {}
+
+    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+        kept = {key: _plain(value) for key, value in kwargs.items()}
+        seen.setdefault(block, (tuple(map(_plain, args)), kept))
+        if len(seen) == len(families):
+            raise _Seen
+
+    hooks = [family.members[0].register_forward_pre_hook(note, with_kwargs=True) for family in families]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_evaluation(model):
+            tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, _LENGTH))
+            model(tokens.to(embedding.weight.device))
+    except _Seen:
+        pass
+    except Exception:  # the model wants something other than tokens; each block is then tried on its own
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument as a trial can use it: tensors on the CPU in float32, no caches."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().clone()
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, str | int | float | bool | None) else None
+
+
+def _made_up_inputs(block: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a sequence as wide as the block's first norm or matrix."""
+    for module in block.modules():
+        shape = getattr(module, "normalized_shape", None)
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and shape:
+            return (torch.randn(_ROWS, _LENGTH, *shape),), {}
+        if isinstance(module, nn.MultiheadAttention):
+            return (torch.randn(_ROWS, _LENGTH, module.embed_dim),), {}
+        if is_splittable(module):
+            return (torch.randn(_ROWS, _LENGTH, features(module, "rowwise")),), {}
+    return (), {}
+
+
+def _made_up_state(block: nn.Module) -> dict[str, Tensor]:
+    """Return random parameters, because fresh ones may be zero and hide a difference; buffers are kept where they have values."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in block.named_parameters():
+        shape = tuple(parameter.shape)
+        state[name] = torch.randn(shape) / max(1, shape[-1]) ** 0.5 if len(shape) > 1 else torch.rand(shape) + 0.5
+    for name, buffer in block.named_buffers():
+        if _is_real(buffer):
+            state[name] = _plain(buffer)
+        elif buffer.dtype is torch.bool:
+            state[name] = torch.ones(tuple(buffer.shape), dtype=torch.bool)
+        else:
+            values = torch.randn(tuple(buffer.shape))
+            state[name] = values if buffer.is_floating_point() else torch.zeros_like(values, dtype=buffer.dtype)
+    return state
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    modes = [(child, child.training) for child in module.modules()]
+    for child, _ in modes:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+@contextmanager
+def _local_widths(layers: list[nn.Module], size: int) -> Iterator[None]:
+    """Let layers that remember their width (transformers' Conv1D) have one rank's share of it."""
+    remembered = [(layer, layer.nf) for layer in layers if not isinstance(layer, nn.Linear)]
+    for layer, width in remembered:
+        layer.nf = width // size  # type: ignore[assignment,operator]
+    try:
+        yield
+    finally:
+        for layer, width in remembered:
+            layer.nf = width
+
+
+def _outside_fake_mode() -> Any:
+    """Leave a fake-tensor mode that a simulation may have entered: the test needs numbers."""
+    from torch._subclasses import fake_tensor
+
+    leave = getattr(fake_tensor, "unset_fake_temporarily", None)
+    return nullcontext() if leave is None else leave()
+
+
+def _is_real(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def _is_parameter(block: nn.Module, name: str) -> bool:
+    owner, _, key = name.rpartition(".")
+    return key in block.get_submodule(owner)._parameters
+
+
+def _structure(block: nn.Module) -> tuple[Any, ...]:
+    """Return what two blocks must share to be split alike."""
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    return shapes, tuple((name, type(module).__name__) for name, module in block.named_modules())
+
+
+def _share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    return tensor.chunk(size, dim)[rank].contiguous()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [x for item in value for x in _tensors(item)]
+    return []
+
+
+def _agree(expected: list[Tensor], found: list[Tensor]) -> bool:
+    if [x.shape for x in expected] != [x.shape for x in found]:
+        return False
+    return all(
+        bool((first - second).abs().max() <= _TOLERANCE * first.abs().max()) for first, second in zip(expected, found)
+    )

@@ -1,0 +1,152 @@
+"""Keep the logits of a large vocabulary split over ranks, from the head to the loss (Shoeybi et al., 2019, arXiv 1909.08053).
+
+While the model trains, a column-wise head returns a distributed tensor: each rank holds the logits of its share of the words.
+`F.cross_entropy` of it exchanges three numbers a token instead of all logits, whether the loss is computed inside the model or by a loss
+function. Shapes may be changed and rows taken on the way; anything else gathers the logits first, so that a loss is right whatever it
+does. In evaluation the head returns ordinary logits.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.module.classes import GeneratedClass, subclass_of
+from drivetrain.module.distributed_tensors import is_dtensor
+
+_MARK = "_is_split_vocabulary"
+_KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})
+"""Functions that leave words beside one another, so that their result is split the same way."""
+_LOOKING = frozenset({"size", "dim", "__get__", "is_floating_point", "numel"})
+
+
+class SplitLogits(TorchFunctionMode):
+    """Computes cross entropies of split logits, and gathers the logits for whatever else is done with them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(getattr(value, _MARK, False) for value in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _LOOKING:
+            return func(*args, **kwargs)
+        if func is F.cross_entropy:
+            loss = _cross_entropy(*args, **kwargs)
+            if loss is not None:
+                return loss
+        elif name in _KEEPING and (kept := _kept(func, args, kwargs)) is not None:
+            return kept
+        args = tuple(map(gathered, args))
+        return func(*args, **{key: gathered(value) for key, value in kwargs.items()})
+
+
+class SplitLogitsModel(GeneratedClass):
+    """Makes a model's own forward, loss included where it has one, know split logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        with SplitLogits():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+def know_split_logits(model: nn.Module, head: nn.Module) -> None:
+    """Let a head that returns a distributed tensor do so in training only, and its model compute with it."""
+    head.register_forward_hook(_leave)
+    model.__class__ = subclass_of(type(model), SplitLogitsModel)
+
+
+def _leave(head: nn.Module, args: Any, out: Any) -> Any:
+    return _marked(out) if head.training else out.full_tensor()
+
+
+class SplitLogitsLoss:
+    """Makes a loss function know split logits."""
+
+    def __call__(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
+        from torch.utils._pytree import tree_map_only
+
+        def loss_of_split_logits(*args: Any) -> Any:
+            args = tree_map_only(Tensor, _marked, args)
+            with SplitLogits():
+                return loss_func(*args)
+
+        return loss_of_split_logits
+
+
+def gathered(value: Any) -> Any:
+    """Return split logits whole, and everything else as it is."""
+    return value.full_tensor() if getattr(value, _MARK, False) else value
+
+
+def _marked(value: Any) -> Any:
+    if is_dtensor(value) and len(value.placements) == 1 and value.placements[0].is_shard(value.ndim - 1):
+        setattr(value, _MARK, True)
+    return value
+
+
+def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a function of shapes makes of split logits, or None where it does not leave them split by words."""
+    whole = args[0]
+    try:
+        out = _marked(func(*args, **kwargs))
+    except (RuntimeError, NotImplementedError):  # a layout that distributed tensors cannot have
+        return None
+    is_same = getattr(out, _MARK, False) and out.shape[-1] == whole.shape[-1]
+    return out if is_same else None
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the loss of split logits of (rows, words) and one word a row, or None for anything more."""
+    bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    logits, target = given["input"], given["target"]
+    is_plain = (
+        given["weight"] is None and given["label_smoothing"] == 0 and given["reduction"] in ("mean", "sum", "none")
+    )
+    if logits.ndim != 2 or target.ndim != 1 or target.is_floating_point() or not is_plain:
+        return None
+    local = logits.to_local()
+    group = logits.device_mesh.get_group()
+    first = group.rank() * local.shape[1]
+    losses: Any = _RowLosses.apply(local, target, first, given["ignore_index"], group)
+    if given["reduction"] == "none":
+        return losses
+    if given["reduction"] == "sum":
+        return losses.sum()
+    return losses.sum() / (target != given["ignore_index"]).sum()
+
+
+class _RowLosses(torch.autograd.Function):
+    """The cross entropy of each row, of which every rank holds some words."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, ignored: int, group: Any) -> Tensor:
+        import torch.distributed as dist
+
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        largest = wide.max(1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        exponents = torch.exp(wide - largest[:, None])
+        is_here = (target >= first) & (target < first + wide.shape[1])
+        place = torch.where(is_here, target - first, 0)
+        own = wide.gather(1, place[:, None])[:, 0] - largest
+        sums = torch.stack([exponents.sum(1), torch.where(is_here, own, 0.0)])
+        dist.all_reduce(sums, group=group)
+        kept = target != ignored
+        ctx.save_for_backward(exponents / sums[0][:, None], place, is_here, kept)
+        ctx.dtype = logits.dtype
+        return torch.where(kept, sums[0].log() - sums[1], 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shares, place, is_here, kept = ctx.saved_tensors
+        words = torch.arange(shares.shape[1], device=shares.device)
+        gradient = shares - ((words == place[:, None]) & is_here[:, None]).to(shares.dtype)
+        gradient = torch.where(kept[:, None], gradient, 0.0) * grad[:, None]
+        return gradient.to(ctx.dtype), None, None, None, None

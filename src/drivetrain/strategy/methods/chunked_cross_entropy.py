@@ -1,0 +1,118 @@
+"""Compute the cross entropy of a large vocabulary chunk by chunk, so that the logits never exist at once.
+
+While the model trains it returns hidden states; the loss function is called with an object that stands for the logits
+(`drivetrain.module.deferred_logits`). In evaluation nothing is different.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConflictError, UnsupportedMethodError
+from drivetrain.module.chunked_loss import loss_and_logit_gradients
+from drivetrain.module.deferred_logits import DeferredLoss, defer_head, find_final_linear
+from drivetrain.strategy.method import Method, Site, Stage, is_whole
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+_SPLIT = "The head's weight is split over ranks, and the loss needs it whole. Leave chunked_cross_entropy out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedConfig:
+    chunk: int | str = "auto"
+    """Rows (tokens) of one chunk; `auto`: as many as have half a GiB of float32 logits."""
+
+
+class ChunkedCrossEntropy(Method):
+    """Loss and gradients of the last layer in one pass over chunks of rows."""
+
+    name, group, stage = "chunked_cross_entropy", "loss", Stage.MODULE
+    Config = ChunkedConfig
+    short = "chunk"
+    conflicts = dict.fromkeys(("fsdp", "zero2", "tensor_parallel", "pipeline_parallel"), _SPLIT)
+    why = "the logits of a large vocabulary are never held at once"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        chunk = values.get("chunk", "auto")
+        if chunk != "auto" and not is_whole(chunk):
+            raise self.bad("chunk", chunk, "'auto' or a number of rows")
+        return values
+
+    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+        if profile is not None and profile.cross_entropy_head is None:
+            return "the loss is no cross entropy over the output of a final linear layer"
+        return None
+
+    def check(self, config: ChunkedConfig, site: Site) -> None:
+        if site.model is not None and not any(isinstance(module, nn.Linear) for module in site.model.modules()):
+            raise UnsupportedMethodError(
+                f"chunked_cross_entropy: {type(site.model).__name__} has no linear layer, so it does not end in one. Leave the method out."
+            )
+
+    def apply(self, ctx: "PlanContext", config: ChunkedConfig) -> None:
+        if ctx.loss_func is None:
+            raise UnsupportedMethodError(
+                "chunked_cross_entropy changes the loss function, and none was given. Pass loss_func, or leave the method out."
+            )
+        if ctx.ddp_settings.get("find_unused_parameters"):
+            raise ConflictError(
+                "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the head is used in the loss, where DDP "
+                "does not look for it. Leave one of them out."
+            )
+        name, leaf = find_final_linear(ctx.model, *_model_arguments(ctx))
+        head = ctx.model.get_submodule(name)
+        assert isinstance(head, nn.Linear)
+        fp8 = ctx.plan.config("fp8")
+        if fp8 is not None and any(word in name for word in fp8.include):
+            raise ConflictError(
+                f"fp8 and chunked_cross_entropy both want the head {name!r}. Take it out of fp8's include, or leave "
+                "chunked_cross_entropy out."
+            )
+        step = loss_and_logit_gradients
+        if (compiler := ctx.plan.config("native_dynamo")) is not None:
+            step = torch.compile(step, backend=compiler.backend)
+        defer_head(head)
+        chunk = None if config.chunk == "auto" else int(config.chunk)
+
+        def deferred(loss_func: Any) -> DeferredLoss:
+            if isinstance(loss_func, nn.Module):
+                loss_func.to(ctx.device)  # whoever moves modules does not see it in here
+            return DeferredLoss(loss_func, head, position=ctx.output_position, leaf=leaf, chunk=chunk, step=step)
+
+        ctx.loss_changes.append(deferred)
+        ctx.note(
+            f"chunked_cross_entropy: the layer {name!r} is part of the loss; in training the model returns its input"
+        )
+
+
+class _Captured(Exception):
+    """The model was called with these arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def _model_arguments(ctx: "PlanContext") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the model is called with for a few samples; it does not run."""
+
+    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Captured(args, kwargs)
+
+    if ctx.sample is None:
+        raise UnsupportedMethodError(
+            "chunked_cross_entropy needs a few samples, to see that the model ends in a linear layer. Pass dataset or sample_batch, or "
+            "leave the method out."
+        )
+    handle = ctx.model.register_forward_pre_hook(capture, with_kwargs=True, prepend=True)
+    try:
+        ctx.sample(ctx.model)
+    except _Captured as captured:
+        return captured.arguments
+    finally:
+        handle.remove()
+    raise UnsupportedMethodError("chunked_cross_entropy: the samples do not reach the model. Leave the method out.")

@@ -1,0 +1,98 @@
+"""Keep in host memory what the device has no room for (Ren et al., 2021, ZeRO-Offload, arXiv 2101.06840).
+
+Under `fsdp` and `zero2` parameters, gradients and optimizer state live on the host, and `fully_shard` brings each block's parameters up
+when it needs them. Without sharding the optimizer trains copies on the host: Adam's state, twice the parameters, never reaches the device.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from drivetrain.core.errors import ConflictError
+from drivetrain.module.master_weights import host_copy, with_master_weights
+from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+_PARTS = ("params", "optimizer")
+_SHARDED = ("fsdp", "zero2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    what: tuple[str, ...] = _PARTS
+    """`params` and `optimizer`; without sharding the parameters stay on the device all the same."""
+    pin_memory: bool = True
+    """Whether host memory is pinned, so that transfers run beside other work; it cannot be swapped out then."""
+
+
+class CpuOffload(Method):
+    """Optimizer state, and under sharding the parameters too, in host memory."""
+
+    name, group, stage = "cpu_offload", "offload", Stage.OPTIMIZER
+    Config = OffloadConfig
+    short = "what"
+    conflicts = {
+        "cuda_graphs": "A recorded graph cannot wait for the host. Leave one of them out.",
+        "zero1": "Both take the optimizer's state away from the device. Use fsdp or zero2 with cpu_offload, or zero1 alone.",
+    }
+    why = "the optimizer's state is kept and updated in host memory"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        what = values.get("what", _PARTS)
+        what = (what,) if isinstance(what, str) else tuple(what)
+        if not what or any(part not in _PARTS for part in what):
+            raise self.bad("what", values.get("what"), "'params', 'optimizer' or both")
+        values["what"] = tuple(part for part in _PARTS if part in what)
+        if not isinstance(values.get("pin_memory", True), bool):
+            raise self.bad("pin_memory", values["pin_memory"], "True or False")
+        return values
+
+    def check(self, config: OffloadConfig, site: Site) -> None:
+        is_sharded = any(name in site.names for name in _SHARDED)
+        if is_sharded and config.what != _PARTS:
+            raise ConflictError(
+                f"cpu_offload: what={list(config.what)!r}, but under sharding parameters and optimizer state go to the host together. "
+                "Leave `what` out."
+            )
+        if not is_sharded and "optimizer" not in config.what:
+            raise ConflictError(
+                "cpu_offload: what=['params'] needs sharding, which brings the parameters of each block up when it runs. Add fsdp, or "
+                "offload 'optimizer'."
+            )
+
+    def apply(self, ctx: "PlanContext", config: OffloadConfig) -> None:
+        if any(name in ctx.plan.site.names for name in _SHARDED):
+            return  # sharding has put everything on the host already
+        if ctx.recipe is None:
+            ctx.note("cpu_offload: there is no optimizer, so there is nothing to offload")
+            return
+        if "params" in config.what:
+            ctx.note("cpu_offload: parameters stay on the device, because nothing shards them")
+        half = ctx.plan.config("half")
+        if half is None or not half.master_weights:  # else its float32 copies are those on the host
+            ctx.recipe_changes.append(lambda recipe: _train_on_host(recipe, ctx, config))
+
+
+def pins_memory(ctx: "PlanContext", config: OffloadConfig) -> bool:
+    """Say whether host copies of a plan are pinned: there must be a device to read them."""
+    return config.pin_memory and ctx.device.type == "cuda"
+
+
+def _train_on_host(recipe: OptimizerRecipe, ctx: "PlanContext", config: OffloadConfig) -> None:
+    """Let the recipe make an optimizer of copies on the host."""
+    inner = recipe.build
+
+    def build(groups: Any, **settings: Any) -> Any:
+        masters = {
+            id(parameter): nn.Parameter(
+                host_copy(parameter, parameter.dtype, pins_memory(ctx, config)), requires_grad=parameter.requires_grad
+            )
+            for parameter in ctx.model.parameters()
+        }
+        return with_master_weights(inner, masters, groups, settings)
+
+    recipe.build, recipe.is_changed = build, True

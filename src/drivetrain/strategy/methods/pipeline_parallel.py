@@ -1,0 +1,232 @@
+"""Split the layers of a model over the ranks of the `pipe` axis, and run micro-batches through them as through a pipeline.
+
+Each rank keeps the parameters of its own stages only. `result.model(batch)` runs the whole schedule, backward included.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from drivetrain.core.errors import (
+    ConfigError,
+    ConflictError,
+    MethodConfigError,
+    StrategyError,
+    UnsupportedMethodError,
+    unknown_name,
+)
+from drivetrain.strategy.method import Method, Site, Stage, is_whole
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    schedule: str = "auto"
+    """`1F1B`, `Interleaved1F1B`, `GPipe`; "auto": interleaved where a rank has several stages, else 1F1B."""
+    microbatches: int | None = None
+    """Equal parts of a rank's batch that follow each other through the stages; None: two for each rank of the axis."""
+    split: Any = "auto"
+    """Modules before which stages begin, by dotted name; "auto": where the work is balanced."""
+    stages: int | None = None
+    """Stages over all ranks, a multiple of the axis; None: as `split` says, else one on each rank, or two if interleaved."""
+
+
+class PipelineParallel(Method):
+    """Stages of a model on different ranks."""
+
+    name, group, stage = "pipeline_parallel", "parallel", Stage.PIPELINE
+    Config = PipelineConfig
+    needs_processes = True
+    short = "split"
+    renamed: ClassVar[dict[str, str]] = {
+        "nstages": "stages",
+        "chunks": "microbatches",
+        "pipe_schedule": "schedule",
+        "insert_before_modules": "split",
+    }
+    conflicts: ClassVar[dict[str, str]] = {
+        "zero1": "Use fsdp or zero2, or plain data parallelism, beside a pipeline.",
+        "cuda_graphs": "A pipeline talks to other ranks between its steps. Leave cuda_graphs out.",
+        "sequence_parallel": "Stages exchange whole sequences. Use one of them.",
+    }
+    why = "layers are split over the ranks of the pipe axis"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        if "schedule" in values and values["schedule"] != "auto":
+            from drivetrain.module.pipeline_schedule import read_schedule
+
+            if not isinstance(values["schedule"], str):
+                raise self.bad("schedule", values["schedule"], "'auto', '1F1B', 'Interleaved1F1B' or 'GPipe'")
+            try:
+                values["schedule"] = read_schedule(values["schedule"])
+            except ConfigError as error:
+                raise MethodConfigError(str(error)) from error
+        for key in ("microbatches", "stages"):
+            if values.get(key) is not None and not is_whole(values[key]):
+                raise self.bad(key, values[key], "a whole number of at least 1, or None")
+        split = values.get("split", "auto")
+        if isinstance(split, str) and split != "auto":
+            values["split"] = (split,)
+        elif split != "auto" and not (
+            isinstance(split, tuple) and split and all(isinstance(name, str) for name in split)
+        ):
+            raise self.bad("split", split, "'auto' or names of the modules before which stages begin")
+        return values
+
+    def check(self, config: PipelineConfig, site: Site) -> None:
+        if site.axis("pipe") == 1:
+            raise StrategyError(
+                "pipeline_parallel: the mesh has no 'pipe' axis. Add ('parallel_mode', [('pipe', 2), ('data', 1)]) or another size."
+            )
+        stages, schedule, microbatches = self.shape(config, site.axis("pipe"))
+        if schedule == "Interleaved1F1B" and microbatches % site.axis("pipe"):
+            raise self.bad(
+                "microbatches", microbatches, f"a multiple of the pipe axis ({site.axis('pipe')}) to interleave"
+            )
+        if schedule == "1F1B" and microbatches < stages:
+            raise self.bad("microbatches", microbatches, f"at least as many as stages ({stages}) for 1F1B, or GPipe")
+        if site.model is not None and config.split != "auto":
+            modules = [name for name, _ in site.model.named_modules() if name]
+            for name in config.split:
+                if name not in modules:
+                    raise MethodConfigError(unknown_name("module", name, modules, where="pipeline_parallel: split"))
+
+    def shape(self, config: PipelineConfig, ranks: int) -> tuple[int, str, int]:
+        """Return the number of stages, the schedule, and the number of micro-batches on a pipe axis of some size."""
+        named = None if config.split == "auto" else len(config.split) + 1
+        stages = config.stages or named or ranks * (2 if config.schedule == "Interleaved1F1B" else 1)
+        if named is not None and stages != named:
+            raise MethodConfigError(
+                f"pipeline_parallel: split names {named - 1} modules, which makes {named} stages, and stages={stages}. Give one of them."
+            )
+        if stages % ranks:
+            raise MethodConfigError(
+                f"pipeline_parallel: {stages} stages do not divide over a pipe axis of {ranks}. Choose a multiple of {ranks}."
+            )
+        schedule = config.schedule
+        if schedule == "auto":
+            schedule = "Interleaved1F1B" if stages > ranks else "1F1B"
+        elif (schedule == "Interleaved1F1B") != (stages > ranks):
+            expected = "Interleaved1F1B" if stages > ranks else "1F1B or GPipe"
+            raise self.bad("schedule", schedule, f"{expected} for {stages} stages on {ranks} ranks")
+        return stages, schedule, config.microbatches or 2 * ranks
+
+    def apply(self, ctx: "PlanContext", config: PipelineConfig) -> None:
+        """Cut the model and put this rank's stages in its place."""
+        import torch.distributed as dist
+
+        from drivetrain.module.pipeline import split_model
+        from drivetrain.module.pipeline_schedule import PipelinedModel
+
+        stages, schedule, microbatches = self.shape(config, ctx.plan.site.axis("pipe"))
+        _refuse(ctx, schedule)
+        if ctx.loss_func is None:
+            raise ConfigError(
+                "pipeline_parallel: a pipeline runs forward and backward at once, which needs loss_func. Pass it."
+            )
+        try:
+            split = split_model(ctx.model, stages, split=config.split, given=_sample_arguments(ctx))
+        except ConfigError as error:
+            raise MethodConfigError(f"pipeline_parallel: {error}") from error
+        group = ctx.mesh.get_group("pipe")
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        own = range(rank, stages, ranks)
+        _refuse_open_blocks(ctx, split)
+        ctx.whole = ctx.model
+        ctx.model = PipelinedModel(
+            ctx.model,
+            split,
+            own,
+            schedule=schedule,
+            microbatches=microbatches,
+            group=group,
+            device=ctx.device,
+        )
+        if ctx.recipe is not None:
+            ctx.recipe.is_changed = True  # an optimizer of the whole model holds parameters that are elsewhere now
+            _allow_empty_groups(ctx)
+        shares = ", ".join(f"{share:.0%}" for share in split.shares)
+        ctx.note(
+            f"pipeline_parallel: {schedule}, {microbatches} micro-batches, {stages} stages that begin at {', '.join(split.starts)} "
+            f"({shares} of the work)"
+        )
+
+
+def _refuse(ctx: "PlanContext", schedule: str) -> None:
+    """Refuse what pipelines cannot do beside other methods, the same on all ranks."""
+    if getattr(ctx.plan.config("native_dynamo"), "scope", None) == "model":
+        raise ConflictError(
+            "native_dynamo with scope 'model' and pipeline_parallel cannot be used together. Use 'block'."
+        )
+    if schedule == "Interleaved1F1B" and ctx.scaler_dtype is torch.float16:
+        raise UnsupportedMethodError(
+            "pipeline_parallel: interleaved schedules and the gradient scaler of float16 do not go together. Use ('amp_native', 'bf16'), "
+            "or one stage on each rank."
+        )
+    for name in ("fsdp", "zero2", "checkpoint"):
+        config = ctx.plan.config(name)
+        chosen = getattr(config, "wrap", None) if name != "checkpoint" else getattr(config, "wrap_class", None)
+        if config is not None and not (chosen == "auto" or isinstance(chosen, int)):
+            raise ConflictError(
+                f"{name} names modules ({chosen}), and a stage of a pipeline may have none of them. Leave the choice to 'auto'."
+            )
+        if getattr(config, "ignored", None):
+            raise ConflictError(
+                f"{name}: ignored={config.ignored} cannot be used with pipeline_parallel. Leave it out."
+            )
+
+
+def _refuse_open_blocks(ctx: "PlanContext", split: Any) -> None:
+    """Refuse methods that work on blocks where a block is no step of a stage any more, so that they would do nothing."""
+    from drivetrain.module.blocks import repeated_blocks
+
+    steps = {name for part in split.parts for name in part.targets}
+    blocks = [name for name, _ in repeated_blocks(ctx.model)]
+    for method in ("checkpoint", "native_dynamo"):
+        if ctx.plan.config(method) is not None and not (blocks and set(blocks) <= steps):
+            what = "the model has no repeated blocks" if not blocks else "stages begin inside blocks"
+            raise ConflictError(
+                f"{method} works on whole blocks beside pipeline_parallel, and {what}. Use fewer stages, or leave {method} out."
+            )
+
+
+def _sample_arguments(ctx: "PlanContext") -> dict[str, Any] | None:
+    """Return the arguments of the model's forward for a few samples, by name, or None without data."""
+    import inspect
+
+    if ctx.sample is None:
+        return None
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.update(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        raise _Seen
+
+    hook = ctx.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        ctx.sample(ctx.model)
+    except _Seen:
+        return seen
+    finally:
+        hook.remove()
+    return None
+
+
+class _Seen(Exception):
+    """Ends a call whose arguments are all that is wanted."""
+
+
+def _allow_empty_groups(ctx: "PlanContext") -> None:
+    """Let parameter groups be empty on ranks whose stages have none of their parameters."""
+    recipe = ctx.recipe
+    assert recipe is not None
+    inner = recipe.groups
+
+    def groups(model: nn.Module) -> list[Any]:
+        return list(inner(model)) or [{"params": []}]
+
+    recipe.groups = groups

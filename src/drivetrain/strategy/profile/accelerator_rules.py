@@ -1,0 +1,91 @@
+"""What an accelerator would do differently from a CPU, as rules for operations on fake CPU tensors.
+
+Memory depends on which kernels run: attention that never writes its scores, dropout that keeps a mask of bytes, norms that keep their
+statistics, and autocast, whose list of operations that stay in float32 is longer on CUDA than on CPU.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.strategy.profile.torch_private import operation_rules
+
+# Operations that autocast runs in float32 on CUDA, and that its list for CPU leaves alone.
+_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+    softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity kl_div l1_loss smooth_l1_loss huber_loss
+    binary_cross_entropy_with_logits logsumexp upsample_nearest2d upsample_bilinear2d
+""".split()
+# The same, where the result's type is an argument.
+_FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList")
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def accelerator_rules() -> AbstractContextManager[None]:
+    """Return a context in which fake CPU tensors take the ways of an accelerator."""
+    rules = [(name, "AutocastCPU", _in_float32) for name in _FLOAT32]
+    rules += [(name, "AutocastCPU", _to_float32) for name in _FLOAT32_RESULT]
+    rules += [
+        ("dropout", "AutogradCPU", _dropout),
+        ("scaled_dot_product_attention", "AutogradCPU", _attention),
+        ("rms_norm", "AutogradCPU", _rms_norm),
+    ]
+    return operation_rules(rules)
+
+
+def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    return operation(*[_widened(value) for value in args], **{key: _widened(value) for key, value in kwargs.items()})
+
+
+def _to_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    takes = [argument.name for argument in operation._schema.arguments]
+    given = dict(zip(takes, args)) | kwargs
+    first = args[0]
+    if given.get("dtype") is None and isinstance(first, Tensor) and first.dtype in _LOW:
+        given["dtype"] = torch.float32
+    return operation(**given)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+
+
+def _dropout(operation: Any, x: Tensor, p: float, train: bool) -> Any:
+    """Keep one byte per element, as the fused kernel does."""
+    if not train or p in (0, 1) or x.numel() == 0:
+        return operation.decompose(x, p, train)
+    return torch.native_dropout(x, p, train)[0]
+
+
+def _attention(
+    operation: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Keep inputs, output and one float per row; dropout only adds a random seed."""
+    is_grouped = query.ndim == 4 and key.shape[1] != query.shape[1]  # keys and values shared by groups of heads
+    width = query.shape[-1]
+    is_plain = query.ndim == 4 and key.shape[-1] == width and value.shape[-1] == width
+    # What no fused kernel takes: three-dimensional input, unequal widths, other types, and groups in float32.
+    if not is_plain or query.dtype not in ((torch.float32, *_LOW) if not is_grouped else _LOW):
+        written_out = torch.ops.aten._scaled_dot_product_attention_math
+        return written_out(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    mask = attn_mask.detach().to(query.dtype) if attn_mask is not None else None
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+
+
+def _rms_norm(operation: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Keep the input and a number per row, as layer norm does; on CPU it would be written out in element-wise steps."""
+    if weight is not None and weight.dtype != x.dtype:
+        return operation.decompose(x, shape, weight, eps)
+    return torch.native_layer_norm(x, shape, weight, None, eps or 1e-6)[0]

@@ -1,0 +1,234 @@
+"""Find out what this machine can do: measured once in child processes, kept on disk, improved by every trial.
+
+Where there is no time to measure, the figures of an earlier run are taken, or those of the data sheet at an assumed efficiency. Free
+memory is always asked anew.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
+from drivetrain.strategy.profile.machine_cache import cache_file, read_machine, write_machine
+from drivetrain.strategy.profile.this_machine import device_name, driver_version, host_memory, memory_bytes
+from drivetrain.strategy.profile.values import Link, MachineProfile
+from drivetrain.strategy.trial.values import TrialResult
+
+EFFICIENCY = 0.55
+"""What a program reaches of a data sheet's figures, until it is measured."""
+_LEAST_SECONDS = 3.0  # what a child needs to start and measure anything
+_CPU_SECONDS = 1.0  # for all measurements on a CPU
+_MOST_RANKS = 8
+_LATENCY = {"cuda": 10e-6, "cpu": 100e-6}
+_INTER_LATENCY = 20e-6
+_LAUNCH = {"cuda": 6e-6, "cpu": 3e-6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What was expected of a plan that was then tried."""
+
+    kind: str
+    """Plans of one kind are wrong in the same way: "bfloat16/compile", say."""
+    step_seconds: float
+    peak_bytes: float
+    """Without any reserve."""
+
+
+def profile_machine(device: torch.device, *, time_limit: float = 10.0, refresh: bool = False) -> MachineProfile:
+    """Return what this machine can do, from the cache where it was measured before; this process starts no device.
+
+    `time_limit` is in seconds; too little for a child process means the cache, else a data sheet. `refresh` measures again.
+    """
+    ranks = _local_ranks()
+    path = _cache_file(device, ranks)
+    known = None if refresh else read_machine(path)
+    if known is None and time_limit >= _LEAST_SECONDS:
+        found = _measured(device, time_limit, ranks)
+        if found is not None:
+            known = _as_machine(device, found, ranks)
+            write_machine(path, known)
+    machine = known or _presumed(device)
+    memory = memory_bytes(device)
+    return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
+
+
+def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
+    """Return the machine of a data sheet, at an assumed efficiency."""
+    kind = "cuda" if spec.capability is not None else "cpu"
+    intra = spec.intra_bw or 10e9
+    return MachineProfile(
+        device=spec.name,
+        kind=kind,
+        memory=spec.memory,
+        free=spec.memory,
+        flops={name: EFFICIENCY * rate for name, rate in spec.rates.items()},
+        bandwidth=0.8 * spec.bandwidth,  # streaming comes closer to the data sheet than arithmetic does
+        launch=_LAUNCH[kind],
+        intra=Link(latency=_LATENCY[kind], bandwidth=EFFICIENCY * intra),
+        inter=Link(latency=_INTER_LATENCY, bandwidth=EFFICIENCY * (spec.inter_bw or min(intra, 10e9))),
+        per_node=spec.per_node,
+        capability=spec.capability,
+    )
+
+
+def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
+    """Return a machine that knows how wrong a prediction was, and keep it for the next search.
+
+    Fragmentation is believed at once when it grows and forgotten slowly; times are averaged as ratios.
+    """
+    if result.outcome != "ok":
+        return machine
+    if result.reserved_bytes and prediction.peak_bytes > 0:
+        seen = min(max(result.reserved_bytes / prediction.peak_bytes - 1, 0.0), 0.5)
+        weight = 0.7 if seen > machine.reserve_share else 0.2
+        machine = replace(machine, reserve_share=(1 - weight) * machine.reserve_share + weight * seen)
+    if result.step_seconds and prediction.step_seconds > 0:
+        ratio = result.step_seconds / prediction.step_seconds
+        before = machine.corrections.get(prediction.kind)
+        after = ratio if before is None else math.sqrt(before * ratio)
+        machine = replace(machine, corrections={**machine.corrections, prediction.kind: min(max(after, 0.1), 10.0)})
+    if machine.evidence == "measured":
+        path = _cache_file(torch.device(machine.kind), _local_ranks())
+        if (kept := read_machine(path)) is not None and kept.device == machine.device:
+            write_machine(
+                path, replace(kept, reserve_share=machine.reserve_share, corrections=dict(machine.corrections))
+            )
+    return machine
+
+
+def link_of(points: Sequence[Sequence[float]], ranks: int) -> Link:
+    """Return the link behind all-reduces of several sizes: seconds = 2 (n - 1) (latency + bytes / (n bandwidth)), by least squares.
+
+    >>> link = link_of([(s, 2 * (1e-5 + s / (2 * 1e9))) for s in (1e4, 1e6, 1e8)], 2)
+    >>> round(link.latency, 7), round(link.bandwidth)
+    (1e-05, 1000000000)
+    """
+    weights = [1 / max(seconds, 1e-9) ** 2 for _, seconds in points]  # relative errors count
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, points)) / total
+    mean_time = sum(w * seconds for w, (_, seconds) in zip(weights, points)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points))
+    slope = sum(w * (s - mean_size) * (t - mean_time) for w, (s, t) in zip(weights, points)) / max(spread, 1e-30)
+    largest, longest = max(points, key=lambda point: point[0])
+    slope = slope if slope > 0 else longest / largest
+    start = max(mean_time - slope * mean_size, 1e-7)
+    return Link(latency=start / (2 * (ranks - 1)), bandwidth=2 * (ranks - 1) / (ranks * slope))
+
+
+def _local_ranks() -> int:
+    """Return how many processes of this job run on this machine."""
+    world = launched_world()
+    if world is not None and world.local_world_size is not None:
+        return world.local_world_size
+    # A launcher that does not say, or none: processes that only share a group are taken to be here.
+    return min(get_num_processes(), _MOST_RANKS)
+
+
+def _cache_file(device: torch.device, ranks: int) -> Path:
+    return cache_file(
+        device=device_name(device),
+        kind=device.type,
+        driver=driver_version(device),
+        torch=torch.__version__,
+        ranks=ranks,
+        cpus=usable_cpus(),
+    )
+
+
+def _measured(device: torch.device, limit: float, ranks: int) -> dict[str, Any] | None:
+    """Run the measuring program, once per rank, and return its answer; None when it failed or took too long."""
+    count = _group_size(device, ranks)
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
+        children = []
+        seconds = _CPU_SECONDS if device.type == "cpu" else max(1.0, limit - 6.0)
+        environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
+        environment["PYTHONPATH"] = os.pathsep.join(part for part in sys.path if part)
+        for rank in range(count):
+            place = f"cuda:{(device.index or 0) if count == 1 else rank}" if device.type == "cuda" else device.type
+            asked = {"device": place, "seconds": seconds, "rank": rank, "world": count, "store": f"{folder}/store"}
+            asked["threads"] = max(1, torch.get_num_threads() // count) if device.type == "cpu" else 0
+            command = [sys.executable, "-m", "drivetrain.strategy.profile.measure_machine", json.dumps(asked)]
+            out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            children.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment, text=True
+                )
+            )
+        end = time.monotonic() + limit
+        try:
+            answer, _ = children[0].communicate(timeout=limit)
+            for child in children[1:]:
+                child.wait(timeout=max(0.1, end - time.monotonic()))
+            return json.loads(answer.strip().splitlines()[-1])
+        except (subprocess.TimeoutExpired, ValueError, IndexError):
+            return None
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+                child.wait()
+                if child.stdout is not None:
+                    child.stdout.close()
+
+
+_LAUNCHER = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK TORCHELASTIC_RUN_ID".split()
+)
+
+
+def _group_size(device: torch.device, ranks: int) -> int:
+    """Return how many processes take part: on a CPU two, which share nothing but the link; on devices one each."""
+    if device.type == "cpu":
+        return min(ranks, 2)
+    return max(1, min(ranks, _MOST_RANKS, torch.cuda.device_count() if device.type == "cuda" else 1))
+
+
+def _as_machine(device: torch.device, found: dict[str, Any], ranks: int) -> MachineProfile:
+    presumed = _presumed(device)
+    total, free = host_memory() if device.type == "cpu" else (found.get("memory", 0), found.get("free", 0))
+    capability = found.get("capability")
+    link = link_of(found["link"], _group_size(device, ranks)) if found.get("link") else presumed.intra
+    return replace(
+        presumed,
+        device=found.get("name") or presumed.device,
+        memory=total or presumed.memory,
+        free=free or presumed.free,
+        flops=found["flops"],
+        bandwidth=found["bandwidth"],
+        launch=found["launch"],
+        intra=link,
+        per_node=max(ranks, torch.cuda.device_count() if device.type == "cuda" else ranks),
+        capability=(capability[0], capability[1]) if capability else None,
+        host_bandwidth=found.get("host_bandwidth", presumed.host_bandwidth),
+        threads=found["threads"],
+        evidence="measured",
+    )
+
+
+def _presumed(device: torch.device) -> MachineProfile:
+    """Return the machine of the nearest data sheet."""
+    name = device_name(device)
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        spec = DeviceSpec.preset("cpu")
+        machine = machine_from_spec(replace(spec, flops=6e10 * threads, fp32_flops=6e10 * threads, bandwidth=2e10))
+        total, free = host_memory()
+        return replace(machine, device=name, memory=total, free=free, threads=threads, reserve_bytes=float(2**28))
+    memory = memory_bytes(device)
+    found = preset_named_like(name, memory[0] if memory is not None else None) or DeviceSpec.preset("l4")
+    machine = replace(machine_from_spec(found), device=name, kind=device.type)
+    return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine

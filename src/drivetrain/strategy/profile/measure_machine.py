@@ -1,0 +1,187 @@
+"""Measure this machine, as a program of its own: `python -m drivetrain.strategy.profile.measure_machine '{"device": "cpu"}'`.
+
+It runs in a child process, so that the parent starts no device; one JSON line on standard output is the answer. With more than one
+process, each takes its rank and all of them time collectives of three sizes; rank 0 answers.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_SHAPES = {
+    "cuda": ((16384, 768, 3072), (8192, 4096, 4096), (4096, 4096, 4096)),
+    "cpu": ((512, 512, 512), (1024, 256, 1024)),
+}
+_SIZES = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**14, 2**18, 2**22)}
+
+
+def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "") -> dict[str, Any]:
+    """Return the figures of one device, taking about so many seconds."""
+    share = seconds / 8
+    found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
+    found["bandwidth"] = _bandwidth(device, share)
+    found["launch"] = _launch_seconds(device)
+    found["threads"] = torch.get_num_threads()
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {"memory": total, "free": free, "name": torch.cuda.get_device_name(device)}
+        found["capability"] = list(torch.cuda.get_device_capability(device))
+        found["host_bandwidth"] = _host_bandwidth(device)
+    if world > 1:
+        found["link"] = _link(device, rank, world, store)
+    return found
+
+
+def _seconds_of(work: Callable[[], Any], device: torch.device, limit: float, most: int = 20) -> float:
+    """Return the shortest time of one call; a busy machine only ever adds."""
+    work()
+    _wait(device)
+    best, end = float("inf"), time.perf_counter() + limit
+    for _ in range(most):
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() > end:
+            break
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matrix_rates(device: torch.device, limit: float) -> dict[str, float]:
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if device.type == "cuda":
+        kinds |= {"tf32": torch.float32, "float16": torch.float16}
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            del kinds["bfloat16"], kinds["tf32"]
+    rates = {}
+    for name, dtype in kinds.items():
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        rates[name] = _rate(device, dtype, limit / len(kinds))
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # the device could, this torch cannot
+            rates["float8"] = _float8_rate(device, limit / len(kinds))
+    return rates
+
+
+def _rate(device: torch.device, dtype: torch.dtype, limit: float) -> float:
+    """Return operations per second over shapes such as models have: all their work over all their time.
+
+    A small product goes first: where the type has no fast kernel, as 16-bit numbers on many CPUs, it says enough.
+    """
+    rate = _products_rate(device, dtype, ((128, 128, 128),), limit)
+    shapes = _SHAPES["cuda" if device.type == "cuda" else "cpu"]
+    work = sum(2.0 * rows * inner * columns for rows, inner, columns in shapes)
+    return _products_rate(device, dtype, shapes, limit) if device.type == "cuda" or 2 * work / rate < limit else rate
+
+
+def _products_rate(
+    device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...], limit: float
+) -> float:
+    work = seconds = 0.0
+    repeats = 4 if device.type == "cuda" else 1
+    for rows, inner, columns in shapes:
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(inner, columns, device=device).to(dtype)
+
+        def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            for _ in range(repeats):
+                left @ right
+
+        seconds += _seconds_of(multiply, device, limit / len(shapes)) / repeats
+        work += 2.0 * rows * inner * columns
+    return work / seconds
+
+
+def _float8_rate(device: torch.device, limit: float) -> float:
+    size = 4096
+    left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=device)
+    multiply = torch._scaled_mm  # what `F.scaled_mm` of later versions calls
+
+    def work() -> None:
+        for _ in range(4):
+            multiply(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return 4 * 2.0 * size**3 / _seconds_of(work, device, limit)
+
+
+def _bandwidth(device: torch.device, limit: float) -> float:
+    size = 2**28 if device.type == "cuda" else 2**25
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _seconds_of(lambda: target.copy_(source), device, limit)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Return what one small operation costs the host when it is dispatched with gradients recorded."""
+    x, count = torch.ones(8, device=device, requires_grad=True), 300
+
+    def work() -> None:
+        for _ in range(count):
+            x + 1
+
+    return _seconds_of(work, device, 0.1, most=5) / count
+
+
+def _host_bandwidth(device: torch.device) -> float:
+    size = 2**27
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / _seconds_of(lambda: target.copy_(source, non_blocking=True), device, 0.2, most=5)
+
+
+def _link(device: torch.device, rank: int, world: int, store: str) -> list[list[float]]:
+    """Return bytes and seconds of an all-reduce, for three sizes."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
+    try:
+        points = []
+        for size in _SIZES["cuda" if device.type == "cuda" else "cpu"]:
+            tensor = torch.zeros(size // 4, device=device)
+            best = float("inf")
+            for _ in range(6):
+                dist.barrier()
+                _wait(device)
+                start = time.perf_counter()
+                dist.all_reduce(tensor)
+                _wait(device)
+                best = min(best, time.perf_counter() - start)
+            points.append([float(size), best])
+        return points
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: str) -> None:
+    """Measure what a JSON object asks for, and print the answer."""
+    asked = json.loads(arguments)
+    device = torch.device(asked["device"])
+    if asked.get("threads"):
+        torch.set_num_threads(asked["threads"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"])
+    if asked["rank"] == 0:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,397 @@
+"""Find out what a model computes and keeps, without running it: two batch sizes on fake tensors, and straight lines through them.
+
+No device is touched and no memory is taken for the model: shapes alone flow through the user's own forward, loss, backward and optimizer
+code, while allocations and operations are written down. Everything that grows with the batch is linear in it, so two sizes give the
+figure for every other. Where a model cannot run on fake tensors (shapes that depend on values), closed forms from its parameters and
+layers take the place, and the profile says so.
+"""
+
+import functools
+import gc
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.module.blocks import BlockGroup, find_blocks
+from drivetrain.module.checkpointing import checkpoint_blocks
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
+from drivetrain.strategy.profile.closed_form import closed_form_profile
+from drivetrain.strategy.profile.compiled import compiled_saved_bytes, loss_of
+from drivetrain.strategy.profile.depth import shortened_container, with_depth
+from drivetrain.strategy.profile.fake_model import fake_model, prepared_inputs
+from drivetrain.strategy.profile.lines import line_through, steepest, upper_lines
+from drivetrain.strategy.profile.optimizer_memory import optimizer_with_state, small_step, state_bytes, state_tensors
+from drivetrain.strategy.profile.torch_private import fake_mode
+from drivetrain.strategy.profile.tracker import MemoryTimeline, UnitRecorder, UnitTotals, saving_hooks
+from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+from drivetrain.strategy.task import TrainingTask
+
+SIZES = (2, 4)
+"""Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
+CHECKPOINTS = ("full", "selective")
+MOST_CAPTURED = 3
+"""A compiled graph of more equal blocks than this is captured with one and with two of them."""
+
+
+def profile_model(task: TrainingTask, *, compiled: bool = True, time_limit: float | None = None) -> ModelProfile:
+    """Return what a task's model computes and keeps, per sample.
+
+    `compiled` also captures what a compiled forward pass would keep, the slowest part. `time_limit` in seconds is looked at between
+    parts: what was not found out in time is None, and `notes` name it. The caller's model and random streams stay as they are.
+    """
+    deadline = Deadline(time_limit)
+    before = capture_rng()
+    try:
+        try:
+            with accelerator_rules(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the user's code warns in the real run
+                return _Simulation(task, deadline).profile(compiled)
+        except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
+            note = f"the model could not run on fake tensors ({_short(error)}): closed forms from its parameters and layers instead"
+            return closed_form_profile(task, note)
+    finally:
+        restore_rng(before)
+
+
+class Deadline:
+    """A point in time that parts of the work ask for."""
+
+    def __init__(self, seconds: float | None):
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def allows(self, seconds: float = 0.0) -> bool:
+        """Say whether a part that takes so long would end in time."""
+        return self._end is None or time.monotonic() + seconds < self._end
+
+
+@dataclass
+class _Findings:
+    """What the runs gave, by arithmetic and batch size."""
+
+    units: dict[str, dict[int, dict[int, UnitTotals]]] = field(default_factory=dict)
+    recorders: dict[str, dict[int, UnitRecorder]] = field(default_factory=dict)
+    outputs: dict[str, dict[int, float]] = field(default_factory=dict)
+    lines: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    compiled: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class _Simulation:
+    """One fake model and the runs that are made with it."""
+
+    def __init__(self, task: TrainingTask, deadline: Deadline):
+        self.task, self.deadline, self.found = task, deadline, _Findings()
+        if task.samples is None:
+            raise ValueError("the task has no samples")
+        self.mode = fake_mode()
+        self.model = fake_model(task, self.mode)
+        self.groups = find_blocks(self.model)
+        if len(self.groups) == 1 and self.groups[0].members[0] is self.model:
+            self.groups = []  # a model without blocks is all rest
+        self.inputs = {size: prepared_inputs(task, size, self.mode) for size in SIZES}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer_bytes = self.optimizer_temporaries = 0
+        self._add_optimizer()
+
+    def profile(self, compiled: bool) -> ModelProfile:
+        """Make the runs, the most useful first, and put the profile together."""
+        for arithmetic in ARITHMETICS:
+            self._record_units(arithmetic)
+        started = time.monotonic()
+        for arithmetic in ARITHMETICS:
+            if self.deadline.allows():
+                self._track_peak(arithmetic, arithmetic)
+            else:
+                self.found.notes.append(f"out of time before the peak in {arithmetic} was tracked")
+        took = time.monotonic() - started
+        if compiled:
+            self._capture("bfloat16")
+        if any(group.repeats for group in self.groups):
+            for mode in CHECKPOINTS:
+                if not self.deadline.allows(took):
+                    self.found.notes.append(f"out of time before the peak with {mode} checkpointing was tracked")
+                    continue
+                with _checkpointed(self.model, mode):
+                    for arithmetic in ARITHMETICS:
+                        self._track_peak(arithmetic, f"{arithmetic}/{mode}")
+        if compiled:
+            self._capture("float32")
+        return self._put_together()
+
+    def _add_optimizer(self) -> None:
+        if self.task.optim_func is None:
+            return
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
+        try:
+            state, temporary, is_foreach = small_step(self.task)
+            self.optimizer_bytes = int(state * sum(sizes))
+            self.optimizer_temporaries = int(temporary * (sum(sizes) if is_foreach else max(sizes, default=0)))
+        except Exception as error:  # the user's own optimizer, on parameters it may not expect
+            self.found.notes.append(f"the optimizer's temporaries are unknown: a small step failed ({_short(error)})")
+        try:
+            with self.mode:
+                self.optimizer = optimizer_with_state(self.task, self.model)
+            if self.optimizer is not None:
+                self.optimizer_bytes = state_bytes(self.optimizer)
+        except Exception as error:
+            self.model.zero_grad(set_to_none=True)
+            self.found.notes.append(
+                f"the optimizer's state is taken in proportion from a small step: on fake tensors it failed ({_short(error)})"
+            )
+
+    def _record_units(self, arithmetic: str) -> None:
+        for size in SIZES:
+            recorder, outputs = self._recorded(arithmetic, size)
+            self.found.outputs.setdefault(arithmetic, {})[size] = outputs
+            self.found.units.setdefault(arithmetic, {})[size] = recorder.totals
+            self.found.recorders.setdefault(arithmetic, {})[size] = recorder
+
+    def _recorded(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
+        """Return what one forward pass and its loss did and kept, and the bytes of the model's output."""
+        members = {member: index for index, group in enumerate(self.groups) for member in group.members}
+        known = [*self.model.parameters(), *self.model.buffers(), *_tensors(self.inputs[size])]
+        recorder = UnitRecorder(members, len(self.groups), known)
+        handles = recorder.watch(self.model)
+        try:
+            with self.mode, _autocast(arithmetic), recorder, saving_hooks(recorder):
+                outputs = self.task.call(self.model, self.inputs[size])
+                recorder.is_in_loss = True
+                loss_of(self.task, self.inputs[size], outputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return recorder, float(_bytes_behind(_tensors(outputs)))
+
+    def _track_peak(self, arithmetic: str, name: str) -> None:
+        timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
+        lines, parts = upper_lines(SIZES, [timelines[size] for size in SIZES])
+        if not parts:
+            self.found.notes.append(
+                f"{name}: the two runs allocated in different order; the peak is a line through their peaks"
+            )
+        extra = 0.0 if self.optimizer is not None else float(self.optimizer_bytes)
+        self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
+        self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
+
+    def _timeline(self, arithmetic: str, inputs: Any) -> MemoryTimeline:
+        """Return the allocations of one step that begins with optimizer state and without gradients."""
+        timeline = MemoryTimeline()
+        parameters = list(self.model.parameters())
+        with _no_cycles_collected(), self.mode, timeline:
+            timeline.label(parameters, "parameters")
+            timeline.label(self.model.buffers(), "buffers")
+            timeline.label(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
+            timeline.label(_tensors(inputs), "inputs")
+            with _autocast(arithmetic):
+                loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
+            timeline.phase = "temporaries"
+            loss.backward()
+            timeline.label([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
+            timeline.freeze()
+        self.model.zero_grad(set_to_none=True)
+        return timeline
+
+    def _capture(self, arithmetic: str) -> None:
+        """Capture the forward graph at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
+        saved: dict[int, float] = {}
+        started = time.monotonic()
+        for size in SIZES:
+            if not self.deadline.allows(time.monotonic() - started):
+                break
+            try:
+                saved[size] = self._captured(arithmetic, size)
+            except Exception as error:  # code that ahead-of-time capture cannot follow
+                self.found.notes.append(
+                    f"compiled {arithmetic}: the forward graph could not be captured ({_short(error)})"
+                )
+                return
+        if len(saved) == len(SIZES):
+            self.found.compiled[arithmetic] = line_through(SIZES, [saved[size] for size in SIZES])
+        elif saved:
+            self.found.compiled[arithmetic] = (0.0, saved[SIZES[0]] / SIZES[0])
+            self.found.notes.append(
+                f"compiled {arithmetic}: time for one batch size only, so nothing is taken as fixed"
+            )
+        else:
+            self.found.notes.append(f"compiled {arithmetic}: out of time before the forward graph was captured")
+
+    def _captured(self, arithmetic: str, size: int) -> float:
+        def capture() -> float:
+            with self.mode:
+                return compiled_saved_bytes(self.task, self.model, self.inputs[size], arithmetic)
+
+        container = self._container()
+        if container is None:
+            return capture()
+        at_depth = []
+        for depth in (1, 2):
+            with with_depth(container, depth):
+                at_depth.append(capture())
+        return at_depth[0] + (len(container) - 1) * (at_depth[1] - at_depth[0])
+
+    @functools.cache  # noqa: B019 - the simulation lives as long as one call of profile_model
+    def _container(self) -> nn.ModuleList | nn.Sequential | None:
+        """Return the list of blocks that can be shortened: a short model must do exactly what the whole one does, for fewer blocks."""
+        container = shortened_container(self.model, self.groups)
+        if container is None or len(container) <= MOST_CAPTURED:
+            return None
+        whole = self.found.units[ARITHMETICS[0]][SIZES[0]]
+        block = next(index for index, group in enumerate(self.groups) if group.repeats)
+        try:
+            with with_depth(container, 2):
+                short = self._recorded(ARITHMETICS[0], SIZES[0])[0].totals
+        except Exception:  # the forward asks for blocks by number, or counts them
+            return None
+        share = 2 / len(container)
+        is_same = math.isclose(short[block].flops, share * whole[block].flops, rel_tol=1e-6)
+        others = all(
+            math.isclose(short[index].flops, whole[index].flops, rel_tol=1e-6) for index in whole if index != block
+        )
+        return container if is_same and others else None
+
+    def _put_together(self) -> ModelProfile:
+        found, model = self.found, self.model
+        parameters = list(model.parameters())
+        compiled = found.compiled
+        input_sizes = {size: float(_bytes_behind(_tensors(self.inputs[size]))) for size in SIZES}
+        recorder = found.recorders[ARITHMETICS[0]][SIZES[0]]
+        plain = {
+            arithmetic: steepest(found.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in found.lines
+        }
+        return ModelProfile(
+            units=tuple(self._units()),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+            input_bytes=_slope(lambda size: input_sizes[size]),
+            logits_bytes={arithmetic: self._logits(arithmetic) for arithmetic in ARITHMETICS},
+            sequence_length=recorder.sequence_length,
+            compiled_bytes={name: each for name, (_, each) in compiled.items()} or None,
+            compiled_fixed_bytes={name: fixed for name, (fixed, _) in compiled.items()} or None,
+            peak_bytes=plain or None,
+            peak_lines=found.lines,
+            peak_parts=found.parts,
+            optimizer_bytes=self.optimizer_bytes,
+            optimizer_temporary_bytes=self.optimizer_temporaries,
+            has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+            has_convolution=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+            has_dropout=recorder.has_dropout,
+            cross_entropy_head=recorder.cross_entropy_head,
+            notes=tuple(found.notes),
+        )
+
+    def _units(self) -> Iterator[UnitProfile]:
+        inside = {
+            id(parameter) for group in self.groups for member in group.members for parameter in member.parameters()
+        }
+        for index, group in enumerate(self.groups):
+            yield self._unit(index, group.path, group.cls.__name__, group)
+        rest = sum(parameter.numel() for parameter in self.model.parameters() if id(parameter) not in inside)
+        yield self._unit(len(self.groups), "", type(self.model).__name__, None, rest)
+
+    def _unit(self, index: int, path: str, cls: str, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
+        count = len(group.members) if group is not None else 1
+        if group is not None:
+            held = {id(p): p.numel() for member in group.members for p in member.parameters()}
+            parameters = round(sum(held.values()) / count)
+
+        def each(arithmetic: str, read: Callable[[UnitTotals], float]) -> float:
+            return _slope(lambda size: read(self.found.units[arithmetic][size][index])) / count
+
+        def by_arithmetic(read: Callable[[UnitTotals], float]) -> Mapping[str, float]:
+            return {arithmetic: each(arithmetic, read) for arithmetic in ARITHMETICS}
+
+        saved = by_arithmetic(lambda unit: unit.saved)
+        first = self.found.units[ARITHMETICS[0]][SIZES[0]][index]
+        return UnitProfile(
+            path=path,
+            cls=cls,
+            count=count,
+            parameters=parameters,
+            forward_flops=each(ARITHMETICS[0], lambda unit: unit.flops),
+            saved_bytes=saved,
+            input_bytes=by_arithmetic(lambda unit: unit.inputs),
+            selective_bytes=by_arithmetic(lambda unit: unit.inputs + unit.expensive) if group is not None else saved,
+            traffic_bytes=by_arithmetic(lambda unit: unit.traffic),
+            operations=round(first.operations / count),
+            saved_fixed_bytes={name: self._fixed(name, index) / count for name in ARITHMETICS},
+            largest_saved_bytes={name: self._largest(name, index) for name in ARITHMETICS},
+            heads=next((heads for heads in self._heads(index) if heads is not None), None),
+        )
+
+    def _heads(self, index: int) -> Iterator[int | None]:
+        """Yield heads as each arithmetic shows them; attention that no fused kernel takes does not show any."""
+        for arithmetic in ARITHMETICS:
+            yield self.found.units[arithmetic][SIZES[0]][index].heads
+
+    def _fixed(self, arithmetic: str, index: int) -> float:
+        units = self.found.units[arithmetic]
+        return max(0.0, line_through(SIZES, [units[size][index].saved for size in SIZES])[0])
+
+    def _largest(self, arithmetic: str, index: int) -> float:
+        small, large = (self.found.units[arithmetic][size][index].saved_by_member for size in SIZES)
+        return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
+
+    def _logits(self, arithmetic: str) -> float:
+        """Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps."""
+        recorders, outputs = self.found.recorders[arithmetic], self.found.outputs[arithmetic]
+        return _slope(lambda size: outputs[size] + 2 * recorders[size].loss.saved)
+
+
+def _slope(read: Callable[[int], float]) -> float:
+    return (read(SIZES[1]) - read(SIZES[0])) / (SIZES[1] - SIZES[0])
+
+
+def _bytes_behind(tensors: list[Tensor]) -> int:
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _autocast(arithmetic: str) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic != "float32")
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _checkpointed(model: nn.Module, mode: Any) -> Iterator[None]:
+    classes = {module: type(module) for module in model.modules()}
+    checkpoint_blocks(model, mode=mode)
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            if type(module) is not cls:
+                module.__class__ = cls
+
+
+@contextmanager
+def _no_cycles_collected() -> Iterator[None]:
+    """Keep the order of releases the same in every run: nothing is collected in between."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

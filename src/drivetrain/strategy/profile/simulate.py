@@ -1,0 +1,368 @@
+"""Run a plan without its hardware: the real code that applies it, on fake tensors, as rank 0 of a fake world of the real size.
+
+One untracked step warms every cache (the first step of a sharded model works out layouts, which would count as memory), the second is
+followed storage by storage. Models of many equal blocks are simulated with a few of them and continued exactly. Nothing here raises for
+the sake of a model: what cannot be simulated comes back as a `failure` that says why.
+"""
+
+import gc
+import inspect
+import multiprocessing
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.module import ddp
+from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.ranks import is_distributed
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
+from drivetrain.strategy.profile.fake_world import (
+    GradientBuckets,
+    fake_copy,
+    fake_world,
+    few_chunks,
+    meta_copy,
+    pretended_moves,
+)
+from drivetrain.strategy.profile.few_blocks import (
+    Counts,
+    Family,
+    choose_counts,
+    continued,
+    cut_model,
+    find_cuttable,
+    pinned,
+    watch_blocks,
+)
+from drivetrain.strategy.profile.following import Update
+from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory
+from drivetrain.strategy.profile.torch_private import fake_mode, faked
+from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.value import Strategy
+
+_LEFT_OUT = {
+    "native_dynamo": "kernels are not compiled on fake tensors; the compiler may keep less",
+    "cuda_graphs": "there is nothing to record on fake tensors",
+    "module_replace": "replaced modules are compared by their values, and fake tensors have none",
+    "fp8": "it needs the device itself",
+    "tf32": "it does not change memory",
+}
+_ROUNDING = {"cuda": 512}
+"""What allocators round sizes up to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a plan would hold and send on one rank in one update."""
+
+    peak_bytes: float = 0.0
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """By category, at the moment at which most is held: `params`, `grads`, `optimizer`, `activations`, `gathered`, `temporary`."""
+    collectives: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """By kind: how many in one update, and the bytes of their whole tensors."""
+    notes: tuple[str, ...] = ()
+    """What was left out or replaced."""
+    failure: str | None = None
+    """Why there are no numbers."""
+    seconds: float = 0.0
+    """How long the simulation took."""
+
+
+def simulate(
+    task: TrainingTask, plan: Strategy, *, world: int, device_kind: str = "cpu", time_limit: float | None = None
+) -> Simulation:
+    """Return what a plan would hold and send on rank 0 of a world of any size, for the kind of device "cpu" or "cuda"."""
+    return simulate_plans(task, [plan], world=world, device_kind=device_kind, time_limit=time_limit)[0]
+
+
+def simulate_plans(
+    task: TrainingTask,
+    plans: Sequence[Strategy],
+    *,
+    world: int,
+    device_kind: str = "cpu",
+    time_limit: float | None = None,
+) -> list[Simulation]:
+    """Simulate several plans one after another, all within the time limit; where a process group exists, in one child process."""
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    if is_distributed():
+        return _in_child(task, plans, world, device_kind, deadline)
+    random_state = capture_rng()
+    try:
+        return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
+    finally:
+        restore_rng(random_state)
+
+
+class _OutOfTime(Exception):
+    """The time limit is over."""
+
+
+@dataclass
+class _Job:
+    """One plan to simulate, and what was found out on the way."""
+
+    task: TrainingTask
+    plan: Strategy
+    world: int
+    kind: str
+    deadline: float | None
+    notes: list[str] = field(default_factory=list)
+
+    def check_time(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise _OutOfTime
+
+
+def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: float | None) -> Simulation:
+    started = time.monotonic()
+    job = _Job(task, _simulable(plan), world, kind, deadline)
+    job.notes += [f"{entry.name}: not simulated, {_LEFT_OUT[entry.name]}" for entry in plan if entry.name in _LEFT_OUT]
+    try:
+        _refuse_pipelines(plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
+            result = _numbers(job, *_run(job))
+    except _OutOfTime:
+        result = Simulation(failure="the time limit ended before the simulation did")
+    except NotImplementedError as error:
+        result = Simulation(failure=str(error))
+    except Exception as error:  # a model may do anything; why it cannot be simulated is the result
+        text = str(error).strip().splitlines()
+        result = Simulation(failure=f"{type(error).__name__}: {text[0] if text else 'no message'}")
+    finally:
+        gc.collect()
+    return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)
+
+
+def _refuse_pipelines(plan: Strategy) -> None:
+    """Refuse plans whose ranks learn shapes and losses from each other."""
+    found, parallel = plan.get_parallel_mode()
+    if found and dict(parallel.axes).get("pipe", 1) > 1:
+        raise NotImplementedError(
+            "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
+        )
+
+
+def _simulable(plan: Strategy) -> Strategy:
+    """Return the plan without what fake tensors cannot do; float16 becomes bfloat16, which is as large and needs no scaler."""
+    entries = []
+    for name, config, tunable in plan:
+        if name in _LEFT_OUT:
+            continue
+        if name in ("amp_native", "half") and config.dtype == "float16":
+            config = replace(config, dtype="bfloat16")
+        entries.append((name, config, tunable))
+    return replace(plan, opt_list=entries)
+
+
+def _run(job: _Job) -> tuple[Record, int]:
+    """Return the record of one update, and the passes that its window has; few blocks where that is possible, else all."""
+    model = _structure(job.task)
+    families = find_cuttable(model)
+    runs = choose_counts(families, job.plan)
+    full = tuple(len(family.names) for family in families)
+    if runs:
+        try:
+            records = [_follow(job, model, families, counts) for counts in runs]
+        except _OutOfTime:
+            raise
+        except Exception as error:  # it may count on all of its blocks; then all are simulated
+            job.notes.append(
+                f"simulated whole, because it does not run with fewer blocks ({type(error).__name__}: {error})"
+            )
+        else:
+            base = runs[0]
+            cut = [index for index, count in enumerate(base) if count < full[index]]
+            period = runs[1][cut[0]] - base[cut[0]]
+            others = list(zip(cut, [record for record, _ in records[1:]]))
+            shown = ", ".join(f"{full[index]} blocks of {families[index].container or 'the model'}" for index in cut)
+            job.notes.append(f"continued to {shown} from {base[cut[0]]} and {base[cut[0]] + period}")
+            return continued(records[0][0], others, base, full, period), records[0][1]
+    return _follow(job, model, families, full)
+
+
+def _structure(task: TrainingTask) -> nn.Module:
+    """Return the model, for its structure alone; one that must be built is built without memory where that works."""
+    if task.model is not None:
+        return task.model
+    assert task.model_fn is not None
+    try:
+        with fake_mode():
+            return task.model_fn()
+    except Exception:  # an initialisation that reads values needs real ones
+        return task.model_fn()
+
+
+def _follow(job: _Job, model: nn.Module, families: Sequence[Family], counts: Counts) -> tuple[Record, int]:
+    """Apply the plan to a fake copy with so many blocks, warm it up, and follow one update."""
+    job.check_time()
+    mode = fake_mode()
+    copied = fake_copy(model, mode)
+    copied.train(model.training)
+    plan = job.plan
+    is_whole = counts == tuple(len(family.names) for family in families)
+    if not is_whole:
+        plan = pinned(plan, model, families, counts)
+        cut_model(copied, families, counts)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(job.world))
+        stack.enter_context(pretended_moves())
+        stack.enter_context(few_chunks())
+        buckets = stack.enter_context(_pretended_ddp(mode))
+        stack.enter_context(accelerator_rules() if job.kind != "cpu" else nullcontext())
+        task = _fake_task(job, mode)
+        resolved = resolve_plan(plan, model=copied, device="cpu", world=job.world)
+        batch, accumulation = _short_window(job, resolved)
+        ctx = task.shaped(copied, resolved, batch)
+        job.check_time()
+        if is_whole:
+            job.notes += ctx.notes
+        step = Update(task, ctx, batch, buckets, job.check_time)
+        with mode:
+            tracker = StepMemory(_ROUNDING.get(job.kind, 1))
+            step.run(None)
+            for bucket in buckets:
+                bucket.build()
+            if buckets:
+                step.run(None)
+            handles = watch_blocks(unwrap(ctx.model), families, counts, tracker, lambda: step.window)
+            step.run(tracker)
+            for handle in handles:
+                handle.remove()
+        return tracker.record(), accumulation
+
+
+@contextmanager
+def _pretended_ddp(mode: Any) -> Iterator[list[GradientBuckets]]:
+    """Let buckets in Python stand for DDP; yield those that were made."""
+    made: list[GradientBuckets] = []
+
+    def stand_in(model: nn.Module, **settings: Any) -> nn.Module:
+        made.append(GradientBuckets(model, mode, settings.get("bucket_cap_mb")))
+        return model
+
+    before = ddp.TransparentDDP
+    ddp.TransparentDDP = stand_in  # type: ignore[assignment, misc]
+    try:
+        yield made
+    finally:
+        ddp.TransparentDDP = before  # type: ignore[misc]
+
+
+def _fake_task(job: _Job, mode: Any) -> TrainingTask:
+    """Return the task with fake samples, and with the optimizer's loop over parameters that the device would choose."""
+    from torch.utils._pytree import tree_map_only
+
+    task = job.task
+    changes: dict[str, Any] = {"samples": tree_map_only(Tensor, lambda tensor: faked(mode, tensor), task.samples)}
+    given = {"fused", "foreach"} & {key for key, value in task.optim_args.items() if value is not None}
+    if job.kind == "cuda" and not given and "fused_optimizer" not in job.plan and task.optim_func is not None:
+        try:
+            takes = "foreach" in inspect.signature(task.optim_func).parameters
+        except (TypeError, ValueError):
+            takes = False
+        if takes:
+            changes["optim_args"] = {**task.optim_args, "foreach": True}
+    return replace(task, **changes)
+
+
+def _short_window(job: _Job, resolved: Any) -> tuple[BatchPlan, int]:
+    """Return a window of at most two passes (all but the last are alike), and how many the plan has."""
+    batch = job.plan.batch
+    if batch is None or batch.data_ranks != resolved.data_ranks:
+        config = resolved.config("micro_batch")
+        micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
+        batch = plan_batch(job.task.global_batch_size, resolved.data_ranks, micro, accumulation)
+    length = min(batch.accumulation, 2)
+    short = replace(batch, accumulation=length, global_size=batch.micro * length * batch.data_ranks)
+    return short, batch.accumulation
+
+
+def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
+    """Return the largest of all moments, and the collectives of the whole window."""
+    host = _on_host(job.plan)
+    if host:
+        job.notes.append(f"in host memory and not counted: {', '.join(host)}")
+    best: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+    for amounts in record.segments.values():
+        here = {kind: 0.0 if kind in host else value for kind, value in amounts.items()}
+        if sum(here.values()) > sum(best.values()):
+            best = here
+    collectives: dict[str, tuple[int, float]] = {}
+    for part, entries in record.collectives.items():
+        times = accumulation - 1 if part == "open" else 1
+        for name, (count, size) in entries.items():
+            before = collectives.get(name, (0, 0.0))
+            collectives[name] = (before[0] + times * count, before[1] + times * size)
+    return Simulation(peak_bytes=sum(best.values()), memory=best, collectives=dict(sorted(collectives.items())))
+
+
+def _on_host(plan: Strategy) -> list[str]:
+    """Return the categories that a plan keeps in host memory; fake tensors are all on one device."""
+    shards = {entry.name: entry.config for entry in plan if entry.name in ("fsdp", "zero2")}
+    if any(config.cpu_offload for config in shards.values()) or (shards and "cpu_offload" in plan):
+        return ["params", "grads", "optimizer"]
+    return ["optimizer"] if "cpu_offload" in plan else []
+
+
+# In a child process.
+
+
+def _in_child(
+    task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: float | None
+) -> list[Simulation]:
+    """Simulate in a process of its own, which has no process group yet; it gets the structure of the model, not its memory."""
+    from torch.utils._pytree import tree_map_only
+
+    started = time.monotonic()
+    try:
+        model = None if task.model is None else meta_copy(task.model)
+        samples = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), task.samples)
+        sent = replace(task, model=model, samples=samples)
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        child = context.Process(
+            target=_child, args=(theirs, sent, list(plans), world, kind, _left(deadline)), daemon=True
+        )
+        child.start()
+    except Exception as error:  # a model that cannot be copied or sent
+        failure = f"it cannot be sent to a child process ({type(error).__name__}: {error})"
+        return [Simulation(failure=failure, seconds=time.monotonic() - started) for _ in plans]
+    theirs.close()
+    results: list[Simulation] = []
+    failure = "the time limit ended before the simulation did"
+    try:
+        while len(results) < len(plans) and ours.poll(_left(deadline)):
+            results.append(ours.recv())
+    except EOFError:
+        child.join()
+        failure = f"the child process ended with status {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+    return results + [Simulation(failure=failure)] * (len(plans) - len(results))
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _child(
+    pipe: Any, task: TrainingTask, plans: list[Strategy], world: int, kind: str, time_limit: float | None
+) -> None:
+    torch.set_num_threads(1)
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    for plan in plans:
+        pipe.send(_simulate(task, plan, world, kind, deadline))
+    pipe.close()

@@ -1,0 +1,178 @@
+"""The one place that touches private parts of torch: fake tensors, dispatcher keys, operation counts, ahead-of-time capture.
+
+Each function says in its docstring what it needs; where that is missing it raises `PrivateFeatureMissing`, and callers fall back to
+closed forms. Nothing else in this folder imports a name with an underscore from torch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class PrivateFeatureMissing(RuntimeError):
+    """This torch does not have something that the profile would use."""
+
+
+def fake_mode() -> Any:
+    """Return a mode in which tensors have shapes and no memory, on a pretended CPU; enter it with `with`."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise PrivateFeatureMissing(f"no fake tensors in torch {torch.__version__}") from error
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: Any) -> bool:
+    """Say whether a value is a fake tensor (or a wrapper of one, while a graph is captured)."""
+    from torch._guards import detect_fake_mode
+
+    return isinstance(value, Tensor) and detect_fake_mode(value) is not None
+
+
+def faked(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a fake tensor on the pretended CPU, shaped like a tensor on any device."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
+    with mode, torch.no_grad():
+        if tensor.layout is torch.strided:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+
+
+def operation_flops(function: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> float:
+    """Return the floating-point operations of one dispatched operation; 0 for all but products, convolutions and attention."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = function._overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is None and "scaled_dot_product" in str(packet):
+        backward = "backward" in str(packet)
+        packet = torch.ops.aten._scaled_dot_product_efficient_attention
+        if backward:
+            packet = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        formula, kwargs = flop_registry.get(packet), {}
+        args = args[: 4 if backward else 3]
+    return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+
+
+def is_view_operation(function: Any) -> bool:
+    """Say whether an operation returns another look at its input and moves no memory."""
+    return bool(function.is_view) or function._schema.name in _VIEW_LIKE
+
+
+_VIEW_LIKE = frozenset(
+    {"aten::_unsafe_view", "aten::detach", "aten::alias", "aten::_reshape_alias", "aten::lift_fresh"}
+)
+
+
+Rule = Callable[..., Any]
+"""Takes the operation and its arguments, and returns the result it would have on an accelerator."""
+
+
+@contextmanager
+def operation_rules(rules: Iterable[tuple[str, str, Rule]]) -> Iterator[None]:
+    """Let operations on fake CPU tensors follow other rules: (name, dispatch key, rule); real tensors keep torch's own.
+
+    Kernels are registered for the time of the context and removed after it. An operation
+    that this torch does not have, or has such a kernel for, is left out.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, key, rule in rules:
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if operation is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                library.impl(name, _kernel(operation, key, rule), key)
+        yield
+    finally:
+        library._destroy()
+
+
+def _kernel(operation: Any, key: str, rule: Rule) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    is_autocast = key.startswith("Autocast")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if is_autocast:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                if tensors and is_fake(tensors[0]):
+                    return rule(operation, *args, **kwargs)
+                return operation(*args, **kwargs)
+        if tensors and is_fake(tensors[0]):
+            return rule(operation, *args, **kwargs)
+        return operation.decompose(*args, **kwargs)
+
+    return kernel
+
+
+class _Captured(Exception):
+    """Carries what was found out of torch's machinery, which is then not asked to go on."""
+
+    def __init__(self, saved: float):
+        self.saved = saved
+
+
+def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], round_to: int = 512) -> float:
+    """Return the bytes that a compiled forward pass keeps for backward, beyond its inputs.
+
+    The joint graph is traced on fake tensors with inductor's decompositions and cut by the min-cut partitioner, as `torch.compile`
+    does; nothing is compiled or run. `inputs` are fake tensors, those that require gradients are leaves.
+    """
+    try:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+    except ImportError as error:
+        raise PrivateFeatureMissing(f"no ahead-of-time capture in torch {torch.__version__}") from error
+
+    def partition(joint: Any, joint_inputs: Any, **settings: Any) -> Any:
+        forward, _ = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+        raise _Captured(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
+
+    def unrun(gm: Any, example_inputs: Any) -> Any:
+        return gm
+
+    captured = aot_function(
+        function,
+        fw_compiler=unrun,
+        bw_compiler=unrun,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    try:
+        captured(*inputs)
+    except _Captured as found:
+        return found.saved
+    raise PrivateFeatureMissing(
+        "the capture of a compiled forward pass returned without a graph: nothing requires a gradient"
+    )
+
+
+def _saved_outputs(forward: Any, num_outputs: int, round_to: int) -> float:
+    """Sum what a partitioned forward graph returns beside its outputs, each storage once, inputs and their views left out."""
+    output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    values = output.args[0]
+    total, seen = 0.0, set()
+    for node in values[num_outputs:]:
+        value = getattr(node, "meta", {}).get("val")
+        if getattr(node, "op", None) in (None, "placeholder") or not isinstance(value, Tensor):
+            continue
+        source = node
+        while source.op == "call_function" and _is_view_node(source):
+            source = source.args[0]
+        if source.op == "placeholder" or source in seen:
+            continue
+        seen.add(source)
+        kept = source.meta["val"]
+        size = kept.numel() * kept.element_size() if isinstance(kept, Tensor) else value.numel() * value.element_size()
+        total += -(-size // round_to) * round_to
+    return total
+
+
+def _is_view_node(node: Any) -> bool:
+    """Say whether a graph node is a view of its first argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_view_operation(node.target)

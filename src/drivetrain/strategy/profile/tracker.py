@@ -1,0 +1,248 @@
+"""Watch a run on fake tensors: what is allocated when, and what each part of a model does and keeps.
+
+`MemoryTimeline` writes down every allocation and release of a whole step, in order. Two such lists, of two batch sizes, have the same
+order, so each moment is a straight line in the batch size, and the peak at any size is the highest line there. `UnitRecorder` charges
+operations of a forward pass to the block that runs them.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
+
+ROUNDING = 512
+"""CUDA's allocator hands out multiples of this."""
+
+
+def rounded(size: int) -> int:
+    """Return what the allocator takes for so many bytes."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
+@dataclass
+class Event:
+    """One allocation (positive) or release (negative)."""
+
+    key: int
+    size: int
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Records what is allocated and released while it is entered, beside the storages known from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.labels: dict[int, str] = {}
+        self.phase = "activations"
+        self._keys: dict[int, int] = {}  # address of a live storage's Python object -> key
+        self._references: dict[int, weakref.ref] = {}
+
+    def label(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Say what storages are; those not seen yet count from now on."""
+        for tensor in tensors:
+            self.labels[self._seen(tensor)] = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":
+            for leaf in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(leaf, Tensor):
+                    self._seen(leaf)
+                elif isinstance(leaf, list):
+                    for tensor in leaf:
+                        self._seen(tensor)
+        return result
+
+    def _seen(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = self._keys.get(id(storage))
+        if key is not None:
+            return key
+        key, address, size = len(self.labels), id(storage), rounded(storage.nbytes())
+        self.labels[key] = self.phase
+        self.events.append(Event(key, size))
+
+        def released(_: Any, self: MemoryTimeline = self) -> None:
+            self.events.append(Event(key, -size))
+            del self._keys[address], self._references[address]
+
+        self._keys[address], self._references[address] = key, weakref.ref(storage, released)
+        return key
+
+    def freeze(self) -> None:
+        """End the record: what is released later is not written down."""
+        self._references.clear()
+        self._keys.clear()
+
+    def totals(self) -> list[int]:
+        """Return the bytes in use after each event."""
+        total, totals = 0, []
+        for event in self.events:
+            total += event.size
+            totals.append(total)
+        return totals
+
+    def parts_at(self, index: int) -> dict[str, int]:
+        """Return the bytes in use after an event, by label."""
+        parts: dict[str, int] = defaultdict(int)
+        for event in self.events[: index + 1]:
+            parts[self.labels[event.key]] += event.size
+        return dict(parts)
+
+
+@dataclass
+class UnitTotals:
+    """What all members of one unit did in a forward pass."""
+
+    flops: float = 0.0
+    traffic: float = 0.0
+    operations: int = 0
+    saved: float = 0.0
+    inputs: float = 0.0
+    expensive: float = 0.0
+    heads: int | None = None
+    saved_by_member: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class UnitRecorder(TorchDispatchMode):
+    """Charges a forward pass to units: the index of the unit whose member runs, or `rest` outside of all."""
+
+    def __init__(self, members: dict[nn.Module, int], rest: int, known: Iterable[Tensor]):
+        super().__init__()
+        self.totals: dict[int, UnitTotals] = defaultdict(UnitTotals)
+        self.loss = UnitTotals()
+        """What the loss did, also charged to the rest."""
+        self.is_in_loss = False
+        self.sequence_length: int | None = None
+        self.has_dropout = False
+        self.cross_entropy_head: str | None = None
+        self._members, self._rest = members, rest
+        self._stack: list[tuple[int, nn.Module | None]] = [(rest, None)]
+        self._kept: dict[int, Any] = {}  # storages are held, so that no address comes twice
+        self._saved: set[int] = set()
+        self._entered: set[int] = set()
+        self._expensive: set[int] = set()
+        self._origins: dict[int, str] = {}  # storage of a Linear's output, or of a copy of it -> name of the Linear
+        for tensor in known:
+            self._saved.add(self._key(tensor))
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._kept[id(storage)] = storage
+        return id(storage)
+
+    @property
+    def current(self) -> UnitTotals:
+        """The unit that runs now."""
+        return self.totals[self._stack[-1][0]]
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Put hooks on the members and on Linear layers; return their handles."""
+        handles = []
+        for name, module in model.named_modules():
+            if module in self._members:
+                handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+            if isinstance(module, nn.Linear):
+                handles.append(module.register_forward_hook(self._linear_hook(name)))
+        return handles
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit = self._members[module]
+        self._stack.append((unit, module))
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                key = self._key(tensor)
+                if key not in self._entered:
+                    self._entered.add(key)
+                    self.totals[unit].inputs += tensor.untyped_storage().nbytes()
+                if self.sequence_length is None and tensor.ndim == 3 and tensor.is_floating_point():
+                    self.sequence_length = tensor.shape[1]
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _linear_hook(self, name: str) -> Any:
+        def remember(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                self._origins[self._key(output)] = name
+
+        return remember
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Charge a tensor saved for backward, each storage once."""
+        key = self._key(tensor)
+        if key not in self._saved:
+            self._saved.add(key)
+            size = tensor.untyped_storage().nbytes()
+            self.current.saved += size
+            self.current.saved_by_member[id(self._stack[-1][1])] += size
+            if self.is_in_loss:
+                self.loss.saved += size
+        return tensor.detach()  # the tensor itself would keep its own node alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim" or is_view_operation(func):
+            return result
+        unit = self.current
+        flops = operation_flops(func, args, kwargs, result)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        unit.flops += flops
+        unit.operations += 1
+        if inputs:
+            unit.traffic += sum(map(_touched, inputs)) + sum(map(_touched, outputs))
+        self._notice(func, inputs, outputs)
+        if self._stack[-1][0] != self._rest and _is_expensive(func, args):
+            for tensor in outputs:
+                key = self._key(tensor)
+                if key not in self._expensive:
+                    self._expensive.add(key)
+                    unit.expensive += tensor.untyped_storage().nbytes()
+        return result
+
+    def _notice(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        name = func._schema.name
+        if "scaled_dot_product" in name and inputs[0].ndim == 4:
+            self.current.heads = inputs[0].shape[1]
+        elif name == "aten::native_dropout":
+            self.has_dropout = True
+        elif name in _FOLLOWED and inputs:
+            origin = self._origins.get(self._key(inputs[0]))
+            if origin is not None:
+                self._origins[self._key(outputs[0])] = origin
+        elif name.startswith("aten::nll_loss") and "backward" not in name:
+            self.cross_entropy_head = self._origins.get(self._key(inputs[0]), self.cross_entropy_head)
+
+
+# What may stand between a Linear and the loss for its output to be called logits.
+_FOLLOWED = frozenset({"aten::_to_copy", "aten::clone", "aten::_log_softmax"})
+
+
+def _touched(tensor: Tensor) -> int:
+    """Return the bytes that reading or writing a tensor moves; an expanded one is no larger than what it shows."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _is_expensive(func: Any, args: Any) -> bool:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from drivetrain.module.checkpointing import _keep_expensive
+
+    return _keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE
+
+
+def saving_hooks(recorder: UnitRecorder) -> Any:
+    """Return a context in which what autograd saves is charged."""
+    return torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)

@@ -1,0 +1,202 @@
+"""The end of a search: which plan it is, and everything that is told about it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from drivetrain.strategy.search.ranking import Scored, contrasting, nearest_misses, rejection, sensitivity
+from drivetrain.strategy.search.space import Space
+from drivetrain.strategy.search.wishes import plain_numbers, shown_bytes
+from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.value import Evidence, Failure, Strategy
+
+TIE = 0.02
+"""Measured times this close count as equal; then the plan with fewer methods wins."""
+_MOST_POINTS = 500
+_MOST_REJECTED = 5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One plan, tried."""
+
+    scored: Scored
+    plan: Strategy
+    result: TrialResult
+
+    @property
+    def seconds(self) -> float:
+        """Measured time of one update."""
+        assert self.result.step_seconds is not None
+        return self.result.step_seconds
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the plan ran, right and in time."""
+        return self.result.outcome == "ok" and self.result.step_seconds is not None
+
+
+def choose(measurements: Sequence[Measurement], tie: float = TIE) -> Measurement | None:
+    """Return the fastest plan that worked; of those within a tie the one with fewer methods."""
+    usable = [item for item in measurements if item.is_usable]
+    if not usable:
+        return None
+    fastest = min(item.seconds for item in usable)
+    ties = [item for item in usable if item.seconds <= fastest * (1 + tie)]
+    return min(ties, key=lambda item: (len(item.plan), item.seconds))
+
+
+def finished_plan(
+    chosen: Scored,
+    measurement: Measurement | None,
+    space: Space,
+    *,
+    scored: Sequence[Scored],
+    measurements: Sequence[Measurement],
+    budget: float,
+    evidence: Mapping[str, Evidence],
+    notes: Sequence[str],
+    report: Mapping[str, Any],
+) -> Strategy:
+    """Return the chosen plan with its numbers, its reasons, and what was rejected."""
+    plan = measurement.plan if measurement is not None else space.plan(chosen.candidate)
+    predicted: dict[str, Any] = {
+        "memory": plain_numbers(chosen.cost.memory),
+        "time": plain_numbers(chosen.cost.time),
+        "peak_bytes": float(chosen.peak),
+        "step_seconds": float(chosen.seconds),
+        "budget_bytes": float(budget),
+        "evidence": dict(evidence),
+    }
+    hint = sensitivity(scored, chosen, budget)
+    if hint is not None:
+        predicted["sensitivity"] = hint
+    return replace(
+        plan,
+        predicted=predicted,
+        measured=None if measurement is None else measured_numbers(measurement.result),
+        evidence="measured" if measurement is not None else evidence["memory"],
+        reasons=tuple(notes),
+        rejected=tuple(_rejected(chosen, measurement, scored, measurements, budget)),
+        search=dict(report),
+    )
+
+
+def measured_numbers(result: TrialResult) -> dict[str, Any]:
+    """Return what a trial showed, as a plan keeps it."""
+    kept = (
+        "step_seconds",
+        "steps",
+        "peak_bytes",
+        "reserved_bytes",
+        "loss",
+        "plain_loss",
+        "gradient_norm",
+        "startup_seconds",
+        "is_verified",
+    )
+    values = asdict(result)
+    return {name: values[name] for name in kept if values[name] is not None}
+
+
+def _rejected(
+    chosen: Scored,
+    measurement: Measurement | None,
+    scored: Sequence[Scored],
+    measurements: Sequence[Measurement],
+    budget: float,
+) -> list[str]:
+    """Return up to five plans that were not chosen: measured ones first, then what a reader would ask about."""
+    lines = []
+    for item in measurements:
+        if measurement is not None and item.plan == measurement.plan:
+            continue
+        if item.is_usable and measurement is not None:
+            change = (item.seconds / measurement.seconds - 1) * 100
+            lines.append(f"{item.scored.label}: measured {item.seconds * 1e3:.4g} ms a step, {change:+.0f} %")
+        elif not item.is_usable:
+            lines.append(f"{item.scored.label}: {item.result.outcome} ({_first_line(item.result.message)})")
+    tried = {item.scored.candidate for item in measurements}
+    more = contrasting(scored, chosen, budget, _MOST_REJECTED, lambda item: item.candidate in tried)
+    lines += [rejection(item, chosen.seconds, budget) for item in more]
+    return lines[:_MOST_REJECTED]
+
+
+def infeasible_plan(scored: Sequence[Scored], space: Space, budget: float, report: Mapping[str, Any]) -> Strategy:
+    """Return the plan that comes closest, marked as failed, with what is missing."""
+    misses = nearest_misses(scored, budget)
+    nearest, shortfall = misses[0]
+    message = (
+        f"no plan fits: the smallest of {len(scored)} ({nearest.label}) needs {shown_bytes(nearest.peak)}, the budget is "
+        f"{shown_bytes(budget)}; {shown_bytes(shortfall)} are missing. Raise memory_budget, use more processes, or a smaller model."
+    )
+    plan = space.plan(nearest.candidate)
+    return replace(
+        plan,
+        predicted={
+            "memory": plain_numbers(nearest.cost.memory),
+            "time": plain_numbers(nearest.cost.time),
+            "peak_bytes": float(nearest.peak),
+            "step_seconds": float(nearest.seconds),
+            "budget_bytes": float(budget),
+            "evidence": {"memory": "modelled", "time": "modelled"},
+        },
+        evidence="modelled",
+        rejected=tuple(f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}" for item, _ in misses),
+        failure=Failure(kind="infeasible", message=message, shortfall_bytes=int(shortfall), nearest=plan),
+        search=dict(report),
+    )
+
+
+def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, Any]) -> Strategy:
+    """Return the plan of a search in which every trial failed."""
+    first = measurements[0]
+    outcomes = "; ".join(
+        f"{item.scored.label}: {item.result.outcome} ({_first_line(item.result.message)})" for item in measurements
+    )
+    failure = Failure(kind=first.result.outcome, message=f"every plan that was tried failed: {outcomes}")
+    return replace(
+        first.plan, failure=failure, rejected=tuple(outcomes.split("; ")[:_MOST_REJECTED]), search=dict(report)
+    )
+
+
+def report_of(
+    scored: Sequence[Scored],
+    fitting: int,
+    simulated: Sequence[Scored],
+    measurements: Sequence[Measurement],
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return the search itself as JSON holds it: counts, times, every trial, and points for a picture."""
+    return {
+        "candidates": len(scored),
+        "fitting": fitting,
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "simulated": [item.label for item in simulated],
+        "measured": [
+            {
+                "plan": item.scored.label,
+                "outcome": item.result.outcome,
+                **({"message": _first_line(item.result.message)} if item.result.message else {}),
+                "predicted_seconds": item.scored.seconds,
+                "predicted_bytes": item.scored.peak,
+                **{name: value for name, value in measured_numbers(item.result).items() if name in _SHOWN},
+            }
+            for item in measurements
+        ],
+        "points": points_of(scored),
+    }
+
+
+_SHOWN = ("step_seconds", "steps", "peak_bytes", "reserved_bytes", "startup_seconds")
+
+
+def points_of(scored: Sequence[Scored]) -> list[str]:
+    """Return candidates as "seconds bytes kind", evenly thinned where there are very many."""
+    step = max(1, -(-len(scored) // _MOST_POINTS))
+    return [f"{item.seconds:.6g} {item.peak:.6g} {item.candidate.kind}" for item in scored[::step]]
+
+
+def _first_line(text: str) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else "no message"
+    return line if len(line) <= 160 else line[:157] + "..."

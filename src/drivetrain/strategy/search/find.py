@@ -1,0 +1,303 @@
+"""Find the fastest plan that is right and fits: predict all candidates, simulate the promising, measure a few, decide.
+
+The search is anytime: when its time is up, the best verified plan so far is returned, and without one the best prediction, marked as such.
+Nothing runs in this process but arithmetic and shapes; models, random states and loaders of the caller stay untouched. Every rank calls
+`find_plan` with the same arguments; rank 0 finds out and decides.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from drivetrain.core.errors import PlanInfeasible, StrategyError
+from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
+from drivetrain.runtime.ranks import get_num_processes, is_master
+from drivetrain.strategy.profile.machine import Prediction, learn, machine_from_spec, profile_machine
+from drivetrain.strategy.profile.model import profile_model
+from drivetrain.strategy.profile.simulate import simulate_plans
+from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.search.agreement import master_does
+from drivetrain.strategy.search.decision import (
+    TIE,
+    Measurement,
+    choose,
+    failed_plan,
+    finished_plan,
+    infeasible_plan,
+    report_of,
+)
+from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
+from drivetrain.strategy.search.place import Place
+from drivetrain.strategy.search.ranking import Scored, order, predict, promising
+from drivetrain.strategy.search.space import Space, build_space
+from drivetrain.strategy.search.wishes import Wishes, budget_bytes, shown_bytes
+from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.trial.running import TrialPool
+from drivetrain.strategy.value import Evidence, Strategy
+
+__all__ = ["Wishes", "find_plan"]
+
+_SIMULATED = 8
+_NO_PROFILING_BELOW = 15.0
+"""With less time than this the machine is not profiled: its cached figures or those of a data sheet serve."""
+_UNTIMED = 60.0
+"""How long a search may think that is not allowed to measure."""
+_SIMULATION_SHARE, _LEAST_SIMULATION = 0.3, 0.5
+"""Up to which share of its time a search thinks before it measures, and the seconds below which simulating is not begun."""
+_LEARNT_FROM = 5e-3
+"""Steps that are predicted to be shorter than this many seconds teach nothing: what they take is not the device's."""
+
+
+def find_plan(
+    task: TrainingTask,
+    *,
+    device: torch.device,
+    world: int,
+    wishes: Wishes,
+    on_progress: Callable[[str], None] | None = None,
+) -> Strategy:
+    """Return the best plan for a training on `world` processes, or one with `failure` set (with `strict`: raise it)."""
+    plan = _Search(task, device, world, wishes, on_progress).run()
+    if wishes.strict and plan.failure is not None:
+        raise PlanInfeasible(plan.failure.message)
+    return plan
+
+
+class _Search:
+    def __init__(
+        self,
+        task: TrainingTask,
+        device: torch.device,
+        world: int,
+        wishes: Wishes,
+        on_progress: Callable[[str], None] | None,
+    ):
+        self.task, self.device, self.world, self.wishes = task, device, world, wishes
+        self.clock = Clock(wishes.time_limit)
+        self.thinking = Clock(wishes.time_limit or _UNTIMED)
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        self._refused = ""
+        self.reason = self._why_nothing_is_measured()
+        self._on_progress = on_progress
+
+    def run(self) -> Strategy:
+        wishes = self.wishes
+        with self._timed("profile"):
+            profile = master_does(self._profile_model)
+            machine = self._machine()
+        self.notes += [f"profile: {note}" for note in profile.notes]
+        budget = budget_bytes(wishes.memory_budget, machine.free)
+        with self._timed("predict"):
+            space = build_space(self._place(profile, machine))
+            scored = order(predict(candidate, profile, machine) for candidate in space.candidates)
+        fitting = [item for item in scored if item.peak <= budget]
+        self.notes += space.notes
+        self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {shown_bytes(budget)}")
+        if not fitting:
+            seconds = broadcast_from_master(self.seconds)
+            return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
+        with self._timed("simulate"):
+            pool = fitting if self.reason is None else self._trusted(fitting) or fitting
+            top = promising(pool, _SIMULATED, lambda candidate: self._is_valid(space.plan(candidate)))
+            if not top:
+                raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._refused}")
+        plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
+        with self._trials() as trials:
+            with self._timed("simulate"):
+                ranked, simulated = self._simulate(top, space, machine, budget)
+            ranked = ranked or top[-1:]
+            with self._timed("measure"):
+                measuring = self._measure(ranked, plain, space, budget, trials)
+        found = [] if measuring is None else measuring.found
+        if is_master():
+            self._learn(found, profile, machine)
+        report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
+        best = choose(found, tie=TIE if wishes.start is None else 0.0)
+        if best is None and _all_failed(found, plain):
+            return failed_plan(found, report)
+        chosen = best.scored if best is not None else self._unmeasured(ranked, plain, fitting, found)
+        is_simulated = any(item.candidate == chosen.candidate for item in simulated)
+        evidence: dict[str, Evidence] = {"memory": "simulated" if is_simulated else "modelled", "time": "modelled"}
+        return finished_plan(
+            chosen, best, space, scored=scored, measurements=found, budget=budget, evidence=evidence, notes=self.notes, report=report,
+        )  # fmt: skip
+
+    # What is known.
+
+    def _profile_model(self) -> ModelProfile:
+        self._tell("profiling the model")
+        compiled = self.thinking.limit >= _NO_PROFILING_BELOW and "native_dynamo" not in self.wishes.unwanted()
+        return profile_model(self.task, compiled=compiled, time_limit=max(1.0, self.thinking.limit / 4))
+
+    def _machine(self) -> MachineProfile:
+        """Return rank 0's machine, with the least free memory of all ranks."""
+        wishes = self.wishes
+        if wishes.spec is not None:
+            return machine_from_spec(wishes.spec)
+        limit = self.clock.limit
+        patience = min(10.0, limit / 6) if limit >= _NO_PROFILING_BELOW else 0.0
+        self._tell("profiling the machine")
+        machine = master_does(lambda: profile_machine(self.device, time_limit=patience))
+        if self.device.type == "cpu":  # processes of one machine share its memory
+            return replace(machine, free=machine.free // max(1, min(self.world, get_num_processes())))
+        free = min(all_gather_values(_free_bytes(self.device, machine.free)))
+        return replace(machine, free=int(free))
+
+    def _place(self, profile: ModelProfile, machine: MachineProfile) -> Place:
+        task = self.task
+        return Place(
+            profile=profile, machine=machine, device=self.device, world=self.world, global_batch=task.global_batch_size,
+            wishes=self.wishes, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
+            has_loss=task.loss_func is not None,
+        )  # fmt: skip
+
+    def _is_valid(self, plan: Strategy) -> bool:
+        """Say whether a plan can be applied: what its methods refuse together is known only to them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what would be dropped is said when a plan is applied
+            try:
+                plan.validate(self.task.model, self.device, self.world)
+            except StrategyError as error:
+                self._refused = str(error)
+                return False
+        return True
+
+    # What is simulated.
+
+    def _simulate(
+        self, top: Sequence[Scored], space: Space, machine: MachineProfile, budget: float
+    ) -> tuple[list[Scored], list[Scored]]:
+        """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
+        share = _SIMULATION_SHARE if self.reason is None else 1.0
+        left = broadcast_from_master(self.thinking.limit * share - self.thinking.spent())
+        if self.clock.limit == 0:
+            left = _UNTIMED  # no time was promised, and a simulation was
+        if left < _LEAST_SIMULATION:
+            self.notes.append("simulation: left out, because the time limit is too short for it")
+            return list(top), []
+        plans = [space.plan(item.candidate) for item in top]
+        self._tell(f"simulating {len(top)} plans")
+        outcomes = master_does(
+            lambda: simulate_plans(self.task, plans, world=self.world, device_kind=machine.kind, time_limit=left)
+        )
+        ranked: list[Scored] = []
+        simulated: list[Scored] = []
+        failures: dict[str, list[str]] = {}
+        for item, found in zip(top, outcomes):
+            if found.failure is None:
+                item = item.with_memory(_corrected(item, found.memory, machine))
+                simulated.append(item)
+            else:
+                failures.setdefault(found.failure, []).append(item.label)
+            if item.peak <= budget:
+                ranked.append(item)
+        for failure, labels in failures.items():
+            others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+            self.notes.append(f"simulation: {labels[0]}{others}: {failure}")
+        return order(ranked), simulated
+
+    # What is measured.
+
+    @contextmanager
+    def _trials(self) -> Iterator[TrialPool | None]:
+        """Have processes ready for trials, where there are any: they start while plans are simulated."""
+        if self.reason is not None:
+            yield None
+            return
+        with TrialPool(self.task, device=self.device, budget=self.clock.limit) as trials:
+            if self.clock.limit >= _NO_PROFILING_BELOW:
+                trials.start()
+            yield trials
+
+    def _measure(
+        self, ranked: Sequence[Scored], plain: Scored | None, space: Space, budget: float, trials: TrialPool | None
+    ) -> Measuring | None:
+        if trials is None:
+            self.notes.append(f"search: nothing was measured, because {self.reason}")
+            return None
+        measuring = Measuring(space, self.device, self.clock, budget, trials, self._tell)
+        measuring.round(measuring_order(ranked, plain, plain_first=self.wishes.start is not None))
+        measuring.refine()
+        if not measuring.found:
+            reason = measuring.obstacle or "the time limit left no time for it"
+            self.notes.append(f"search: nothing was measured, because {reason}")
+        return measuring
+
+    def _learn(self, found: Sequence[Measurement], profile: ModelProfile, machine: MachineProfile) -> None:
+        """Keep what trials said about the machine, for the next search."""
+        uncorrected = replace(machine, corrections={})
+        for one in found:
+            expected = predict(one.scored.candidate, profile, uncorrected)
+            if one.is_usable and expected.seconds >= _LEARNT_FROM:
+                peak = one.scored.peak - one.scored.cost.memory.get("reserve", 0.0)
+                kind = one.scored.candidate.kind
+                prediction = Prediction(kind=kind, step_seconds=expected.seconds, peak_bytes=peak)
+                machine = learn(machine, prediction, one.result)
+
+    def _why_nothing_is_measured(self) -> str | None:
+        if self.wishes.plan_only or self.wishes.spec is not None or self.world != get_num_processes():
+            return "the plan is for another place or another time"
+        if self.clock.limit == 0:
+            return "time_limit is 0"
+        missing = [name for name in ("loss_func", "optim_func", "samples") if getattr(self.task, name) is None]
+        return f"there is no {' and no '.join(missing)}" if missing else None
+
+    def _unmeasured(
+        self, ranked: Sequence[Scored], plain: Scored | None, fitting: Sequence[Scored], found: Sequence[Measurement]
+    ) -> Scored:
+        """Return the best prediction that needs no proof and is not of a kind that failed; else the plain plan."""
+        failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}
+        left = [item for item in (*ranked, *fitting) if item.candidate.kind not in failed]
+        return next(iter(self._trusted(left)), plain or ranked[0])
+
+    def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
+        """Return what may be used without a trial: on a CPU nothing that pays only sometimes there (16 bits, compilation)."""
+        if self.device.type != "cpu" or self.wishes.spec is not None:
+            return list(scored)
+        asked = set().union(*self.wishes.wanted(), set(self.wishes.start.opt_names() if self.wishes.start else ()))
+        doubtful = {"native_dynamo", "amp_native", "half"} - asked
+        return [item for item in scored if not doubtful & set(item.candidate.names())]
+
+    # What is told.
+
+    def _tell(self, text: str) -> None:
+        if self._on_progress is not None and is_master():
+            self._on_progress(f"[{self.clock.spent():5.1f} s] {text}")
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+
+
+def _all_failed(found: Sequence[Measurement], plain: Scored | None) -> bool:
+    """Say whether trials showed that training itself fails: the simplest plan that fits was among them, and none ended for want of time."""
+    is_plain_tried = plain is None or any(one.scored.candidate == plain.candidate for one in found)
+    return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)
+
+
+def _corrected(item: Scored, memory: Mapping[str, float], machine: MachineProfile) -> dict[str, float]:
+    """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves."""
+    found = {name: float(value) for name, value in memory.items()}
+    if item.candidate.compile != "none":
+        predicted = item.cost.memory.get("activations", 0.0)
+        found["activations"] = min(found.get("activations", 0.0), predicted)
+        found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
+    found.pop("reserve", None)
+    found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())
+    return found
+
+
+def _free_bytes(device: torch.device, known: int) -> int:
+    """Return this rank's free memory where its device is in use already, else what the profile says: no context is made for it."""
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > 0:
+        return int(torch.cuda.mem_get_info(device)[0])
+    return known

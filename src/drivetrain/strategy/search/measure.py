@@ -1,0 +1,191 @@
+"""The measuring part of a search: which plans are tried, in which order, and when to stop.
+
+Three steps each for a few plans in order of predicted time, with the plain one among them; then ten for those that came close to each
+other. Each plan is measured once: more steps replace fewer. An `oom` rules out whatever must need as much. Rank 0's clock decides for
+all.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.strategy.search.candidates import Candidate
+from drivetrain.strategy.search.decision import Measurement, choose
+from drivetrain.strategy.search.ranking import Scored, is_ruled_out
+from drivetrain.strategy.search.space import Space
+from drivetrain.strategy.search.wishes import shown_bytes
+from drivetrain.strategy.trial.values import TrialResult, Yardstick
+from drivetrain.strategy.value import Strategy
+
+FEW_STEPS, MORE_STEPS = 3, 10
+MOST_PLANS = 4
+"""Plans measured in the first round."""
+_CLOSE = 0.1
+"""Plans this close to the fastest are measured again with more steps."""
+_START = {"cuda": 12.0, "cpu": 8.0}
+"""Seconds to expect before the first step of a trial, before one has been seen."""
+_COMPILING = {"cuda": 30.0, "cpu": 30.0}
+
+
+class Pool(Protocol):
+    """What tries a plan on all ranks; `drivetrain.strategy.trial.running.TrialPool` does."""
+
+    def run(
+        self,
+        plan: Strategy,
+        *,
+        steps: int,
+        deadline: float,
+        predicted: float | None = None,
+        yardstick: Yardstick | None = None,
+        verify: bool = True,
+        memory_share: float | None = None,
+    ) -> TrialResult:
+        """Try one plan."""
+
+
+@dataclass
+class Clock:
+    """The time that a search has, by this process's monotonic clock."""
+
+    limit: float
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """When the search ends."""
+        return self.begin + self.limit
+
+    def left(self) -> float:
+        """Return the seconds left."""
+        return self.deadline - time.monotonic()
+
+    def spent(self) -> float:
+        """Return the seconds gone."""
+        return time.monotonic() - self.begin
+
+
+@dataclass
+class Measuring:
+    """One round of trials, with what it has learnt so far."""
+
+    space: Space
+    device: torch.device
+    clock: Clock
+    budget: float
+    pool: Pool
+    tell: Callable[[str], None]
+    found: list[Measurement] = field(default_factory=list)
+    failed: list[Candidate] = field(default_factory=list)
+    obstacle: str | None = None
+    """Why nothing at all can be tried here."""
+    yardstick: Yardstick | None = None
+    """What later plans are compared with where the plain model does not fit: the first plan that does."""
+    startups: dict[bool, float] = field(default_factory=dict)
+    """Seconds before the first step that earlier trials took, without and with compilation."""
+
+    def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
+        """Try plans in their order until enough worked or the time is up."""
+        for item in ranked:
+            usable = sum(one.is_usable for one in self.found)
+            if self.obstacle is not None or usable >= most or len(self.found) >= 2 * most:
+                return
+            plan = self.space.plan(item.candidate)
+            if any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed):
+                continue
+            if self._has_time(item, FEW_STEPS):
+                self._try(item, plan, FEW_STEPS)
+
+    def refine(self) -> None:
+        """Give the fastest plans more steps, if there are several that close, and the time for it."""
+        best = choose(self.found)
+        if best is None:
+            return
+        close = [one for one in self.found if one.is_usable and one.seconds <= best.seconds * (1 + _CLOSE)]
+        if len(close) < 2:
+            return
+        for one in sorted(close, key=lambda one: one.seconds)[:2]:
+            if self._has_time(one.scored, MORE_STEPS):
+                self.found.remove(one)
+                self._try(one.scored, one.plan, MORE_STEPS, earlier=one)
+
+    def _has_time(self, item: Scored, steps: int) -> bool:
+        """Say whether a trial can be expected to end in time; rank 0's answer counts."""
+        is_compiled = item.candidate.compile != "none"
+        kind = self.device.type
+        startup = self.startups.get(is_compiled)
+        if startup is None:
+            startup = self.startups.get(False, _START.get(kind, 10.0)) + (
+                _COMPILING.get(kind, 30.0) if is_compiled else 0
+            )
+        return broadcast_from_master(self.clock.left() > startup + (steps + 2) * item.seconds + 1.0)
+
+    def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
+        self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}")
+        result = self.pool.run(
+            plan,
+            steps=steps,
+            deadline=self.clock.deadline,
+            predicted=item.seconds,
+            verify=earlier is None,
+            memory_share=item.peak / self.budget,
+            yardstick=self.yardstick,
+        )
+        if result.error_class == "Unsendable":
+            self.obstacle = result.message
+            return
+        if self.yardstick is None and result.outcome == "ok" and not result.is_verified:
+            self.yardstick = result.yardstick
+        if earlier is not None and result.outcome != "ok":
+            self.found.append(earlier)  # what was measured before still holds
+            return
+        if (
+            earlier is None
+            and result.outcome == "ok"
+            and (result.peak_bytes or 0) > self.budget
+            and self.device.type == "cuda"
+        ):
+            message = f"it needs {shown_bytes(result.peak_bytes or 0)} of {shown_bytes(self.budget)}"
+            result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
+        if earlier is not None:
+            result = _joined(result, earlier.result)
+        self.found.append(Measurement(item, plan, result))
+        if result.outcome == "oom":
+            self.failed.append(item.candidate)
+        elif result.outcome == "ok":
+            self.startups[item.candidate.compile != "none"] = result.startup_seconds
+        told = f"{result.step_seconds * 1e3:.4g} ms" if result.step_seconds is not None else result.message
+        self.tell(f"  {result.outcome}: {told}")
+
+
+def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:
+    """Return the longer of two measurements of one plan, with what only the first one checked."""
+    return replace(
+        more,
+        is_verified=more.is_verified or fewer.is_verified,
+        loss=fewer.loss if more.loss is None else more.loss,
+        plain_loss=fewer.plain_loss if more.plain_loss is None else more.plain_loss,
+        gradient_norm=fewer.gradient_norm if more.gradient_norm is None else more.gradient_norm,
+        plain_gradient_norm=fewer.plain_gradient_norm if more.plain_gradient_norm is None else more.plain_gradient_norm,
+        startup_seconds=fewer.startup_seconds,
+    )
+
+
+def measuring_order(ranked: Sequence[Scored], plain: Scored | None, plain_first: bool = False) -> list[Scored]:
+    """Return what to try: the best prediction, then the plain plan (or before it), then the best of other kinds, then the rest."""
+    if not ranked:
+        return [] if plain is None else [plain]
+    kinds: dict[str, Scored] = {}
+    for item in ranked:
+        kinds.setdefault(item.candidate.kind, item)
+    heads = [item for item in kinds.values() if item is not ranked[0]]
+    first = [ranked[0], *([] if plain is None else [plain])]
+    order = [*(first[::-1] if plain_first else first), *heads, *ranked]
+    found: dict[Candidate, Scored] = {}
+    for item in order:
+        found.setdefault(item.candidate, item)
+    return list(found.values())

@@ -1,0 +1,176 @@
+"""From thousands of predictions to the few that are worth a simulation or a measurement.
+
+What does not fit is dropped, with its shortfall. Of the rest only the Pareto front counts: no other candidate is at once as fast, as
+roomy and as simple. What a trial showed rules out what must end in the same way.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.search.candidates import CHECKPOINTS, SHARDINGS, Candidate, label_of
+from drivetrain.strategy.search.cost import Cost
+from drivetrain.strategy.search.memory import predict_memory
+from drivetrain.strategy.search.time_model import predict_time
+from drivetrain.strategy.search.wishes import shown_bytes
+
+_AMOUNTS = ("none", *CHECKPOINTS)
+_FAR_KIND, _FAR = 4.0, 2.0
+"""Candidates that are predicted to take so many times as long as the best are not looked at; of other kinds, about which less is known."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate and what it is predicted to cost."""
+
+    candidate: Candidate
+    cost: Cost
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of one update."""
+        return self.cost.step_seconds
+
+    @property
+    def peak(self) -> float:
+        """Predicted peak, with what a process needs beside."""
+        return self.cost.peak_bytes
+
+    @property
+    def methods(self) -> int:
+        """How many methods it takes."""
+        return len(self.candidate.names())
+
+    @property
+    def label(self) -> str:
+        """It in a few words."""
+        return label_of(self.candidate)
+
+    def with_memory(self, memory: dict[str, float]) -> "Scored":
+        """Return it with a better prediction of its memory."""
+        return replace(self, cost=Cost(memory, self.cost.time))
+
+
+def predict(candidate: Candidate, profile: ModelProfile, machine: MachineProfile) -> Scored:
+    """Return a candidate with its predicted cost; a user's methods have the last word about theirs."""
+    cost = Cost(predict_memory(candidate, profile, machine), predict_time(candidate, profile, machine))
+    for name, config in candidate.extra:
+        cost = find_method(name).estimate(cost, config)
+    return Scored(candidate, cost)
+
+
+def order(scored: Iterable[Scored]) -> list[Scored]:
+    """Return candidates from the fastest on; among equals the simpler, then the smaller comes first."""
+    return sorted(scored, key=lambda item: (item.seconds, item.methods, item.peak))
+
+
+def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
+    """Return, from the fastest on, those that no other candidate equals or beats in time, memory and simplicity at once."""
+    front: list[Scored] = []
+    for item in order(scored):
+        if not any(other.peak <= item.peak and other.methods <= item.methods for other in front):
+            front.append(item)
+    return front
+
+
+def promising(
+    scored: Sequence[Scored], count: int, is_valid: Callable[[Candidate], bool] = lambda candidate: True
+) -> list[Scored]:
+    """Return the few to look at closely, from the fastest on: the best of each kind, then more of the front.
+
+    Two candidates are of one kind when the same kernels run. Closed forms know batch arithmetic, sharding and checkpoints well, and
+    kernels badly, so a wrong constant must not hide a better kind. What is predicted to take much longer than the best is left out.
+    """
+    ranked = order(scored)
+    chosen: list[Scored] = []
+    kinds: set[str] = set()
+    for item in ranked:
+        if chosen and item.seconds > _FAR_KIND * chosen[0].seconds:
+            break
+        if item.candidate.kind not in kinds and is_valid(item.candidate):
+            kinds.add(item.candidate.kind)
+            chosen.append(item)
+    chosen = chosen[:count]
+    for item in pareto_front(ranked):
+        if len(chosen) == count or (chosen and item.seconds > _FAR * chosen[0].seconds):
+            break
+        if not any(_alike(item.candidate, other.candidate) for other in chosen) and is_valid(item.candidate):
+            chosen.append(item)
+    return order(chosen)
+
+
+def _alike(candidate: Candidate, other: Candidate) -> bool:
+    """Say whether two candidates differ in little things only, so that measuring both would teach nothing."""
+    return (
+        replace(candidate, fused=other.fused, cpu_offload=other.cpu_offload, chunked_loss=other.chunked_loss) == other
+    )
+
+
+def nearest_misses(scored: Iterable[Scored], budget: float, count: int = 3) -> list[tuple[Scored, float]]:
+    """Return those that need the least memory, each with what is missing."""
+    found = sorted(scored, key=lambda item: (item.peak, item.seconds))[:count]
+    return [(item, item.peak - budget) for item in found if item.peak > budget]
+
+
+def is_ruled_out(candidate: Candidate, failed: Iterable[Candidate]) -> bool:
+    """Say whether a candidate must run out of memory, because one that needs no more did."""
+    return any(_needs_at_least(candidate, other) for other in failed)
+
+
+def _needs_at_least(candidate: Candidate, other: Candidate) -> bool:
+    """Say whether a candidate is another one with a larger micro-batch, less checkpointing or less sharding, or several of these."""
+    if _without_amounts(candidate) != _without_amounts(other):
+        return False
+    return (
+        candidate.micro >= other.micro
+        and _AMOUNTS.index(candidate.checkpoint) <= _AMOUNTS.index(other.checkpoint)
+        and SHARDINGS.index(candidate.sharding) <= SHARDINGS.index(other.sharding)
+        and (candidate.zero <= other.zero or not candidate.is_sharded)
+    )
+
+
+def _without_amounts(candidate: Candidate) -> Candidate:
+    return replace(
+        candidate, micro=1, accumulation=1, checkpoint="none", sharding="none", data=candidate.data_ranks, zero=1
+    )
+
+
+def rejection(item: Scored, chosen: float, budget: float) -> str:
+    """Return why a candidate was not chosen, with its numbers."""
+    if item.peak > budget:
+        return f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}"
+    told = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {(item.seconds / chosen - 1) * 100:+.0f} %"
+    return told if item.seconds >= chosen else f"{told}, but not tried"
+
+
+def contrasting(
+    scored: Sequence[Scored], chosen: Scored, budget: float, count: int, skip: Callable[[Scored], bool]
+) -> list[Scored]:
+    """Return candidates that differ from the chosen one in kind: what a reader would ask about first."""
+    found: dict[tuple[str, str, str], Scored] = {}
+    for item in order(scored):
+        c = item.candidate
+        key = (c.kind, c.sharding, c.checkpoint)
+        own = chosen.candidate
+        if key != (own.kind, own.sharding, own.checkpoint) and not skip(item):
+            kept = found.get(key)
+            if kept is None or (kept.peak > budget >= item.peak):
+                found[key] = item
+    near = sorted(found.values(), key=lambda item: (_differences(item.candidate, chosen.candidate), item.seconds))
+    return near[:count]
+
+
+def _differences(candidate: Candidate, other: Candidate) -> int:
+    names, others = set(candidate.names()), set(other.names())
+    return len(names ^ others) + (candidate.checkpoint != other.checkpoint) + (candidate.sharding != other.sharding)
+
+
+def sensitivity(scored: Iterable[Scored], chosen: Scored, budget: float) -> str | None:
+    """Return what a little more memory would buy, or None where nothing is faster."""
+    faster = [item for item in scored if item.peak > budget and item.seconds < 0.98 * chosen.seconds]
+    if not faster:
+        return None
+    found = min(faster, key=lambda item: (item.peak, item.seconds))
+    gain = (1 - found.seconds / chosen.seconds) * 100
+    return f"{shown_bytes(found.peak - budget)} more would allow {found.label}: -{gain:.0f} % step time (predicted)"

@@ -1,0 +1,116 @@
+"""The parent's side of one trial process: start it, send to it, hear it, end it with everything it started."""
+
+import json
+import multiprocessing
+import os
+import signal
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from drivetrain.strategy.trial.child import Place, serve
+from drivetrain.strategy.trial.nesting import marked_environment
+from drivetrain.strategy.trial.report import Report
+
+NO_GUARD = (
+    "A process of its own runs the script's top level anew; put what starts training under `if __name__ == '__main__':`, so that it does "
+    "not run there."
+)
+
+
+class TrialProcess:
+    """One process that tries plans."""
+
+    def __init__(self, place: Place):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, place), name="drivetrain trial", daemon=True)
+        self._kills_before = _out_of_memory_kills()
+        self.is_ready = False
+        """Whether it has begun to listen."""
+        self.is_received = False
+        """Whether it holds the task."""
+        try:
+            with marked_environment():
+                self._process.start()
+        except BaseException:
+            self._pipe.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it lives, holds the task and can be given a plan."""
+        return self.is_received and self._process.is_alive()
+
+    def send(self, message: bytes) -> None:
+        """Send a pickled object; a process that is gone shows itself when it is heard next."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._pipe.send_bytes(message)
+
+    def hear(self, report: Report, seconds: float) -> None:
+        """Take the lines that come within some seconds into a report; return after the first ones, or the process's end."""
+        ready = wait([self._pipe, self._process.sentinel], seconds)
+        try:
+            while self._pipe.poll():
+                self._take(json.loads(self._pipe.recv_bytes()), report)
+        except (EOFError, ConnectionResetError):
+            ready.append(self._process.sentinel)
+        if self._process.sentinel in ready:
+            self._process.join(5)
+            self._fail_by_exit(report)
+
+    def _take(self, line: dict[str, Any], report: Report) -> None:
+        event = line["event"]
+        if event == "ready":
+            self.is_ready = True
+        elif event in ("received", "unsendable"):
+            self.is_received = event == "received"
+            if event == "unsendable":
+                report.fail("error", f"the task cannot be read in another process ({line['message']})", "Unsendable")
+            else:
+                report.state = "over"
+        report.take(line)
+
+    def _fail_by_exit(self, report: Report) -> None:
+        code = self._process.exitcode
+        if not self.is_ready:
+            report.fail(
+                "error", f"a process for trials ended with exit code {code} before it began. {NO_GUARD}", "Start"
+            )
+            return
+        how = f"with exit code {code}"
+        if code is not None and code < 0:
+            how = f"by signal {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL and _out_of_memory_kills() > self._kills_before:
+                report.fail("oom", "the system ended the process, because the machine ran out of memory")
+                return
+        report.fail("error", f"the process ended {how} in phase {report.phase!r}")
+
+    def end(self) -> None:
+        """End the process and everything it started, at once."""
+        self._pipe.close()
+        with suppress(ProcessLookupError, PermissionError):
+            if self._process.is_alive() and os.getpgid(self.pid) != self.pid:
+                self._process.kill()  # it has no group of its own yet, so it has started nothing either
+            else:
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+        self._process.close()
+
+
+def _out_of_memory_kills() -> int:
+    """Return how many processes Linux has ended for want of memory; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,366 @@
+"""Try plans in processes of their own, one for each rank, and bring all ranks to the same result.
+
+The caller's processes start them, listen, and agree over their own control group; they run no plan and touch no device. A process
+that fails, hangs or dies is ended on all ranks, and the next trial gets a new one. A process that came through cleanly takes the next plan:
+starting one costs seconds.
+"""
+
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.task import TrainingTask
+from drivetrain.strategy.trial.child import Place
+from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
+from drivetrain.strategy.trial.nesting import refuse_inside_trial
+from drivetrain.strategy.trial.process import TrialProcess
+from drivetrain.strategy.trial.report import Report, cause_of, merge
+from drivetrain.strategy.trial.settings import ProcessSettings
+from drivetrain.strategy.trial.values import PLAIN, TrialResult, Yardstick
+from drivetrain.strategy.value import Strategy
+
+SILENCE_SECONDS = 30.0
+"""A process that says nothing for so long, or for five predicted steps, hangs."""
+START_SECONDS = 120.0
+"""How long a process may take to start and to take the task."""
+ECHO_SECONDS = 1.5
+"""How long to wait for the cause after a rank lost its connection to another."""
+IN_PROCESS_SHARE = 0.7
+"""A plan is tried in the caller's own process only below this share of the memory budget."""
+_TICK = 0.1
+
+
+def run_trial(
+    plan: Strategy,
+    task: TrainingTask,
+    *,
+    device: torch.device,
+    steps: int,
+    deadline: float,
+    predicted: float | None = None,
+    yardstick: Yardstick | None = None,
+    verify: bool = True,
+    memory_share: float | None = None,
+    patience: float = SILENCE_SECONDS,
+) -> TrialResult:
+    """Try one plan; every rank calls it with the same arguments and gets the same result.
+
+    `deadline` is a time of `time.monotonic()`; `predicted` the expected seconds of a step; `memory_share` the predicted part of the memory
+    budget, without which a task that cannot be sent to another process is not tried. For several plans use `TrialPool`.
+    """
+    with TrialPool(task, device=device, patience=patience) as pool:
+        return pool.run(
+            plan, steps=steps, deadline=deadline, predicted=predicted, yardstick=yardstick, verify=verify, memory_share=memory_share,
+        )  # fmt: skip
+
+
+class TrialPool:
+    """Tries one plan after another on one task; a context manager that leaves no process behind.
+
+    All methods are collective, except `start` and `close`.
+    """
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        *,
+        device: torch.device,
+        patience: float = SILENCE_SECONDS,
+        budget: float | None = None,
+    ):
+        """`budget` is the time for the whole search in seconds, a third of which one compilation may take; None: the trial's own."""
+        refuse_inside_trial("a trial of a plan")
+        if task.loss_func is None or task.samples is None:
+            raise ConfigError("a trial needs the task's loss_func and samples: there is nothing to train on otherwise.")
+        self.task, self.device, self.patience, self.budget = task, device, patience, budget
+        self._process: TrialProcess | None = None
+        self._obstacle: str | None = None
+        self._yardsticks: dict[int, Yardstick] = {}
+        self._plain_fits = True
+        self._store: Any = None
+        self._address: tuple[str, int] | None = None
+        self._generation = 0
+
+    def __enter__(self) -> "TrialPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End this rank's process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    @property
+    def pid(self) -> int | None:
+        """The id of this rank's process, None where there is none now."""
+        return None if self._process is None else self._process.pid
+
+    # The process of this rank.
+
+    def start(self) -> None:
+        """Start this rank's process without waiting for it, where that needs no agreement: on one process."""
+        if self._process is None and self._obstacle is None and not is_distributed():
+            self._start()
+
+    def obstacle(self, deadline: float | None = None) -> str | None:
+        """Return why the task cannot be tried in another process, None when processes on all ranks have taken it.
+
+        Raises `NoProcess` where it is for another reason that there is none: a start that took too long, a group that failed.
+        """
+        if all(all_gather_values(self._process is not None and self._process.is_waiting)):
+            return None
+        if self._process is not None and self._process.is_received:
+            self.close()  # this one, or another rank's, has died meanwhile
+        if self._obstacle is None:
+            report = Report()
+            try:
+                self._hand_over(report, time.monotonic() + START_SECONDS if deadline is None else deadline)
+            except BaseException:
+                self.close()
+                raise
+            reports = all_gather_values(report)
+            rank = cause_of(reports)
+            if rank is not None:
+                self.close()
+                cause = reports[rank]
+                where = f"rank {rank}: " if len(reports) > 1 else ""
+                if cause.error_class not in ("Unsendable", "Start"):  # it may do better another time
+                    raise NoProcess(TrialResult(outcome=cause.kind, message=where + cause.message))
+                self._obstacle = where + cause.message
+        return self._obstacle
+
+    def _hand_over(self, report: Report, deadline: float) -> None:
+        """Start a process and give it the task; all ranks go through this together."""
+        self._agree_on_address()
+        payload, reason = _payload(self.task)
+        if payload is None:
+            report.fail("error", reason, "Unsendable")
+        elif self._process is None:
+            try:
+                self._start()
+            except (AssertionError, OSError) as error:  # a daemonic process may start none; the system may refuse one
+                report.fail("error", f"no process can be started here ({error})", "Start")
+
+        def is_ready() -> bool:
+            return self._process is not None and self._process.is_ready
+
+        limit = max(deadline - time.monotonic(), 1.0)
+        self._watch(report, lambda: report.check_time(deadline, limit, limit), is_ready)
+        if report.state == "running" and self._process is not None and payload is not None:
+            self._process.send(payload)
+        del payload
+        self._watch(report, lambda: report.check_time(deadline, limit, limit))
+
+    def _start(self) -> None:
+        self._generation += 1
+        self._process = TrialProcess(
+            Place(
+                device=str(self.device),
+                settings=ProcessSettings.capture(),
+                environment=self._environment(),
+                joins_group=is_distributed(),
+                timeout=2 * self.patience + 30,  # later than the parents' own verdict
+            )
+        )
+
+    def _agree_on_address(self) -> None:
+        """Let rank 0 open the place where the processes meet; its port is free because the system chooses it."""
+        if not is_distributed() or self._address is not None:
+            return
+        from torch.distributed import TCPStore
+
+        hosts = all_gather_values(socket.gethostname())
+        host = "127.0.0.1"
+        if len(set(hosts)) > 1:
+            world = launched_world()
+            host = hosts[0] if world is None or world.master_addr is None else world.master_addr
+        if get_rank() == 0:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = broadcast_from_master(None if self._store is None else self._store.port)
+        self._address = (host, port)
+
+    def _environment(self) -> dict[str, str]:
+        if self._address is None:
+            return {}
+        world, size = launched_world(), get_num_processes()
+        local = get_local_rank() if self.device.type == "cpu" or self.device.index is None else self.device.index
+        around = size if world is None or world.local_world_size is None else world.local_world_size
+        values = {
+            "RANK": get_rank(),
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": max(around, local + 1),
+            "MASTER_ADDR": self._address[0],
+            "MASTER_PORT": self._address[1],
+            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is in a parent, as it is under torch's agent
+            "TORCHELASTIC_RESTART_COUNT": self._generation,  # each generation of processes meets anew
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _watch(self, report: Report, check_time: Callable[[], None], is_over: Callable[[], bool] | None = None) -> None:
+        """Hear this rank's process until all ranks are through, or one has failed; all ranks return together."""
+        echo_ends: float | None = None
+        while True:
+            if self._process is not None and report.state == "running" and not (is_over is not None and is_over()):
+                self._process.hear(report, _TICK)
+                check_time()
+            else:
+                time.sleep(_TICK / 2)  # another rank is not through yet
+            is_through = report.state in ("over", "cut") or (is_over is not None and is_over())
+            states = all_gather_values("over" if is_through and report.state not in ("failed", "cut") else report.state)
+            if "failed" in states or "cut" in states or all(state == "over" for state in states):
+                return
+            if "echo" in states:
+                now = time.monotonic()
+                echo_ends = now + ECHO_SECONDS if echo_ends is None else echo_ends
+                if any(all_gather_values(now > echo_ends)):
+                    return
+
+    # Trials.
+
+    def run(
+        self,
+        plan: Strategy,
+        *,
+        steps: int,
+        deadline: float,
+        predicted: float | None = None,
+        yardstick: Yardstick | None = None,
+        verify: bool = True,
+        memory_share: float | None = None,
+    ) -> TrialResult:
+        """Try one plan on all ranks; see `run_trial`. The plain model is run once for all plans of a pool."""
+        began = time.monotonic()
+        order = self._order(plan, steps, verify, yardstick)
+        try:
+            obstacle = _unsendable(order) or self.obstacle(min(deadline, began + START_SECONDS))
+        except NoProcess as error:
+            return error.result
+        if obstacle is not None:
+            return self._run_here(order, deadline, obstacle, memory_share)
+        assert self._process is not None
+        report = Report(began=began)
+        silence = max(self.patience, 5 * (predicted or 0.0))
+        third = (self.budget if self.budget is not None else deadline - began) / 3
+        try:
+            self._process.send(pickle.dumps(order))
+            self._watch(report, lambda: report.check_time(deadline, silence, max(silence, third)))
+            reports = all_gather_values(report)
+        except BaseException:
+            self.close()
+            raise
+        result = merge(reports, steps, self.device.type)
+        if result.outcome != "ok" or not all(other.is_clean for other in reports):
+            self.close()
+        self._keep_yardstick(result)
+        return result
+
+    def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: Yardstick | None) -> Order:
+        methods = tuple(map(find_method, dict.fromkeys(plan.opt_names())))
+        return Order(
+            plan=Strategy(plan.opt_list, batch=plan.batch),
+            methods=tuple(method for method in methods if not type(method).__module__.startswith("drivetrain.")),
+            steps=steps,
+            verify=verify,
+            yardsticks=tuple(self._yardsticks.values()) if yardstick is None else (yardstick,),
+            plain_fits=self._plain_fits,
+        )
+
+    def _keep_yardstick(self, result: TrialResult) -> None:
+        """Keep the plain model's numbers for the next plans; where it does not fit, those of the first plan that does."""
+        found = result.yardstick
+        if found is None or result.outcome != "ok":
+            return
+        if found.source != PLAIN:
+            self._plain_fits = False
+        if found.samples not in self._yardsticks or self._yardsticks[found.samples].is_steady is None:
+            self._yardsticks[found.samples] = found
+
+    def _run_here(self, order: Order, deadline: float, obstacle: str, memory_share: float | None) -> TrialResult:
+        """Try a plan in this process, where that is safe enough; else say why it was not tried."""
+        refusal = None
+        if get_num_processes() > 1:
+            refusal = "with several processes a plan is never tried in the caller's own"
+        elif memory_share is None or memory_share >= IN_PROCESS_SHARE:
+            share = "of an unknown share" if memory_share is None else f"of {memory_share:.0%}"
+            refusal = f"a plan {share} of the memory budget is not tried in the caller's own process"
+        if refusal is not None:
+            return TrialResult(
+                outcome="error",
+                message=f"not tried: {obstacle} And {refusal}. Pass model_fn, and take model and functions from modules.",
+                error_class="Unsendable",
+            )
+        report, settings, random_state = Report(), ProcessSettings.capture(), capture_rng()
+
+        def tell(event: str, **values: Any) -> None:
+            report.take({"event": event, **values})
+            report.check_time(deadline, float("inf"), float("inf"))
+            if report.state != "running":
+                raise _DeadlineReached
+
+        try:
+            measure(order, self.task, self.device, tell, may_reset=False)
+            report.state = "over"
+        except _DeadlineReached:
+            pass
+        except Exception as error:  # whatever goes wrong in the user's model or a kernel is the outcome of the trial
+            report.fail(*failure_of(error), type(error).__name__)
+        finally:
+            settings.restore()
+            tidy(self.device)
+            restore_rng(random_state)
+        result = merge([report], order.steps, self.device.type)
+        note = f"tried in the caller's own process: {obstacle}"
+        return replace(result, is_in_process=True, notes=(*result.notes, note))
+
+
+class _DeadlineReached(Exception):
+    """Ends a trial in this process between two steps."""
+
+
+class NoProcess(Exception):
+    """No process could be had this time; `result` says why."""
+
+    def __init__(self, result: TrialResult):
+        super().__init__(f"{result.outcome}: {result.message}")
+        self.result = result
+
+
+def _unsendable(order: Order) -> str | None:
+    try:
+        pickle.dumps(order)
+    except Exception as error:  # a registered method may hold anything
+        return f"the plan cannot be sent to another process ({type(error).__name__}: {error})."
+    return None
+
+
+def _payload(task: TrainingTask) -> tuple[bytes | None, str]:
+    """Return the task as it travels: with the function that makes the model, else with the model; or why it cannot."""
+    attempts = []
+    if task.model_fn is not None:
+        attempts.append(replace(task, model=None))
+    if task.model is not None:
+        attempts.append(replace(task, model_fn=None))
+    reasons = []
+    for attempt in attempts:
+        try:
+            return pickle.dumps(
+                attempt
+            ), ""  # by value: torch's own way would move the caller's weights to shared memory
+        except Exception as error:  # a model may hold anything
+            reasons.append(f"{type(error).__name__}: {error}")
+    return None, f"the task cannot be sent to another process ({'; '.join(reasons)})."

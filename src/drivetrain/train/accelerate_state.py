@@ -1,0 +1,151 @@
+"""Going on from a training-state folder of pytorch-accelerated: what accelerate's `save_state` wrote, and the epoch beside it.
+
+Weights, optimizer, scheduler and scaler are read with safetensors and `weights_only=True`; nothing else is opened. The folder says in
+which epoch to go on, not where in it, and its random states are a pickle, which is left alone: the run goes on from the start of that
+epoch with random numbers of its own. What cannot be read safely, or is not whole, is refused with a way out.
+"""
+
+import json
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import DrivetrainWarning, ResumeError
+from drivetrain.module.clean_state import load_clean_state_dict
+from drivetrain.train import loaders
+
+METADATA = ("trainer_metadata.pt", "trainer_metadata.json")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+OPTIMIZER, SCALER = "optimizer.bin", "scaler.pt"
+SCHEDULERS = ("scheduler.bin", "custom_checkpoint_0.pkl")
+"""A scheduler that accelerate prepared, and one that was registered with it, as pytorch-accelerated does at every save."""
+WAY_OUT = (
+    "Load the folder in the program that wrote it, call trainer.save_checkpoint('model.pt') there, and trainer.load_checkpoint('model.pt') "
+    "here."
+)
+
+
+def is_accelerate_state(folder: Path) -> bool:
+    """Say whether a folder was written by accelerate or pytorch-accelerated, and not by us."""
+    known = (*METADATA, *WEIGHTS, OPTIMIZER)
+    return (
+        folder.is_dir() and not (folder / "manifest.json").exists() and any((folder / name).is_file() for name in known)
+    )
+
+
+def restore_accelerate_state(trainer: Any, folder: Path) -> None:
+    """Load the folder into a trainer whose next epoch is then the one the folder names."""
+    _refuse_shards(folder)
+    metadata = _read_metadata(folder)
+    weights = _first_file(folder, WEIGHTS)
+    if weights is None:
+        raise ResumeError(f"{folder} holds no weights: expected {' or '.join(WEIGHTS)}. {WAY_OUT}")
+    # Everything is read before anything is changed.
+    state = _read_tensors(weights)
+    parts = [("optimizer", folder / OPTIMIZER, trainer.optimizer), ("scaler", folder / SCALER, trainer.state.scaler)]
+    scheduler = _first_file(folder, SCHEDULERS)
+    parts.append(("scheduler", folder / SCHEDULERS[0] if scheduler is None else scheduler, trainer.scheduler))
+    found = [(name, _read_tensors(path), holder) for name, path, holder in parts if path.is_file()]
+    for name, _, holder in found:
+        if holder is None and name != "scaler":  # a run in another precision needs no scaler
+            raise ValueError(
+                f"{folder} holds the state of the {name}, and the Trainer has none to give it to. Create the {name} as in the run that "
+                "wrote it, or load the weights alone with load_checkpoint."
+            )
+    load_clean_state_dict(trainer.model, state)
+    for name, saved, holder in found:
+        if holder is not None:
+            _load_into(holder, saved, name, folder)
+    trainer.state.custom_entries = metadata
+    _set_clock(trainer, int(metadata["current_epoch"]) - 1)
+    if any(folder.glob("random_states_*.pkl")):
+        warnings.warn(
+            f"{folder}: random states are kept there as a pickle, which is not opened; shuffles and dropout go on with other numbers "
+            "than they would have.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse_shards(folder: Path) -> None:
+    several = [
+        *folder.glob("pytorch_model_fsdp*"),
+        *folder.glob("optimizer_[0-9]*.bin"),
+        *folder.glob("model_[0-9]*.safetensors"),
+    ]
+    several += [*folder.glob("*.index.json"), *folder.glob("mp_rank_*"), *folder.glob("zero_*")]
+    if several:
+        raise ResumeError(
+            f"{folder} holds a state in several parts ({several[0].name}), of which only accelerate knows how they belong together. "
+            f"{WAY_OUT}"
+        )
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    path = _first_file(folder, METADATA)
+    if path is None:
+        raise ResumeError(
+            f"{folder} does not say which epoch comes next: {METADATA[0]} is missing. Written by accelerate alone? {WAY_OUT}"
+        )
+    if path.suffix == ".json":
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ResumeError(f"{path} is not JSON ({error}). {WAY_OUT}") from None
+    else:
+        content = _read_tensors(path)
+    epoch = content.get("current_epoch") if isinstance(content, Mapping) else None
+    if type(epoch) is not int or epoch < 1:
+        raise ResumeError(
+            f"{path}: current_epoch is {epoch!r}, expected the number of the epoch to go on with, from 1."
+        )
+    return dict(content)
+
+
+def _read_tensors(path: Path) -> Any:
+    """Read one file without running anything that is in it."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise ResumeError(
+            f"{path} cannot be read safely ({str(error).partition(chr(10))[0]}). It is damaged, or holds objects besides tensors and plain "
+            f"values. {WAY_OUT}"
+        ) from None
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ResumeError(f"{path} is damaged ({error}). {WAY_OUT}") from None
+
+
+def _load_into(holder: Any, saved: Any, name: str, folder: Path) -> None:
+    try:
+        holder.load_state_dict(saved)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResumeError(
+            f"{folder}: the state of the {name} does not fit {type(holder).__name__} ({type(error).__name__}: {error}). Use the {name} of "
+            "the run that wrote it."
+        ) from None
+
+
+def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _set_clock(trainer: Any, epochs: int) -> None:
+    """Stand at the start of an epoch; counts within the run follow from the loader's length, where it has one."""
+    clock, batches = trainer.state.clock, loaders.length(trainer._train_dataloader)
+    clock.reset()
+    clock.epoch = epochs
+    if batches is not None:
+        clock.batch = epochs * batches
+        clock.step = epochs * -(-batches // trainer.settings.gradient_accumulation_steps)

@@ -1,0 +1,54 @@
+"""Every warning of ours has our category, so that strict runs can tell them from those of others."""
+
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+
+import drivetrain
+from drivetrain.algorithms.warnings import NoEffectWarning, NotIntendedUseWarning
+from drivetrain.core.errors import DrivetrainDeprecationWarning, DrivetrainWarning
+
+OURS = {
+    kind.__name__ for kind in (DrivetrainWarning, DrivetrainDeprecationWarning, NoEffectWarning, NotIntendedUseWarning)
+}
+
+
+def test_the_categories_are_what_users_filter():
+    assert issubclass(DrivetrainWarning, UserWarning)
+    assert issubclass(DrivetrainDeprecationWarning, DrivetrainWarning)
+    assert issubclass(DrivetrainDeprecationWarning, DeprecationWarning)
+    assert issubclass(NoEffectWarning, DrivetrainWarning) and issubclass(NotIntendedUseWarning, DrivetrainWarning)
+
+
+def calls_of_warn():
+    for path in sorted(Path(drivetrain.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn"):
+                yield f"{path.name}:{node.lineno}", node
+
+
+def test_no_warning_of_ours_goes_out_under_another_name():
+    calls = dict(calls_of_warn())
+    assert len(calls) > 30
+    wrong = {
+        place: ast.unparse(node)[:80]
+        for place, node in calls.items()
+        if len(node.args) < 2 or ast.unparse(node.args[1]) not in OURS
+    }
+    assert not wrong
+
+
+def test_only_our_warnings_become_errors_when_strict():
+    from drivetrain.train.callbacks.strictness import warnings_as_errors
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with warnings_as_errors(True):
+            warnings.warn("of somebody else", UserWarning, stacklevel=1)
+            with pytest.raises(NoEffectWarning):
+                warnings.warn("of ours", NoEffectWarning, stacklevel=1)
+        with warnings_as_errors(False):
+            warnings.warn("of ours, not strict", DrivetrainWarning, stacklevel=1)
+    assert [str(entry.message) for entry in seen] == ["of somebody else", "of ours, not strict"]

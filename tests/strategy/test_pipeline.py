@@ -1,0 +1,439 @@
+"""Pipelines: the same losses and weights as the plain model, on 2 and 4 gloo processes."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import (
+    BatchSizeError,
+    ConfigError,
+    ConflictError,
+    MethodConfigError,
+    StateError,
+    StrategyError,
+    UnsupportedMethodError,
+)
+from drivetrain.module.pipeline_schedule import PipelineOutput
+from drivetrain.strategy.apply import PlanContext, shape
+from drivetrain.strategy.batching import plan_batch
+from drivetrain.strategy.dry_run import DryRun, try_plan
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.stepping import finish
+from drivetrain.strategy.value import Strategy
+from drivetrain.train.auto import auto_accelerate
+from tests.strategy import tasks
+
+TWO = ("parallel_mode", [("pipe", 2)])
+DATA = ("parallel_mode", [("pipe", 2), ("data", 2)])
+ZERO = ("parallel_mode", [("pipe", 2), ("zero", 2)])
+GRID = [("tensor", 2), ("pipe", 2)]
+
+
+def start(plan, *, model=None, size=32, batch=8, optimizer=torch.optim.AdamW, **kwargs):
+    """Apply a plan to a small transformer and return the result and the plan as applied."""
+    status, result, plan = auto_accelerate(
+        model or tasks.make_model(tied=False),
+        optimizer,
+        tasks.make_data(size),
+        kwargs.pop("loss_func", tasks.loss_func),
+        model_input_format="unpack_dict",
+        optim_args={"lr": 0.05},
+        dataloader_args={"batch_size": batch, "num_workers": 0},
+        load_strategy=plan,
+        **{"ignore_dryrun_on_load_strategy": True, **kwargs},
+    )
+    assert status, plan.failure
+    return result, plan
+
+
+def run(result, steps=100):
+    """The loop that people write; return the losses."""
+    losses = []
+    for rows, _ in zip(result.dataloader, range(steps)):
+        rows = result.prepare_input(rows, result.context.device)
+        loss = result.loss_func(rows, result.model(**rows))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def train(plan, **kwargs):
+    """Train by a plan; return losses and this rank's final parameters under the user's names."""
+    result, _ = start(plan, **kwargs)
+    losses = run(result)
+    return losses, {name: whole(parameter) for name, parameter in result.model.named_parameters()}
+
+
+def train_by(plans, **kwargs):
+    return [train(plan, **kwargs) for plan in plans]
+
+
+def check_same(results, expected, accumulation=1):
+    """Compare every rank's losses and weights with the plain loop's; together the ranks hold every parameter."""
+    losses, weights = expected
+    seen = set()
+    for own_losses, own in results:
+        means = torch.tensor(own_losses).view(-1, accumulation).mean(1)
+        torch.testing.assert_close(means, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        assert len(own) < len(weights)
+        seen |= set(own)
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+    assert seen == set(weights)
+
+
+PLANS_ON_TWO = [
+    [TWO, "pipeline_parallel"],
+    [TWO, ("pipeline_parallel", {"pipe_schedule": "gpipe", "chunks": 8})],
+    [TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 4})],
+    [TWO, ("pipeline_parallel", {"schedule": "Interleaved1F1B", "microbatches": 2})],
+    [TWO, ("pipeline_parallel", {"insert_before_modules": ["norm"]})],
+    [TWO, "pipeline_parallel", "checkpoint", "fused_optimizer"],
+    [TWO, "pipeline_parallel", ("native_dynamo", {"backend": "aot_eager"})],
+]
+
+
+def test_every_schedule_trains_like_the_plain_model(world2):
+    expected = tasks.plain_losses(tied=False)
+    for results in zip(*world2(train_by, PLANS_ON_TWO)):
+        check_same(results, expected)
+
+
+def test_a_short_last_batch_is_cut_into_fewer_micro_batches(world2):
+    plans = [[TWO, "pipeline_parallel"], [TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 4})]]
+    for results in zip(*world2(train_by, plans, size=29)):
+        check_same(results, tasks.plain_losses(size=29, tied=False))
+
+
+PLANS_ON_FOUR = [
+    [DATA, ("pipeline_parallel", {"chunks": 2})],
+    [DATA, ("pipeline_parallel", {"nstages": 4, "chunks": 2})],
+    [ZERO, ("pipeline_parallel", {"chunks": 2}), "fsdp"],
+    [ZERO, ("pipeline_parallel", {"nstages": 4, "chunks": 2}), "fsdp"],
+    [("mixed_parallel", {"parallel_mode": GRID, "tensor_config": {**tasks.TENSOR_PLAN, "head": "colwise_gather"}})],
+    [("parallel_mode", [("pipe", 4)]), ("pipeline_parallel", {"chunks": 4})],
+]
+
+
+def test_pipelines_with_data_sharding_and_tensor_axes_train_like_the_plain_model(world4):
+    expected = tasks.plain_losses(tied=False)
+    for results in zip(*world4(train_by, PLANS_ON_FOUR)):
+        check_same(results, expected)
+
+
+def test_accumulated_batches_of_a_pipeline_equal_whole_ones(world4):
+    plans = [
+        [DATA, ("pipeline_parallel", {"chunks": 2}), ("micro_batch", 2)],
+        [ZERO, ("pipeline_parallel", {"chunks": 2}), "fsdp", ("micro_batch", 2)],
+    ]
+    for results in zip(*world4(train_by, plans)):
+        check_same(results, tasks.plain_losses(tied=False), accumulation=2)
+
+
+def train_with_short_windows():
+    plan = [ZERO, ("pipeline_parallel", {"chunks": 2}), "fsdp", ("micro_batch", 2)]
+    return train(plan, size=30)
+
+
+def test_a_short_batch_inside_a_window_keeps_the_gradients_before_it(world4):
+    results = world4(train_with_short_windows)
+    _, weights = tasks.plain_losses(size=30, tied=False)
+    for _, own in results:
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+
+
+def dry_runs():
+    """Try plans in this process, as a search or a loaded plan does."""
+    rows = torch.utils.data.default_collate([tasks.make_data()[index] for index in range(8)])
+    notes = []
+    for extra in ([], [("micro_batch", 4)], [("amp_native", "bf16")]):
+        model = tasks.make_model(tied=False)
+        resolved = resolve_plan(Strategy([TWO, "pipeline_parallel", *extra]), model=model, device="cpu")
+
+        def make(trial, resolved=resolved, extra=extra):
+            recipe = OptimizerRecipe(build=torch.optim.AdamW, settings={"lr": 0.05})
+            ctx = shape(PlanContext(trial, resolved, recipe, tasks.loss_func))
+            finish(ctx, None, plan_batch(8, 1, 4 if "micro_batch" in str(extra) else None))
+            return ctx
+
+        trial = DryRun(make=make, batch=rows, call=lambda model, batch: model(**batch), loss=tasks.loss_func)
+        outcome = try_plan(model, resolved, trial)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        notes.append((outcome.failure, outcome.notes))
+    return notes
+
+
+def test_trials_compare_a_pipeline_with_the_plain_model(world2):
+    for notes in world2(dry_runs):
+        assert all(failure is None and "gradient norm" in text for failure, (text,) in notes), notes
+
+
+def evaluate():
+    """Evaluate, train one step, and evaluate again; the last stage's output is the model's."""
+    result, _ = start([TWO, ("pipeline_parallel", {"chunks": 4})])
+    rows = {name: value[None].expand(6, -1) for name, value in tasks.make_data()[0].items()}
+    result.model.eval()
+    before = result.model(**rows)
+    loss = result.loss_func(rows, before)
+    grads = [parameter.grad for parameter in result.model.parameters()]
+    result.model.train()
+    with torch.no_grad():
+        again = result.model(**rows)
+    return (
+        before if isinstance(before, torch.Tensor) else repr(before),
+        loss.item(),
+        any(g is not None for g in grads),
+        type(again).__name__,
+    )
+
+
+def test_evaluation_runs_forward_only_and_gives_the_output_on_the_last_stage(world2):
+    model = tasks.make_model(tied=False)
+    rows = {name: value[None].expand(6, -1) for name, value in tasks.make_data()[0].items()}
+    expected = model(**rows)
+    (first, first_loss, first_grads, first_again), (last, last_loss, last_grads, last_again) = world2(evaluate)
+    assert "PipelineOutput" in first and (first_again, last_again) == ("PipelineOutput", "Tensor")
+    torch.testing.assert_close(last, expected.detach())
+    assert first_loss == last_loss == pytest.approx(tasks.loss_func(rows, expected).item(), rel=1e-6)
+    assert not first_grads and not last_grads
+
+
+def normalised():
+    """A batch norm must see each micro-batch once, also in the first step, which finds out shapes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)))
+    data = [torch.randn(8) for _ in range(16)]
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, data, lambda x, y: (y**2).mean(), optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=[TWO, ("pipeline_parallel", {"chunks": 2})],
+        ignore_dryrun_on_load_strategy=True,
+    )  # fmt: skip
+    for rows in result.dataloader:
+        result.loss_func(rows, result.model(rows)).backward()
+    return {name: buffer.clone() for name, buffer in result.model.named_buffers()}
+
+
+def test_batch_norms_count_each_micro_batch_once(world2):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)))
+    for rows in torch.stack([torch.randn(8) for _ in range(16)]).split(4):
+        model(rows)
+    found = [item for own in world2(normalised) for item in own.items()]
+    assert [name for name, _ in found] == [name for name, _ in model.named_buffers()]
+    for name, value in found:
+        torch.testing.assert_close(value, model.get_buffer(name))
+
+
+def save_and_load():
+    """Train two steps, join the state, and go on under another strategy and in another pipeline."""
+    result, _ = start([TWO, "pipeline_parallel"])
+    first = run(result, 2)
+    joined = result.context.state_dict(full=True)
+    second = run_rest(result)
+    box = [joined]
+    torch.distributed.broadcast_object_list(box)
+    other, _ = start(["parallel_mode"])
+    other.context.exclude("loader")
+    other.context.load_state_dict({name: value for name, value in box[0].items() if name != "loader"})
+    others = run_rest(other)  # before another plan tells the loaders which ranks share samples
+    again, _ = start([TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 4})])
+    again.context.exclude("loader")
+    again.context.load_state_dict({name: value for name, value in box[0].items() if name != "loader"})
+    with pytest.raises(StateError, match="surprise"):
+        again.context.load_state_dict({**box[0], "model": {**box[0]["model"], "surprise": torch.ones(1)}})
+    names = list(joined.get("model", ()))
+    return first + second, others, run_rest(again), names
+
+
+def run_rest(result):
+    """Train on the second half of the data, which begins after two batches of eight."""
+    losses = []
+    for index, rows in enumerate(result.dataloader):
+        if index < 2:
+            continue
+        loss = result.loss_func(rows, result.model(**rows))
+        loss.backward()
+        result.optim.step()
+        result.optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_joined_state_goes_on_under_another_strategy(world2):
+    expected, weights = tasks.plain_losses(tied=False)
+    results = world2(save_and_load)
+    assert sorted(results[0][3]) == sorted(weights) and results[1][3] == []
+    for losses, _, again, _ in results:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert again == pytest.approx(expected[2:], rel=1e-4)
+    both = torch.tensor([other for _, other, _, _ in results]).mean(0)
+    torch.testing.assert_close(both, torch.tensor(expected[2:]), rtol=1e-4, atol=1e-5)
+
+
+def own_groups():
+    """Groups by name may be empty on a rank; modules of other stages are there, and empty."""
+
+    def groups(model):
+        return [
+            {"params": [p for n, p in model.named_parameters() if "norm" in n], "weight_decay": 0.0},
+            {"params": list(model.head.parameters()), "lr": 0.1},
+            {"params": [p for n, p in model.named_parameters() if n.startswith("embedding")]},
+        ]
+
+    plan = [TWO, "pipeline_parallel"]
+    result, _ = start(plan, optim_param_func=groups)
+    run(result, 2)
+    only, _ = start(plan, optim_param_func=lambda model: list(model.head.parameters()))
+    run(only, 1)
+    return [len(group["params"]) for group in result.optim.param_groups], [
+        len(g["params"]) for g in only.optim.param_groups
+    ]
+
+
+def test_groups_of_other_stages_are_empty(world2):
+    assert world2(own_groups) == [([4, 0, 1], [0]), ([6, 1, 0], [1])]
+
+
+def other_stages_are_released():
+    model = tasks.make_model(tied=False)
+    result, _ = start([TWO, "pipeline_parallel"], model=model)
+    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    return here == set(dict(result.model.named_parameters()))
+
+
+def test_parameters_of_other_stages_are_freed(world2):
+    assert world2(other_stages_are_released) == [True, True]
+
+
+class Odd(tasks.TinyGPT):
+    def forward(self, tokens, labels=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(nn.functional.dropout(self.norm(x), 0.1, self.training))
+
+
+def refusals():
+    """Return the message of every mistake, as all ranks see it."""
+    tied, plain = tasks.make_model(), tasks.make_model(tied=False)
+    before = {name: parameter.clone() for name, parameter in tied.named_parameters()}
+    trials = {
+        "tied": lambda: start([TWO, "pipeline_parallel"], model=tied),
+        "stages": lambda: start([TWO, ("pipeline_parallel", {"nstages": 3})]),
+        "schedule": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4, "schedule": "1F1B"})]),
+        "few": lambda: start([TWO, ("pipeline_parallel", {"chunks": 1})]),
+        "odd": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 3})]),
+        "name": lambda: start([TWO, ("pipeline_parallel", ["blocks.7"])]),
+        "count": lambda: start([TWO, ("pipeline_parallel", {"split": ["blocks.1", "norm"], "nstages": 2})]),
+        "many": lambda: start([TWO, ("pipeline_parallel", {"nstages": 64, "chunks": 64})]),
+        "loss": lambda: start([TWO, "pipeline_parallel"], loss_func=None),
+        "mode": lambda: start([TWO, "pipeline_parallel"], model=Odd(tied=False)),
+        "scaler": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4}), ("amp_native", "fp16")]),
+        "compile": lambda: start(
+            [TWO, "pipeline_parallel", ("native_dynamo", {"backend": "aot_eager", "scope": "model"})]
+        ),
+        "open": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4}), "checkpoint"]),
+        "wrap": lambda: start([TWO, "pipeline_parallel", ("checkpoint", "Block")]),
+        "rows": lambda: run(start([TWO, "pipeline_parallel"], model=plain, batch=6)[0]),
+        "tuple": lambda: run(start([TWO, "pipeline_parallel"], loss_func=lambda x, y: (tasks.loss_func(x, y), 1))[0]),
+        "call": lambda: start([TWO, "pipeline_parallel"])[0].model(torch.zeros(4, 8, dtype=torch.long), labels=None),
+        "shape": lambda: start([TWO, "pipeline_parallel"])[0].model(
+            tokens=torch.zeros(4, 8, dtype=torch.long), labels=torch.zeros(2, 8)
+        ),
+    }
+    messages = {}
+    for name, trial in trials.items():
+        try:
+            trial()
+        except Exception as error:
+            messages[name] = (type(error).__name__, str(error))
+    unchanged = all(torch.equal(parameter, before[name]) for name, parameter in tied.named_parameters())
+    return messages, unchanged
+
+
+EXPECTED = {
+    "tied": (MethodConfigError, "embedding.weight is used in stages 0 and 1 .*untie"),
+    "stages": (MethodConfigError, "3 stages do not divide"),
+    "schedule": (MethodConfigError, "Interleaved1F1B for 4 stages on 2 ranks"),
+    "few": (MethodConfigError, "at least as many as stages"),
+    "odd": (MethodConfigError, "a multiple of the pipe axis"),
+    "name": (MethodConfigError, "blocks.7"),
+    "count": (MethodConfigError, "makes 3 stages, and stages=2"),
+    "many": (MethodConfigError, "too few for 64 stages"),
+    "loss": (ConfigError, "needs loss_func"),
+    "mode": (MethodConfigError, "nn.Dropout"),
+    "scaler": (UnsupportedMethodError, "bf16"),
+    "compile": (ConflictError, "scope 'model'"),
+    "open": (ConflictError, "stages begin inside blocks"),
+    "wrap": (ConflictError, "'auto'"),
+    "rows": (BatchSizeError, "6 samples cannot be cut into 4 .*4 or 8"),
+    "tuple": (ConfigError, "the loss alone"),
+    "call": (ConfigError, "not mixed"),
+    "shape": (ConfigError, r"\[2, 4\] long"),
+}
+
+
+def test_mistakes_are_refused_on_all_ranks_with_what_to_do(world2):
+    import re
+
+    first, second = world2(refusals)
+    assert first == second
+    messages, unchanged = first
+    assert unchanged and set(messages) == set(EXPECTED)
+    for name, (kind, pattern) in EXPECTED.items():
+        assert messages[name][0] == kind.__name__, (name, messages[name])
+        assert re.search(pattern, messages[name][1], re.S), (name, messages[name])
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "pattern"),
+    [
+        ([TWO], StrategyError, "no pipeline_parallel"),
+        (["pipeline_parallel"], StrategyError, "no 'pipe' axis"),
+        ([TWO, ("pipeline_parallel", {"schedule": "2F2B"})], MethodConfigError, "2F2B"),
+        ([TWO, ("pipeline_parallel", {"schedule": 1})], MethodConfigError, "GPipe"),
+        ([TWO, ("pipeline_parallel", {"chunk": 4})], MethodConfigError, "chunks"),
+        ([TWO, ("pipeline_parallel", {"microbatches": 0})], MethodConfigError, "at least 1"),
+        ([TWO, ("pipeline_parallel", {"split": [1]})], MethodConfigError, "names of the modules"),
+        ([TWO, "pipeline_parallel", "zero1"], ConflictError, "fsdp or zero2"),
+        ([("mixed_parallel", None)], MethodConfigError, "parallel_mode is missing"),
+        ([("ds_3d_parallel", {"parallel_mode": [("pipe", 2)], "tensor_config": {"up": "colwise"}})], MethodConfigError, "no 'tensor' axis"),
+        ([("mixed_parallel", {"parallel_mode": [("pipe", 2)]}), "pipeline_parallel"], ConflictError, "pipe_config"),
+        ([("mixed_parallel", {"parallel_mode": [("pipe", 2)]}), "parallel_mode"], ConflictError, "stands for"),
+    ],
+)  # fmt: skip
+def test_plans_with_pipelines_that_cannot_work_are_refused(plan, kind, pattern):
+    with pytest.raises(kind, match=pattern):
+        resolve_plan(Strategy(plan), model=tasks.make_model(tied=False), device="cpu", world=2)
+
+
+def test_mixed_parallel_stands_for_the_methods_its_axes_need():
+    config = {
+        "parallel_mode": [("tensor", 2), ("pipeline", 2), ("zero", 2)],
+        "tensor_config": tasks.TENSOR_PLAN,
+        "pipe_config": {"chunks": 6},
+    }
+    plan = Strategy([("deepspeed_3d_parallel", config)])
+    assert plan.opt_names() == ["mixed_parallel"] and Strategy.from_json(plan.to_json()) == plan
+    resolved = resolve_plan(plan, model=tasks.make_model(tied=False), device="cpu", world=8)
+    assert [method.name for _, method, _ in resolved.steps] == [
+        "parallel_mode",
+        "pipeline_parallel",
+        "tensor_parallel",
+        "fsdp",
+    ]
+    assert resolved.data_ranks == 2 and resolved.config("pipeline_parallel").microbatches == 6
+
+
+def test_the_output_of_an_evaluation_elsewhere_has_no_loss():
+    with pytest.raises(ConfigError, match="last stage"):
+        _ = PipelineOutput().loss

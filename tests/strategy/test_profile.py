@@ -1,0 +1,419 @@
+"""What a profile says of a model: against hand-written arithmetic, against real runs, and without touching anything."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain.strategy.profile.lines import line_through, upper_edge
+from drivetrain.strategy.profile.model import profile_model
+from drivetrain.strategy.profile.tracker import MemoryTimeline
+from drivetrain.strategy.task import CallModel, TrainingTask
+from tests.module.models import ResNet
+from tests.strategy.tasks import LENGTH, VOCAB, WIDTH, TinyGPT, loss_func, make_data
+
+FLOAT, HALF = 4, 2
+
+
+class Mlp(nn.Module):
+    """The one hidden layer of the hand-written figures."""
+
+    def __init__(self, inputs=64, hidden=256, outputs=32):
+        super().__init__()
+        self.up, self.down = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def take_first(model, pair):
+    return model(pair[0])
+
+
+def squared_error(pair, outputs):
+    return F.mse_loss(outputs, pair[1])
+
+
+def mlp_task(model=None, **changes):
+    samples = (torch.randn(4, 64), torch.randn(4, 32))
+    settings = {"call": take_first, "loss_func": squared_error, "optim_func": torch.optim.AdamW, "samples": samples}
+    model = model or (None if "model_fn" in changes else Mlp())
+    return TrainingTask(model=model, **(settings | changes))
+
+
+def token_rows(size):
+    data = make_data(size)
+    return {"tokens": data.tokens[:, :-1].contiguous(), "labels": data.tokens[:, 1:].contiguous()}
+
+
+def gpt_task(**changes):
+    settings = {
+        "model_fn": TinyGPT,
+        "call": CallModel("unpack_dict"),
+        "loss_func": loss_func,
+        "optim_func": torch.optim.AdamW,
+        "samples": token_rows(4),
+    }
+    return TrainingTask(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """The profile of the small transformer, with all its parts."""
+    return profile_model(gpt_task())
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return profile_model(mlp_task(), compiled=False)
+
+
+# Against arithmetic by hand.
+
+
+def test_an_mlp_keeps_and_computes_what_is_written_on_paper(mlp):
+    (rest,) = mlp.units
+    assert mlp.parameters == mlp.trainable == rest.parameters == 64 * 256 + 256 + 256 * 32 + 32
+    assert rest.forward_flops == 2 * 64 * 256 + 2 * 256 * 32
+    # In float32 the activation and the output that the loss compares; the batch itself counts as input.
+    assert rest.saved_bytes["float32"] == FLOAT * (256 + 32)
+    # Under autocast: the input and the activation in 16 bits, and the loss in float32.
+    assert rest.saved_bytes["bfloat16"] == HALF * (64 + 256) + FLOAT * 32
+    assert rest.saved_fixed_bytes["bfloat16"] == HALF * 256 * 32  # the first layer's weights send no gradient back
+    assert mlp.input_bytes == FLOAT * (64 + 32)
+    assert mlp.optimizer_bytes == pytest.approx(2 * FLOAT * mlp.parameters, rel=1e-3)
+    assert mlp.optimizer_temporary_bytes == FLOAT * mlp.parameters  # one list of square roots
+
+
+def test_the_optimizers_state_follows_the_optimizer():
+    momentum = profile_model(
+        mlp_task(optim_func=torch.optim.SGD, optim_args={"lr": 0.1, "momentum": 0.9}), compiled=False
+    )
+    assert momentum.optimizer_bytes == FLOAT * momentum.parameters
+    assert profile_model(mlp_task(optim_func=None), compiled=False).optimizer_bytes == 0
+
+
+def test_a_frozen_layer_needs_no_gradient_and_no_state():
+    model = Mlp()
+    model.up.requires_grad_(False)
+    profile = profile_model(mlp_task(model), compiled=False)
+    assert profile.trainable == 256 * 32 + 32 < profile.parameters
+    assert profile.optimizer_bytes == pytest.approx(2 * FLOAT * profile.trainable, rel=1e-2)
+
+
+def test_a_blocks_arithmetic_is_that_of_its_matrices_and_its_attention(gpt):
+    block, rest = gpt.units
+    assert (block.path, block.cls, block.count, rest.path) == ("blocks", "Block", 2, "")
+    matrices = 4 * WIDTH * WIDTH + 2 * 2 * WIDTH * WIDTH
+    assert block.forward_flops == 2 * LENGTH * matrices + 2 * 2 * LENGTH * LENGTH * WIDTH
+    assert rest.forward_flops == 2 * LENGTH * WIDTH * VOCAB
+    assert block.input_bytes["float32"] == FLOAT * LENGTH * WIDTH
+    products = 3 * WIDTH + WIDTH + 2 * WIDTH + WIDTH  # q, k and v; out; up; down
+    attention = WIDTH + 4  # its output, and a logarithm for each of four heads
+    assert block.selective_bytes["float32"] == FLOAT * LENGTH * (WIDTH + products + attention)
+    assert block.selective_bytes["float32"] < block.saved_bytes["float32"]
+    assert block.heads == 4 and gpt.sequence_length == LENGTH and gpt.cross_entropy_head == "head"
+    assert gpt.logits_bytes["float32"] == 3 * FLOAT * LENGTH * VOCAB  # output, what the loss keeps, its gradient
+    assert gpt.logits_bytes["bfloat16"] == (HALF + 2 * FLOAT) * LENGTH * VOCAB
+    assert block.parameters * 2 + rest.parameters == gpt.parameters
+
+
+def test_autocast_keeps_norms_and_losses_in_float32_as_cuda_does(gpt):
+    block = gpt.units[0]
+    per_token = FLOAT * WIDTH  # what enters the first norm
+    per_token += 2 * FLOAT + 2 * FLOAT  # statistics of two norms
+    per_token += 3 * HALF * WIDTH  # what leaves it, cast once for each of three projections
+    per_token += HALF * 3 * WIDTH + HALF * WIDTH + FLOAT * 4  # q, k and v, attention, its logarithms
+    per_token += (
+        FLOAT * WIDTH + HALF * WIDTH + HALF * 2 * WIDTH + HALF * 2 * WIDTH
+    )  # residual, normed, before and after gelu
+    assert block.saved_bytes["bfloat16"] == LENGTH * per_token
+
+
+# Against real runs.
+
+
+def real_peak(model, batch, call, loss):
+    """Return the largest number of bytes that a real step on the host holds, with a warmed-up optimizer beside."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    loss(batch, call(model, batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    timeline = MemoryTimeline()
+    with timeline:
+        timeline.label(model.parameters(), "parameters")
+        timeline.label(model.buffers(), "buffers")
+        timeline.label((value for state in optimizer.state.values() for value in state.values()), "optimizer")
+        timeline.label(batch.values(), "inputs")
+        loss(batch, call(model, batch)).backward()
+    timeline.freeze()
+    return max(timeline.totals())
+
+
+@pytest.mark.parametrize("size", [3, 16, 64])
+def test_the_predicted_peak_is_that_of_a_real_step(gpt, size):
+    real = real_peak(TinyGPT(), token_rows(size), CallModel("unpack_dict"), loss_func)
+    assert gpt.peak("float32", size) == pytest.approx(real, rel=0.04)  # tensors here are as small as the rounding
+
+
+def test_the_peak_of_a_convolutional_net_is_that_of_a_real_step():
+    samples = {"x": torch.randn(4, 3, 16, 16), "y": torch.randint(10, (4,))}
+    call, loss = lambda model, batch: model(batch["x"]), lambda batch, out: F.cross_entropy(out, batch["y"])
+    profile = profile_model(
+        TrainingTask(
+            model=ResNet(depths=(1, 1)), call=call, loss_func=loss, optim_func=torch.optim.AdamW, samples=samples
+        ),
+        compiled=False,
+    )
+    batch = {"x": torch.randn(32, 3, 16, 16), "y": torch.randint(10, (32,))}
+    assert profile.peak("float32", 32) == pytest.approx(real_peak(ResNet(depths=(1, 1)), batch, call, loss), rel=0.02)
+    assert profile.has_batchnorm and profile.has_convolution and not profile.has_dropout
+    assert profile.sequence_length is None
+
+
+def test_checkpointing_lowers_the_peak_and_selective_lies_between(gpt):
+    for arithmetic in ("float32", "bfloat16"):
+        full, selective, plain = (gpt.peak(arithmetic + mode, 256) for mode in ("/full", "/selective", ""))
+        assert full < selective < plain
+
+
+def test_the_parts_of_the_peak_add_up_to_it(gpt):
+    fixed, each = gpt.peak_bytes["bfloat16"]
+    parts = gpt.peak_parts["bfloat16"]
+    assert sum(part[0] for part in parts.values()) == pytest.approx(fixed)
+    assert sum(part[1] for part in parts.values()) == pytest.approx(each)
+    assert parts["optimizer"][0] >= gpt.optimizer_bytes
+
+
+def test_a_compiled_pass_keeps_less_than_an_eager_one(gpt):
+    assert gpt.compiled_bytes.keys() == {"float32", "bfloat16"}
+    for arithmetic in gpt.compiled_bytes:
+        assert 0 < gpt.compiled_bytes[arithmetic] < gpt.saved_bytes(arithmetic)
+        assert gpt.compiled_fixed_bytes[arithmetic] >= 0
+    assert gpt.evidence == "simulated" and gpt.notes == ()
+
+
+class Deep(TinyGPT):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([copy.deepcopy(self.blocks[0]) for _ in range(5)])
+
+
+class DeepByNumber(Deep):
+    """Asks for its blocks by number, so that none can be left out."""
+
+    def forward(self, tokens, labels=None):
+        x = self.embedding(tokens)
+        for index in range(5):
+            x = self.blocks[index](x)
+        return self.head(self.norm(x))
+
+
+def test_a_deep_model_is_captured_from_two_blocks_as_from_all():
+    few, all_of_them = (profile_model(gpt_task(model_fn=kind)) for kind in (Deep, DeepByNumber))
+    assert few.compiled_bytes == pytest.approx(all_of_them.compiled_bytes)
+    assert few.units[0].count == 5
+
+
+def test_dropout_keeps_a_byte_per_element():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Tanh())
+    task = mlp_task(model, loss_func=None)
+    profile = profile_model(task, compiled=False)
+    assert profile.has_dropout
+    assert profile.units[-1].saved_bytes["float32"] == 128 * (1 + FLOAT)  # mask, and the result of tanh
+
+
+def test_attention_never_writes_its_scores_not_even_with_dropout_or_a_mask():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1)
+
+    samples = (torch.randn(2, 512, 16),)
+    task = TrainingTask(model=Attend(), call=take_first, samples=samples)
+    saved = profile_model(task, compiled=False).units[-1].saved_bytes["float32"]
+    assert saved == FLOAT * 512 * (48 + 16 + 2)  # q, k, v, output, a logarithm per head
+
+
+# Any model, any batch.
+
+
+@pytest.mark.parametrize("place", ["model", "model_fn", "meta"])
+def test_a_model_may_exist_be_made_or_be_on_meta(gpt, place):
+    with torch.device("meta" if place == "meta" else "cpu"):
+        model = TinyGPT()
+    task = gpt_task() if place == "model_fn" else gpt_task(model=model, model_fn=None)
+    profile = profile_model(task, compiled=False)
+    assert profile.evidence == "simulated"
+    assert profile.units == gpt.units and profile.peak_lines == gpt.peak_lines
+    assert profile.parameters == sum(p.numel() for p in TinyGPT().parameters())
+
+
+class Ramp(Mlp):
+    """Reads values while it is made, as ramps of drop rates do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = [float(rate) for rate in torch.linspace(0, 1, 3) + torch.rand(3)]
+
+
+def test_a_constructor_that_reads_values_is_run_for_real(mlp):
+    profile = profile_model(mlp_task(model_fn=Ramp), compiled=False)
+    assert profile.evidence == "simulated" and profile.units[0].saved_bytes == mlp.units[0].saved_bytes
+
+
+def test_samples_may_be_nested_and_prepared_by_the_user():
+    def prepare(batch, device):
+        return {"x": batch[0]["deep"].float().to(device), "rest": (batch[1], "a name")}
+
+    task = TrainingTask(
+        model=Mlp(),
+        call=lambda model, inputs: model(inputs["x"]),
+        loss_func=lambda inputs, outputs: (F.mse_loss(outputs, inputs["rest"][0]), "more"),
+        prepare_input=prepare,
+        samples=[{"deep": torch.randint(9, (3, 64))}, torch.randn(3, 32)],
+    )
+    profile = profile_model(task, compiled=False)
+    assert profile.evidence == "simulated" and profile.input_bytes == FLOAT * (64 + 32)
+
+
+def test_the_model_and_all_random_streams_stay_as_they_were():
+    model, task = TinyGPT(), None
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    names = {name: id(parameter) for name, parameter in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    task = gpt_task(model=model, model_fn=None)
+    profile_model(task, compiled=False)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert not model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [type(module) for module in model.modules()] == classes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert F.dropout(torch.ones(64), 0.5).unique().tolist() == [0.0, 2.0]  # torch's own kernels are back
+
+
+class Pruning(nn.Module):
+    """Shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[Mlp(16, 64, 16) for _ in range(3)])
+
+    def forward(self, x):
+        return self.layers(x[x.sum(-1) > 0]).sum()
+
+
+def test_shapes_that_depend_on_values_give_a_modelled_profile_and_say_so():
+    task = TrainingTask(
+        model=Pruning(),
+        call=take_first,
+        loss_func=lambda batch, loss: loss,
+        optim_func=torch.optim.AdamW,
+        samples=(torch.randn(4, 10, 16),),
+    )
+    profile = profile_model(task)
+    assert profile.evidence == "modelled" and "fake tensors" in profile.notes[0]
+    block = profile.units[0]
+    assert block.count == 3 and block.forward_flops == 10 * 2 * 2 * 16 * 64
+    assert block.saved_bytes["float32"] == FLOAT * 10 * 2 * (16 + 64)
+    assert profile.optimizer_bytes == pytest.approx(2 * profile.parameter_bytes, rel=1e-2)
+    assert profile.peak("bfloat16", 8) < profile.peak("float32", 8)
+
+
+def test_a_task_without_samples_is_modelled():
+    profile = profile_model(mlp_task(samples=None))
+    assert profile.evidence == "modelled" and "no samples" in profile.notes[0]
+
+
+def test_without_time_the_slow_parts_are_left_out_and_named():
+    profile = profile_model(gpt_task(), time_limit=0.0)
+    assert profile.evidence == "simulated" and profile.forward_flops > 0
+    assert profile.compiled_bytes is None and profile.peak("float32", 1) is None
+    assert sum("out of time" in note for note in profile.notes) >= 4
+
+
+def test_models_of_the_transformers_library_are_profiled():
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "vocab_size": 64,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+    }
+    ids = torch.randint(64, (2, 12))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for config, cls in (
+        (transformers.LlamaConfig(**small, num_key_value_heads=2), transformers.LlamaForCausalLM),
+        (transformers.BertConfig(**small), transformers.BertForMaskedLM),
+    ):
+        task = TrainingTask(
+            model=cls(config),
+            call=CallModel("unpack_dict"),
+            loss_func=lambda inputs, outputs: outputs.loss,
+            optim_func=torch.optim.AdamW,
+            samples=batch,
+        )
+        profile = profile_model(task, compiled=False)
+        assert profile.evidence == "simulated", profile.notes
+        assert [unit.heads for unit in profile.units if unit.count == 2] == [4]
+        assert profile.sequence_length == 12 and profile.peak("bfloat16/full", 64) < profile.peak("bfloat16", 64)
+
+
+# Lines.
+
+
+def test_the_upper_edge_is_the_largest_of_all_lines_everywhere():
+    generator = random.Random(0)
+    for _ in range(50):
+        lines = [(generator.uniform(-5, 50), generator.uniform(0, 9)) for _ in range(12)]
+        edge = upper_edge(lines)
+        for batch in (1, 2, 3, 7, 50, 1000):
+            highest = max(fixed + batch * each for fixed, each in lines)
+            assert max(fixed + batch * each for fixed, each in edge) == pytest.approx(highest)
+    assert line_through((2, 4), (5.0, 5.0)) == (5.0, 0.0)
+
+
+# On a device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16"])
+@pytest.mark.parametrize("checkpoint", ["", "/full"])
+def test_the_predicted_peak_is_within_five_percent_of_cuda(arithmetic, checkpoint):
+    from drivetrain.module.checkpointing import checkpoint_blocks
+    from drivetrain.strategy.profile.values import CUDA_WORKSPACE_BYTES
+
+    model = nn.Sequential(nn.Linear(1024, 1024), *[Mlp(1024, 4096, 1024) for _ in range(8)])
+    samples = (torch.randn(2, 256, 1024), torch.randn(2, 256, 1024))
+    profile = profile_model(mlp_task(model, samples=samples), compiled=False)
+    assert not torch.cuda.is_initialized() or torch.cuda.memory_allocated() == 0
+    batch = tuple(tensor.cuda() for tensor in (torch.randn(64, 256, 1024), torch.randn(64, 256, 1024)))
+    model.cuda()
+    if checkpoint:
+        checkpoint_blocks(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16, enabled=arithmetic == "bfloat16"):
+            loss = squared_error(batch, take_first(model, batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    predicted = profile.peak(arithmetic + checkpoint, 64) + CUDA_WORKSPACE_BYTES
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)

@@ -1,0 +1,494 @@
+"""The search: which candidates there are, how they are ranked, and how a plan is found, verified, explained and agreed on."""
+
+import json
+import time
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, UnknownMethodError
+from drivetrain.strategy.device_spec import DeviceSpec
+from drivetrain.strategy.method import Method
+from drivetrain.strategy.registry import _methods, register_method
+from drivetrain.strategy.search import find
+from drivetrain.strategy.search.candidates import Candidate
+from drivetrain.strategy.search.cost import Cost
+from drivetrain.strategy.search.decision import Measurement, choose
+from drivetrain.strategy.search.find import Wishes, find_plan
+from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
+from drivetrain.strategy.search.place import Place
+from drivetrain.strategy.search.ranking import (
+    Scored,
+    is_ruled_out,
+    nearest_misses,
+    order,
+    pareto_front,
+    predict,
+    promising,
+    sensitivity,
+)
+from drivetrain.strategy.search.space import build_space
+from drivetrain.strategy.search.wishes import budget_bytes, parse_memory
+from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.value import Strategy
+from tests.strategy.tasks import loss_func, make_data, make_model
+from tests.strategy.test_cost_model import make_machine, make_profile
+
+GPU = make_machine(flops={"float32": 5e13, "tf32": 3e14, "bfloat16": 6e14}, bandwidth=3e12, launch=5e-6)
+CPU = make_machine(kind="cpu", flops={"float32": 1e11, "bfloat16": 5e10}, bandwidth=2e10, launch=3e-6)
+H100 = DeviceSpec.preset("h100")
+
+
+def place(world=1, batch=64, machine=GPU, profile=None, model=None, **wishes):
+    wishes = Wishes(**({"spec": H100} if machine is GPU else {}), **wishes)
+    return Place(
+        profile=make_profile() if profile is None else profile, machine=machine, device=torch.device("cpu"), world=world,
+        global_batch=batch, wishes=wishes, model=model, optim_func=torch.optim.AdamW,
+    )  # fmt: skip
+
+
+def space(*args, **kwargs):
+    return build_space(place(*args, **kwargs))
+
+
+# ---------------------------------------------------------------------------------------- the space
+
+
+def test_thousands_of_candidates_share_one_global_batch_and_are_all_different():
+    found = space(8).candidates
+    assert 2000 < len(found) < 60_000 and len(set(found)) == len(found)
+    assert {candidate.global_size for candidate in found} == {64} and {candidate.world for candidate in found} == {8}
+    assert {candidate.sharding for candidate in found} == {"none", "zero1", "zero2", "fsdp"}
+    assert {candidate.checkpoint for candidate in found} == {"none", "selective", "second", "full", "offload"}
+    assert {candidate.compile for candidate in found} == {"none", "model", "block"}
+    assert {candidate.precision for candidate in found} == {"float32", "tf32", "bfloat16"}
+    assert {candidate.micro * candidate.accumulation for candidate in found if candidate.data_ranks == 8} == {8}
+
+
+def test_every_kind_of_candidate_is_a_valid_plan():
+    found = space(8)
+    seen = {}
+    for candidate in found.candidates:
+        seen.setdefault(tuple(candidate.names()), candidate)
+    assert len(seen) > 100
+    for candidate in list(seen.values())[::17]:
+        plan = found.plan(candidate)
+        assert sorted(plan.opt_names()) == sorted(candidate.names())
+        names = [
+            name
+            for name in plan.opt_names()
+            if name not in ("tf32", "cuda_graphs", "chunked_cross_entropy", "cpu_offload")
+        ]
+        Strategy([entry for entry in plan if entry.name in names]).validate(device="cpu", world_size=8)
+
+
+def test_numerics_bound_the_precision():
+    assert {c.precision for c in space(numerics="exact").candidates} == {"float32"}
+    assert {c.precision for c in space(numerics="low").candidates} >= {"float32", "tf32", "bfloat16", "half"}
+    old = make_machine(flops={"float32": 1e13, "float16": 1e14})
+    assert {c.precision for c in build_space(replace(place(), machine=old)).candidates} == {"float32", "float16"}
+
+
+def test_a_cpu_is_searched_for_what_helps_there():
+    found = space(2, machine=CPU, model=make_model()).candidates
+    assert {c.sharding for c in found} == {"none"} and not any(c.cpu_offload or c.graphs for c in found)
+    assert {c.precision for c in found} == {"float32", "bfloat16"}
+    assert "offload" not in {c.checkpoint for c in found}
+
+
+def test_a_batch_is_never_split_under_batch_norm():
+    found = space(profile=make_profile(has_batchnorm=True))
+    assert {c.accumulation for c in found.candidates} == {1}
+    assert any("batch norms" in note for note in found.notes)
+
+
+def test_channels_last_needs_convolutions():
+    conv = make_profile(has_convolution=True)
+    assert {c.channels_last for c in space(profile=conv, model=nn.Conv2d(3, 3, 3)).candidates} == {False, True}
+    assert {c.channels_last for c in space().candidates} == {False}
+
+
+def test_excluded_and_included_methods_and_groups():
+    assert not any("native_dynamo" in c.names() for c in space(excluded=frozenset({"compile"})).candidates)
+    assert {c.sharding for c in space(4, excluded=frozenset({"zero"})).candidates} == {"none"}
+    assert all(c.checkpoint != "none" for c in space(included=("checkpoint",)).candidates)
+    assert {c.sharding for c in space(4, included=("zero",)).candidates} == {"zero1", "zero2", "fsdp"}
+    fixed = space(included=(("micro_batch", 4), ("checkpoint", {"mode": "selective"}), ("amp_native", "bf16")))
+    assert {(c.micro, c.checkpoint, c.precision) for c in fixed.candidates} == {(4, "selective", "bfloat16")}
+    assert all(
+        "module_replace" in fixed.plan(c)
+        for fixed in [space(included=("module_replace",))]
+        for c in fixed.candidates[:5]
+    )
+    cpu = space(2, machine=CPU, included=("zero1",))
+    assert {c.sharding for c in cpu.candidates} == {"zero1"}
+
+
+def test_unknown_and_contradictory_wishes_are_refused_before_anything_happens():
+    with pytest.raises(UnknownMethodError, match="nope"):
+        Wishes(excluded=frozenset({"nope"}))
+    with pytest.raises(ConflictError, match="both included and excluded"):
+        Wishes(excluded=frozenset({"half"}), included=("half",))
+    with pytest.raises(ConflictError, match="load_strategy"):
+        Wishes(excluded=frozenset({"half"}), start=Strategy(["half"]))
+    with pytest.raises(ConfigError, match="time_limit"):
+        Wishes(time_limit=-1)
+    with pytest.raises(ConfigError, match="memory_budget"):
+        Wishes(memory_budget="lots")
+
+
+def test_a_batch_that_no_mesh_divides_is_refused_with_the_nearest_sizes():
+    with pytest.raises(BatchSizeError, match="8 and 12"):
+        space(4, batch=10, machine=CPU)
+    assert {c.global_size for c in space(4, batch=10, machine=CPU, allow_batch_rounding=True).candidates} == {8}
+
+
+def test_finetuning_keeps_the_methods_and_varies_their_settings():
+    start = Strategy(["checkpoint", ("micro_batch", 8), "fused_optimizer"])
+    found = space(start=start)
+    assert found.plan(found.candidates[0]) == Strategy(start, batch=found.candidates[0].batch)
+    assert found.plain == found.candidates[0]
+    names = {frozenset(found.plan(c).opt_names()) for c in found.candidates}
+    assert names == {frozenset({"checkpoint", "micro_batch", "fused_optimizer"})}
+    assert len({(c.checkpoint, c.micro) for c in found.candidates}) > 8
+    tunable = space(start=Strategy([("checkpoint", None, True), ("micro_batch", 8)]))  # only what is marked is searched
+    assert {c.micro for c in tunable.candidates} == {8} and len({c.checkpoint for c in tunable.candidates}) > 2
+
+
+class Turbo(Method):
+    """A user's method: half the compute, twice the activations."""
+
+    name, group = "turbo_of_a_user", "turbo"
+
+    def estimate(self, cost: Cost, config) -> Cost:
+        return cost.scaled(compute=0.5, activations=2.0)
+
+
+@pytest.fixture
+def turbo():
+    register_method(Turbo)
+    yield
+    del _methods["turbo_of_a_user"]
+
+
+def test_a_users_method_takes_part_through_candidates_and_estimate(turbo):
+    where = place()
+    found = build_space(where)
+    with_it = [c for c in found.candidates if "turbo_of_a_user" in c.names()]
+    assert with_it and len(with_it) * 2 >= len(found.candidates) - 1
+    one = Candidate(micro=64, extra=with_it[0].extra)
+    plain = Candidate(micro=64)
+    ours, theirs = (predict(c, where.profile, where.machine) for c in (one, plain))
+    assert ours.cost.time["compute"] == pytest.approx(theirs.cost.time["compute"] / 2)
+    best = order(predict(c, where.profile, where.machine) for c in found.candidates)[0]
+    assert "turbo_of_a_user" in found.plan(best.candidate)
+    assert not any("turbo_of_a_user" in c.names() for c in space(excluded=frozenset({"turbo"})).candidates)
+
+
+def test_a_thousand_ranks_are_enumerated_and_ranked_in_seconds():
+    begin = time.perf_counter()
+    where = place(1024, batch=2048)
+    scored = order(predict(c, where.profile, where.machine) for c in build_space(where).candidates)
+    assert len(scored) > 1000 and len(pareto_front(scored)) < 200
+    assert time.perf_counter() - begin < 60
+
+
+# ---------------------------------------------------------------------------------------- ranking
+
+
+def scored(seconds, peak, **candidate):
+    return Scored(Candidate(**candidate), Cost({"params": float(peak)}, {"compute": float(seconds)}))
+
+
+def test_the_front_holds_what_nothing_equals_or_beats():
+    fast, small = scored(1, 10, fused=True), scored(3, 2, checkpoint="full")
+    simple = scored(2, 8)
+    worse = scored(2.5, 9, checkpoint="full", fused=True)
+    assert pareto_front([worse, small, simple, fast]) == [fast, simple, small]
+
+
+def test_promising_candidates_are_of_different_kinds():
+    many = [scored(1 + i / 100, 10 - i, micro=i + 1, precision="bfloat16") for i in range(9)]
+    other, far = scored(1.5, 20, compile="model", micro=1), scored(9, 0.1, compile="block")
+    twin = scored(1.0, 9.5, micro=1, precision="bfloat16", cpu_offload=True)
+    chosen = promising([*many, other, far, twin], 4)
+    assert len(chosen) == 4 and other in chosen and many[0] in chosen and far not in chosen and twin not in chosen
+    without = promising([*many, other], 4, lambda candidate: candidate.compile == "none")
+    assert other not in without and len(without) == 4
+
+
+def test_ties_go_to_the_simpler_plan():
+    assert order([scored(1, 5, fused=True), scored(1, 5)])[0].candidate == Candidate()
+
+
+def measurement(seconds, outcome="ok", **candidate):
+    item = scored(1, 1, **candidate)
+    result = TrialResult(outcome=outcome, step_seconds=seconds if outcome == "ok" else None, message="x")
+    return Measurement(item, item.candidate.plan(), result)
+
+
+def test_measured_ties_within_two_percent_go_to_fewer_methods():
+    simple, fused = measurement(1.019), measurement(1.0, fused=True)
+    assert choose([simple, fused]) is simple
+    assert choose([measurement(1.03), fused]) is fused
+    assert choose([simple, fused], tie=0.0) is fused
+    assert choose([measurement(0.5, "wrong"), fused]) is fused
+    assert choose([measurement(None, "oom")]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"micro": 16, "accumulation": 1}, True),
+        ({"micro": 4, "accumulation": 4}, False),
+        ({"checkpoint": "none"}, True),
+        ({"checkpoint": "full"}, False),
+        ({"zero": 1, "data": 4, "sharding": "none"}, True),
+        ({"sharding": "zero2"}, True),
+        ({"precision": "bfloat16"}, False),
+    ],
+)
+def test_out_of_memory_rules_out_whatever_needs_as_much(changes, expected):
+    failed = Candidate(micro=8, accumulation=2, checkpoint="selective", sharding="fsdp", zero=4)
+    assert is_ruled_out(replace(failed, **changes), [failed]) is expected
+
+
+def test_nearest_misses_and_sensitivity_have_numbers():
+    small, large = scored(2, 100 * 2**30, checkpoint="full"), scored(1, 120 * 2**30)
+    misses = nearest_misses([large, small], 90 * 2**30)
+    assert misses[0] == (small, 10 * 2**30)
+    text = sensitivity([small, large], small, 110 * 2**30)
+    assert text.startswith("10.0 GiB more would allow fp32") and "-50 %" in text
+    assert sensitivity([small, large], large, 130 * 2**30) is None
+
+
+def test_budgets_are_shares_bytes_or_texts():
+    assert parse_memory("16GiB") == 16 * 2**30 and parse_memory("1.5 GB") == 1_500_000_000
+    assert budget_bytes(0.5, 1000) == 500 and budget_bytes(300, 1000) == 300
+    for wrong in (1.5, 0, -1, True, "16 apples"):
+        with pytest.raises(ConfigError, match="memory_budget"):
+            parse_memory(wrong)
+
+
+# ---------------------------------------------------------------------------------------- measuring
+
+
+@dataclass
+class Trials:
+    """Stands for the pool of trials: answers by label, and remembers what was asked."""
+
+    answers: dict
+    asked: list
+
+    def run(self, plan, **how):
+        self.asked.append((plan, how["steps"], how["verify"]))
+        return self.answers.get(
+            tuple(plan.opt_names()), TrialResult(outcome="ok", step_seconds=1.0, steps=how["steps"])
+        )
+
+
+def measure(items, answers, limit=1000.0, budget=1e12):
+    trials = Trials(answers, [])
+    found = build_space(place(machine=CPU))
+    measuring = Measuring(found, torch.device("cpu"), Clock(limit), budget, trials, lambda text: None)
+    plain = next((item for item in items if item.candidate.names() == []), None)
+    measuring.round(measuring_order(items, plain))
+    measuring.refine()
+    return measuring, trials
+
+
+def test_no_plan_is_measured_twice_and_the_plain_one_is_among_the_first():
+    items = [scored(i, 1, micro=64 // 2**i, accumulation=2**i) for i in range(1, 7)] + [scored(9, 1, micro=64)]
+    measuring, trials = measure(items, {})
+    first_round = [plan for plan, steps, _ in trials.asked if steps == 3]
+    assert len(first_round) == 4 and len(set(first_round)) == 4
+    assert first_round[1].opt_names() == []  # the plain plan, right after the best prediction
+    plans = [one.plan for one in measuring.found]
+    assert len(plans) == len(set(plans)) == 4
+    again = [(plan, verify) for plan, steps, verify in trials.asked if steps == 10]
+    assert len(again) == 2 and not any(verify for _, verify in again)  # more steps for the closest two, checked already
+
+
+def test_out_of_memory_prunes_the_round():
+    items = [
+        scored(1, 1, micro=32, accumulation=2),
+        scored(2, 1, micro=64, fused=True),
+        scored(3, 1, micro=16, accumulation=4),
+    ]
+    oom = TrialResult(outcome="oom", message="no memory")
+    measuring, trials = measure([items[0], scored(2, 1, micro=64)], {("micro_batch",): oom, (): oom})
+    assert len(trials.asked) == 1  # a larger micro-batch must fail as well
+    assert [one.result.outcome for one in measuring.found] == ["oom"]
+
+
+def test_what_cannot_be_sent_anywhere_is_not_a_failure():
+    unsendable = TrialResult(outcome="error", message="not tried", error_class="Unsendable")
+    measuring, trials = measure([scored(1, 1, micro=64), scored(2, 1, micro=32, accumulation=2)], {(): unsendable})
+    assert measuring.obstacle == "not tried" and not measuring.found and len(trials.asked) == 1
+
+
+def test_nothing_is_begun_without_the_time_for_it():
+    measuring, trials = measure([scored(1, 1, micro=64)], {}, limit=2.0)
+    assert not trials.asked and not measuring.found
+
+
+# ---------------------------------------------------------------------------------------- finding
+
+
+def make_task(model=None, batch=8, **changes):
+    data = make_data(16)
+    samples = {key: torch.stack([data[i][key] for i in range(16)]) for key in ("tokens", "labels")}
+    values = {
+        "model": make_model() if model is None else model, "model_fn": make_model, "call": CallModel("unpack_dict"), "loss_func": loss_func,
+        "optim_func": torch.optim.AdamW, "optim_args": {"lr": 1e-3}, "samples": samples, "global_batch_size": batch,
+    }  # fmt: skip
+    return TrainingTask(**{**values, **changes})
+
+
+def search(task=None, world=1, **wishes):
+    wishes = Wishes(**{"time_limit": 0, "excluded": frozenset({"compile"}), **wishes})
+    return find_plan(make_task() if task is None else task, device=torch.device("cpu"), world=world, wishes=wishes)
+
+
+def make_quick(patch):
+    """Let a search use a machine from a table and a model's profile that is made once: both have tests of their own."""
+    original = find.profile_model
+
+    def profile(task, **how):
+        key = type(task.model), task.loss_func is None
+        if key not in _PROFILES:
+            _PROFILES[key] = original(task, compiled=False)
+        return _PROFILES[key]
+
+    patch.setattr(find, "_SIMULATED", 2)
+    patch.setattr(find, "profile_model", profile)
+    patch.setattr(find, "profile_machine", lambda device, **how: replace(CPU, reserve_bytes=2.0**20))
+
+
+@pytest.fixture(autouse=True)
+def quick_search(monkeypatch):
+    make_quick(monkeypatch)
+
+
+_PROFILES: dict = {}
+
+
+@pytest.fixture(scope="module")
+def simulated_plan():
+    """One search that measures nothing, for those that look at its result only."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        return search()
+
+
+def test_a_search_without_time_measures_nothing_and_says_simulated():
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    plan = search(make_task(model))
+    assert torch.equal(torch.rand(1), expected)  # random streams are the caller's own
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert plan.evidence == "simulated" and plan.measured is None and plan.failure is None
+    assert not {"amp_native", "native_dynamo"} & set(plan.opt_names())  # on a CPU these must prove themselves
+    assert any("time_limit is 0" in reason for reason in plan.reasons)
+    assert Strategy.from_json(plan.to_json()).search == plan.search
+
+
+def test_without_a_loss_the_plan_stays_simulated():
+    plan = search(make_task(loss_func=None), time_limit=30)
+    assert plan.evidence in ("simulated", "modelled") and any("no loss_func" in reason for reason in plan.reasons)
+
+
+def test_a_plan_is_found_measured_and_verified():
+    plan = search(time_limit=60, excluded=frozenset({"compile", "checkpoint", "micro_batch", "fused_optimizer"}))
+    assert plan.evidence == "measured" and plan.measured["is_verified"] and plan.measured["step_seconds"] > 0
+    tried = plan.search["measured"]
+    assert any(item["plan"] == "fp32, 8 x 1" for item in tried) and len({item["plan"] for item in tried}) == len(tried)
+    text = plan.explain()
+    for word in ("measured", "predicted", "batch   8 = 8 x 1 x 1", "evidence: measured", "rejected", "checked loss"):
+        assert word in text, text
+    assert len(text.splitlines()) <= 30
+
+
+def test_a_small_budget_picks_smaller_batches_or_checkpoints_and_an_impossible_one_names_the_shortfall():
+    task = make_task(batch=4096)
+    roomy = search(task)
+    assert roomy.batch.accumulation == 1
+    peak = roomy.predicted["peak_bytes"]
+    tight = search(task, memory_budget=int(peak / 4))
+    assert tight.batch.accumulation > 1 or "checkpoint" in tight
+    assert tight.predicted["peak_bytes"] <= peak / 4
+    failed = search(task, memory_budget="1MiB")
+    assert failed.failure.kind == "infeasible" and failed.failure.shortfall_bytes > 0
+    assert isinstance(failed.failure.nearest, Strategy) and "are missing" in failed.failure.message
+    assert "FAILED (infeasible)" in failed.explain()
+    with pytest.raises(PlanInfeasible, match="missing"):
+        search(task, memory_budget="1MiB", strict=True)
+
+
+def test_plans_for_other_hardware_need_neither_it_nor_a_measurement():
+    plan = search(make_task(batch=1024), world=64, spec=H100, plan_only=True, excluded=frozenset())
+    assert (
+        plan.evidence in ("simulated", "modelled")
+        and dict(plan.mesh).get("data", 1) * dict(plan.mesh).get("zero", 1) <= 64
+    )
+    assert "amp_native" in plan and "native_dynamo" in plan
+    assert any("another place" in reason for reason in plan.reasons)
+
+
+def test_explain_and_json_say_the_same(simulated_plan):
+    plan = simulated_plan
+    data = json.loads(plan.to_json())
+    assert data["predicted"]["memory"] and data["predicted"]["time"] and data["search"]["candidates"] > 50
+    assert data["evidence"] in plan.explain() and f"chosen from {data['search']['candidates']}" in plan.explain()
+
+
+def test_the_picture_shows_candidates(tmp_path, simulated_plan):
+    pytest.importorskip("matplotlib")
+    plan = simulated_plan
+    plan.picture(tmp_path / "search.png")
+    assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
+    Strategy.from_json(plan.to_json()).picture(tmp_path / "again.png")
+    with pytest.raises(ConfigError, match="not found by a search"):
+        Strategy(["checkpoint"]).picture(tmp_path / "none.png")
+
+
+def broken_loss(batch, logits):
+    raise RuntimeError("the loss of a test fails")
+
+
+def test_a_training_that_fails_in_itself_is_reported_as_such():
+    plan = search(
+        make_task(loss_func=broken_loss),
+        time_limit=40,
+        excluded=frozenset({"compile", "checkpoint", "micro_batch", "amp", "fused_optimizer"}),
+    )
+    assert plan.failure.kind == "error" and "the loss of a test fails" in plan.failure.message
+    assert "the loss of a test fails" in plan.explain()
+
+
+def search_on_all_ranks(limit):
+    excluded = frozenset({"compile", "checkpoint", "micro_batch", "fused_optimizer"})
+    with pytest.MonkeyPatch.context() as patch:
+        make_quick(patch)
+        plan = find_plan(
+            make_task(), device=torch.device("cpu"), world=2, wishes=Wishes(time_limit=limit, excluded=excluded)
+        )
+    try:
+        find_plan(make_task(), device=torch.device("cpu"), world=2, wishes=Wishes(excluded=frozenset({"nope"})))
+    except UnknownMethodError as error:
+        return plan.to_json(), str(error)
+
+
+def test_two_ranks_agree_on_every_number(world2):
+    (first, error), (second, same_error) = world2(search_on_all_ranks, 60.0, timeout=200)
+    assert first == second and error == same_error and "nope" in error
+    plan = Strategy.from_json(first)
+    assert plan.evidence == "measured" and plan.mesh == (("data", 2),) and plan.batch.micro == 4
+    assert "parallel_mode" in plan and plan.measured["is_verified"]

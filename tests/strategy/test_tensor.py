@@ -1,0 +1,115 @@
+"""Tensor parallelism by plans that nobody wrote, alone and combined, follows the plain model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain.core.errors import MethodConfigError, UnsupportedMethodError
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.tensor_parallel import parallelize
+from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
+from drivetrain.strategy.value import Strategy
+from tests.strategy.tasks import TENSOR_PLAN, make_model
+from tests.strategy.test_semantics import check_against_plain, follow_all
+
+ON_TWO = {
+    "tensor": [("parallel_mode", [("tensor", 2)]), "tensor_parallel"],
+    "tensor, whole head": [("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"loss_parallel": False})],
+    "tensor, given plan, split head": [
+        ("parallel_mode", [("tensor", 2)]),
+        ("tensor_parallel", {"plan": TENSOR_PLAN, "loss_parallel": True}),
+        ("micro_batch", 4),
+    ],
+}
+ON_FOUR = {
+    "tensor of four": [("parallel_mode", [("tensor", 4)]), "tensor_parallel", "checkpoint"],
+    "tensor x data": [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel"],
+    "tensor x fsdp": [("parallel_mode", [("tensor", 2), ("zero", 2)]), "tensor_parallel", "fsdp"],
+    "tensor x sequence": [
+        ("parallel_mode", [("tensor", 2), ("sequence", 2)]),
+        "tensor_parallel",
+        "sequence_parallel",
+        "checkpoint",
+    ],
+}
+
+
+def test_inferred_plans_follow_the_plain_model_on_two(world2):
+    check_against_plain(world2(follow_all, ON_TWO, timeout=180), ON_TWO)
+
+
+def test_inferred_plans_follow_the_plain_model_on_four(world4):
+    check_against_plain(world4(follow_all, ON_FOUR, timeout=180), ON_FOUR)
+
+
+def losses_of_split_logits():
+    """Return how far losses and gradients of split logits are from those of whole ones."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh, errors = init_device_mesh("cpu", (dist.get_world_size(),)), {}
+    rows = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(1))
+    labels = rows[:, 1:].clone()
+    labels[0, :3] = -100
+
+    def cases(logits):
+        flat, target = logits.flatten(0, 1), labels.flatten()
+        yield "mean", F.cross_entropy(flat.float(), target)
+        yield "sum", F.cross_entropy(logits.view(-1, logits.size(-1)), target, reduction="sum")
+        yield "none", F.cross_entropy(flat, target, reduction="none").square().mean()
+        yield "shifted", F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].flatten())
+        yield "smoothed", F.cross_entropy(flat, target, label_smoothing=0.1)
+        yield "classes second", F.cross_entropy(logits.transpose(1, 2), labels)
+        yield "another loss", (logits.softmax(-1) ** 2).sum() + F.cross_entropy(flat, target)
+
+    plain, split = make_model(), make_model()
+    parallelize(split, mesh, {"embedding": "rowwise", "head": "vocabulary"})
+    assert split.head.weight is split.embedding.weight
+    whole, parts = plain(rows[:, :-1]), split(rows[:, :-1])
+    assert is_dtensor(parts) and not is_dtensor(split.eval()(rows[:, :-1]))
+    expected = dict(cases(whole))
+    found = SplitLogitsLoss()(lambda logits: dict(cases(logits)))(parts)
+    for name, loss in expected.items():
+        for model, value in ((plain, loss), (split, found[name])):
+            model.zero_grad()
+            value.backward(retain_graph=True)
+        gradient = split.embedding.weight.grad.full_tensor() - plain.embedding.weight.grad
+        errors[name] = abs(loss.item() - found[name].item()), gradient.abs().max().item()
+    return errors
+
+
+def test_a_loss_of_split_logits_is_that_of_whole_ones_whatever_it_does(world2, world4):
+    for world in (world2, world4):
+        for errors in world(losses_of_split_logits):
+            assert len(errors) == 7
+            for name, (loss, gradient) in errors.items():
+                assert loss < 1e-4 and gradient < 1e-4, (name, loss, gradient)
+
+
+def test_wrong_settings_are_refused_by_name():
+    def check(config, model=None, world=2):
+        methods = [("parallel_mode", [("tensor", world)]), ("tensor_parallel", config)]
+        Strategy(methods).validate(make_model() if model is None else model, device="cpu", world_size=world)
+
+    check(None)
+    check({"loss_parallel": True})
+    for config, error, text in (
+        ({"sequence_parallel": 1}, MethodConfigError, "True or False"),
+        ({"sequence_parallel": True}, UnsupportedMethodError, "method sequence_parallel"),
+        ({"loss_parallel": "yes"}, MethodConfigError, "'auto', True or False"),
+        ({"los_parallel": True}, MethodConfigError, "loss_parallel"),
+        ({"plan": {"head": "vocabulari"}}, MethodConfigError, "vocabulary"),
+    ):
+        with pytest.raises(error, match=text):
+            check(config)
+    with pytest.raises(MethodConfigError, match="no plan for Linear: there are no repeated blocks"):
+        check(None, nn.Linear(4, 4))
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 9)) for _ in range(2)])
+    with pytest.raises(MethodConfigError, match="no plan for Sequential"):
+        check(None, layers)
+    even = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)])
+    with pytest.raises(MethodConfigError, match="Sequential has none"):
+        check({"plan": {"0.0": "colwise", "0.2": "rowwise"}, "loss_parallel": True}, even)
+    plan = Strategy([("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"loss_parallel": False})])
+    assert Strategy.from_json(plan.to_json()) == plan

@@ -1,0 +1,415 @@
+"""Trials of plans: what they find out, and that nothing of them is left afterwards."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.seeds import capture_rng
+from drivetrain.strategy.dry_run import verify_plan
+from drivetrain.strategy.registry import _methods, register_method
+from drivetrain.strategy.trial.nesting import MARK, refuse_inside_trial
+from drivetrain.strategy.trial.report import Report, merge
+from drivetrain.strategy.trial.running import TrialPool, run_trial
+from drivetrain.strategy.value import Strategy
+from tests.strategy import trial_tasks
+from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def soon(seconds=90.0):
+    return time.monotonic() + seconds
+
+
+def attempt(task, plan=(), device=CPU, steps=2, seconds=90.0, **kwargs):
+    """Run one trial and check that its process is gone."""
+    with TrialPool(task, device=device, patience=kwargs.pop("patience", 30.0)) as pool:
+        pids = []
+        end = pool._start
+
+        def start():
+            end()
+            pids.append(pool.pid)
+
+        pool._start = start
+        result = pool.run(Strategy(list(plan)), steps=steps, deadline=soon(seconds), **kwargs)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+    return result
+
+
+def equal_states(left, right):
+    """Say whether two captured random states are the same."""
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal_states(left[key], right[key]) for key in left)
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
+    task = make_task()
+    before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
+    with TrialPool(task, device=CPU) as pool:
+        pool.start()
+        first = pool.run(Strategy([]), steps=3, deadline=soon())
+        pid = pool.pid
+        second = pool.run(Strategy([("amp_native", "bf16")]), steps=3, deadline=soon())
+        third = pool.run(Strategy(["checkpoint", ("micro_batch", 4)]), steps=1, deadline=soon(), verify=False)
+        assert pid == pool.pid is not None
+    for result in (first, second, third):
+        assert result.outcome == "ok" and result.step_seconds > 0 and result.peak_bytes >= 0, result
+    assert (first.steps, third.steps, third.is_verified, third.loss) == (3, 1, False, None)
+    model = task.model.eval()
+    batch = task.batch(8)
+    expected = loss_func(batch, model(batch))
+    norm = torch.stack([g.norm() for g in torch.autograd.grad(expected, list(model.parameters()))]).norm()
+    assert first.loss == first.plain_loss == pytest.approx(expected.item(), rel=1e-6)
+    assert first.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert first.is_verified and second.is_verified and second.plain_loss == first.plain_loss
+    assert second.loss != first.loss and second.loss == pytest.approx(first.loss, rel=2e-2)
+    assert "plain" in dict(first.phases) and "plain" not in dict(second.phases)  # it is run once for all plans
+    assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
+    assert not any(parameter.is_shared() for parameter in task.model.parameters())
+    assert equal_states(random, capture_rng())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("hurts", "outcome", "message"),
+    [
+        (trial_tasks.sleeps, "timeout", "nothing was heard for 5 s"),
+        (trial_tasks.overflows, "nonfinite", "training step 1 is nan"),
+        (trial_tasks.runs_out, "oom", "Tried to allocate 2.00 GiB."),
+        pytest.param(trial_tasks.exits, "error", "exit code 7", marks=pytest.mark.slow),
+        pytest.param(trial_tasks.is_killed, "error", "signal SIGKILL", marks=pytest.mark.slow),
+        pytest.param(trial_tasks.raises, "error", "ValueError: the model has a bad day", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_misbehaves_costs_its_trial_and_nothing_else(hurts, outcome, message):
+    patience = 5.0 if hurts is trial_tasks.sleeps else 30.0
+    result = attempt(make_task(hurts), patience=patience)
+    assert result.outcome == outcome and message in result.message, result
+    assert result.step_seconds is None
+
+
+def test_a_pool_goes_on_after_a_failed_plan_and_a_registered_method_travels():
+    register_method(Liar)
+    try:
+        with TrialPool(make_task(model_fn=build, model=None), device=CPU) as pool:
+            wrong = pool.run(Strategy(["liar"]), steps=2, deadline=soon())
+            assert pool.pid is None
+            right = pool.run(Strategy([]), steps=2, deadline=soon())
+            cut = pool.run(Strategy([]), steps=10**6, deadline=soon(3.0), verify=False)
+            assert pool.pid is None
+    finally:
+        del _methods["liar"]
+    assert wrong.outcome == "wrong" and "the plan changes the loss" in wrong.message and not wrong.is_verified
+    assert right.outcome == "ok" and right.is_verified and "plain" in dict(right.phases)
+    assert cut.outcome == "ok" and 0 < cut.steps < 10**6 and f"{cut.steps} of 1000000 steps" in " ".join(cut.notes)
+
+
+def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when_small():
+    class Local(trial_tasks.Net):
+        pass
+
+    task = make_task(model=Local())
+    before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
+    settings = torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision
+    result = attempt(task, ["checkpoint"], steps=2, memory_share=0.1)
+    assert result.outcome == "ok" and result.is_in_process and result.is_verified and result.steps == 2
+    assert any("own process" in note and "Local" in note for note in result.notes)
+    assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
+    assert equal_states(random, capture_rng())
+    assert settings == (torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision)
+    for share in (None, 0.7):
+        refused = attempt(task, ["checkpoint"], memory_share=share)
+        assert refused.outcome == "error" and "not tried" in refused.message and "model_fn" in refused.message
+    task = make_task(model=Local(trial_tasks.overflows))
+    assert attempt(task, memory_share=0.1).outcome == "nonfinite"
+    assert attempt(task, memory_share=0.1, seconds=-1.0).outcome == "timeout"
+
+
+def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, sys, time
+        import torch
+        from drivetrain.strategy.trial.running import run_trial
+        from drivetrain.strategy.value import Strategy
+        from tests.strategy.trial_tasks import make_task
+
+        print("begins", flush=True)
+        result = run_trial(Strategy([]), make_task(), device=torch.device("cpu"), steps=1, deadline=time.monotonic() + 60)
+        print(json.dumps([result.outcome, result.message]))
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path
+    )
+    lines = done.stdout.splitlines()
+    assert lines.count("begins") == 2, done.stderr  # once more in the one process for trials, which starts none itself
+    outcome, message = json.loads(lines[-1])
+    assert outcome == "error" and "__main__" in message
+    assert "must stand under a main guard" in done.stderr.replace("\n", " ")
+
+
+def test_a_trial_inside_a_trial_is_refused(monkeypatch):
+    refuse_inside_trial("auto_accelerate")
+    monkeypatch.setenv(MARK, "1")
+    with pytest.raises(ConfigError, match="main guard"):
+        run_trial(Strategy([]), make_task(), device=CPU, steps=1, deadline=soon())
+    with pytest.raises(ConfigError, match="main guard"):
+        verify_plan(Strategy([]), make_task(), device=CPU)
+
+
+def test_a_task_without_loss_or_samples_is_refused_at_once():
+    with pytest.raises(ConfigError, match="loss_func and samples"):
+        TrialPool(make_task(loss_func=None), device=CPU)
+
+
+def reports(*ranks):
+    made = []
+    for seconds, failure in ranks:
+        report = Report()
+        for value in seconds:
+            report.take({"event": "step", "seconds": value, "loss": 1.0, "peak": int(value), "reserved": None})
+        if failure is not None:
+            kind, is_echo = failure
+            report.take({"event": "failed", "kind": kind, "message": kind, "error_class": "", "is_echo": is_echo})
+        made.append(report)
+    return made
+
+
+def test_time_is_the_median_over_steps_of_the_slowest_rank():
+    result = merge(reports(([1, 5, 2], None), ([4, 1, 3, 9], None)), 3, "cpu")
+    assert (result.step_seconds, result.steps, result.peak_bytes) == (4, 3, 9)
+
+
+def test_the_cause_of_a_failure_is_named_before_its_echoes():
+    echo, silence, real = ([1], ("error", True)), ([1], ("timeout", False)), ([1], ("oom", False))
+    assert merge(reports(echo, silence, real), 1, "cpu").message == "rank 2: oom"
+    assert merge(reports(echo, silence), 1, "cpu").message == "rank 1: timeout"
+    assert merge(reports(([1], None), echo), 1, "cpu").message == "rank 1: error"
+    assert merge(reports(([1], None), ([], None)), 1, "cpu").outcome == "timeout"
+
+
+def on_two_ranks(*names):
+    """Try plans whose process misbehaves on rank 1, or only dawdles there; all in one visit."""
+    found, pids = {}, []
+    for name in names:
+        task = make_task(getattr(trial_tasks, name))
+        with TrialPool(task, device=CPU, patience=4.0 if name == "sleeps_on_rank_1" else 30.0) as pool:
+            assert pool.obstacle() is None
+            pids.append(pool.pid)
+            result = pool.run(Strategy(["parallel_mode"]), steps=3, deadline=soon())
+            found[name] = (result.outcome, result.message, result.step_seconds, result.steps, result.is_verified)
+            if name == "dawdles_on_rank_1":
+                sharded = pool.run(Strategy(["fsdp", ("micro_batch", 4)]), steps=1, deadline=soon())
+                found["fsdp"] = (sharded.outcome, sharded.message, sharded.is_verified)
+    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert all_gather_values(os.getpid())  # the caller's group still works
+    return found, left
+
+
+def agreed_on_two_ranks(world2, *names):
+    (first, left), (second, left_there) = world2(on_two_ranks, *names, timeout=280)
+    assert first == second and not left and not left_there
+    return first
+
+
+def test_two_ranks_agree_when_one_dies_hangs_or_is_slow(world2):
+    found = agreed_on_two_ranks(world2, "exits_on_rank_1", "sleeps_on_rank_1", "dawdles_on_rank_1")
+    assert found["exits_on_rank_1"][:2] == ("error", "rank 1: the process ended with exit code 7 in phase 'check'")
+    assert found["sleeps_on_rank_1"][0] == "timeout"
+    outcome, message, seconds, steps, is_verified = found["dawdles_on_rank_1"]
+    assert (outcome, message, steps, is_verified) == ("ok", "", 3, True) and seconds > 0.1
+    assert found["fsdp"] == ("ok", "", True)
+
+
+@pytest.mark.slow
+def test_one_rank_without_memory_is_out_of_memory_on_all(world2):
+    found = agreed_on_two_ranks(world2, "runs_out_on_rank_1")
+    assert found["runs_out_on_rank_1"][:2] == ("oom", "rank 1: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def verified_on_two_ranks():
+    """Verify given plans: a right one, one whose process dies, one written wrongly, and a task that cannot be sent."""
+    found = {}
+    task = make_task(model_fn=build_randomly, model=None)
+    right = verify_plan(Strategy(["parallel_mode", "zero1"]), task, device=CPU)
+    found["right"] = (right.failure, right.notes)
+    dead = verify_plan(Strategy(["parallel_mode"]), make_task(trial_tasks.exits_on_rank_1), device=CPU)
+    found["dead"] = (dead.failure.kind, dead.failure.message)
+    unsendable = make_task(loss_func=lambda batch, output: loss_func(batch, output))
+    found["here"] = verify_plan(Strategy(["parallel_mode"]), unsendable, device=CPU).notes
+    try:
+        verify_plan(Strategy([("checkpoint", "Blok")]), make_task(), device=CPU)
+    except ConfigError as error:
+        found["mistake"] = type(error).__name__
+    return found
+
+
+@pytest.mark.slow
+def test_a_given_plan_is_verified_by_processes_of_their_own_on_several_ranks(world2):
+    first, second = world2(verified_on_two_ranks, timeout=200)
+    assert first == second
+    assert first["right"][0] is None and first["right"][1][0].startswith("dry run: loss")
+    assert first["dead"][0] == "error" and "exit code 7" in first["dead"][1]
+    assert first["here"][0].startswith("dry run: loss")
+    assert first["mistake"] == "MethodConfigError"
+
+
+def test_on_one_process_a_given_plan_is_verified_on_the_spot():
+    task = make_task()
+    before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
+    assert verify_plan(Strategy(["checkpoint"]), task, device=CPU).notes[0].startswith("dry run: loss")
+    assert verify_plan(Strategy([]), make_task(trial_tasks.runs_out), device=CPU).failure.kind == "oom"
+    assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
+    assert equal_states(random, capture_rng())
+    assert "meta" in verify_plan(Strategy([]), make_task(model=nn.Linear(2, 2, device="meta")), device=CPU).notes[0]
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_is_checked_as_it_trains_and_the_real_run_finds_it_in_the_cache(tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    from drivetrain.strategy.resolve import resolve_plan
+    from drivetrain.strategy.trial.checking import train_window
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    task, plan = make_task(), Strategy(["compile"])
+    with TrialPool(task, device=CPU) as pool:
+        eager = pool.run(Strategy([]), steps=1, deadline=soon(600))
+        compiled = pool.run(plan, steps=2, deadline=soon(600))
+        again = pool.run(plan, steps=2, deadline=soon(600))
+    assert eager.outcome == compiled.outcome == again.outcome == "ok", (eager, compiled, again)
+    assert eager.yardstick.is_steady is None and compiled.yardstick.is_steady is True
+    assert compiled.is_verified and again.is_verified
+    assert "compile" in dict(compiled.phases) and "plain" not in dict(again.phases)
+    assert again.startup_seconds < compiled.startup_seconds
+    torch._dynamo.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        ctx = task.shaped(task.build(), resolve_plan(plan, device=CPU), None)
+        train_window(ctx, task.batch(16), task.call)
+    assert counters["inductor"]["fxgraph_cache_hit"] > 0 == counters["inductor"]["fxgraph_cache_miss"]
+
+
+@pytest.mark.slow
+def test_dropout_and_batch_statistics_are_compared_in_evaluation_mode():
+    dropout = make_task(model=None, model_fn=build_randomly)
+    plan = [("compile", {"backend": "aot_eager"})]
+    result = attempt(dropout, plan)
+    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
+    norm = make_task(model=trial_tasks.Wrapped(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))))
+    result = attempt(norm, plan)
+    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
+
+
+def pipelined():
+    plan = Strategy([("parallel_mode", [("pipe", 2)]), "pipeline_parallel"])
+    result = run_trial(plan, make_task(), device=CPU, steps=2, deadline=soon())
+    return result.outcome, result.message, result.is_verified, result.steps
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_compared_and_timed_like_any_plan(world2):
+    first, second = world2(pipelined, timeout=200)
+    assert first == second == ("ok", "", True, 2)
+
+
+ORPHAN_SCRIPT = """
+import os
+
+import torch
+
+from drivetrain.strategy.trial.running import TrialPool
+from tests.strategy.trial_tasks import make_task
+
+if __name__ == "__main__":
+    pool = TrialPool(make_task(), device=torch.device("cpu"))
+    assert pool.obstacle() is None
+    print(pool.pid, flush=True)
+    os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_its_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ORPHAN_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=200, env=environment
+    )
+    assert done.returncode == 3
+    pid, end = int(done.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+GPU_SCRIPT = """
+import time
+
+import torch
+
+from drivetrain.strategy.trial.running import TrialPool
+from drivetrain.strategy.value import Strategy
+from tests.strategy import trial_tasks
+
+if __name__ == "__main__":
+    device = torch.device("cuda", 0)
+    with TrialPool(trial_tasks.make_task(trial_tasks.hoards), device=device) as pool:
+        result = pool.run(Strategy([]), steps=2, deadline=time.monotonic() + 120)
+    assert result.outcome == "oom" and "out of memory" in result.message, result
+    with TrialPool(trial_tasks.make_task(), device=device) as pool:
+        eager = pool.run(Strategy([]), steps=3, deadline=time.monotonic() + 120)
+        pid = pool.pid
+        plan = Strategy([("amp_native", "bf16"), "compile", "fused_optimizer", "tf32"])
+        fast = pool.run(plan, steps=3, deadline=time.monotonic() + 200)
+        assert pid == pool.pid is not None
+    for result in (eager, fast):
+        assert result.outcome == "ok" and result.is_verified and result.steps == 3, result
+        assert 0 < result.step_seconds < 5 and 0 < result.peak_bytes <= result.reserved_bytes, result
+    assert not torch.cuda.is_initialized()
+    print("done")
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_real_exhaustion_is_an_outcome_and_the_caller_never_opens_the_device(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(GPU_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "done", done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_memory_is_given_back(tmp_path):
+    device = torch.device("cuda", 0)
+    free = torch.cuda.mem_get_info(device)[0]
+    assert attempt(make_task(), ["checkpoint"], device=device).outcome == "ok"
+    assert attempt(make_task(trial_tasks.is_killed), device=device).outcome == "error"
+    time.sleep(1.0)  # the driver takes a moment
+    assert torch.cuda.mem_get_info(device)[0] >= free - (64 << 20)

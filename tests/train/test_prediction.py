@@ -1,0 +1,94 @@
+"""What `predict` joins, what it counts per batch, and what it cannot join."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import DrivetrainWarning
+from tests.train.tasks import make_data, make_trainer
+
+
+class Several(nn.Module):
+    """Returns rows, and values that belong to a whole batch."""
+
+    def __init__(self, wrap=dict):
+        super().__init__()
+        self.linear, self.wrap, self.calls = nn.Linear(6, 3), wrap, 0
+
+    def forward(self, x):
+        self.calls += 1
+        rows = self.linear(x)
+        return self.wrap({"rows": rows, "loss": rows.mean(), "count": len(x), "name": "a model", "nothing": None})
+
+
+def predict(model, rows=10, **kwargs):
+    return make_trainer(model).predict(make_data(rows), per_device_batch_size=4, **kwargs)
+
+
+def test_scalars_are_kept_for_every_batch():
+    model = Several()
+    found = predict(model)
+    x = make_data(10).tensors[0]
+    with torch.no_grad():
+        rows = model.linear(x)
+    torch.testing.assert_close(found["rows"], rows)
+    torch.testing.assert_close(found["loss"], torch.stack([part.mean() for part in rows.split(4)]))
+    assert found["count"].tolist() == [4, 4, 2]
+    assert found["name"] == "a model" and found["nothing"] is None
+
+
+class Pair(NamedTuple):
+    rows: torch.Tensor
+    loss: torch.Tensor
+
+
+def test_tuples_stay_what_they_are():
+    found = predict(Several(lambda out: Pair(out["rows"], out["loss"])))
+    assert type(found) is Pair and found.rows.shape == (10, 3) and found.loss.shape == (3,)
+
+
+def test_a_model_that_returns_one_number_gives_one_per_batch():
+    assert predict(Several(lambda out: out["loss"])).shape == (3,)
+
+
+def test_what_differs_and_cannot_be_joined_is_named_and_none():
+    model = Several()
+    model.wrap = lambda out: {"rows": out["rows"], "cache": {"layer": object()}}
+    with pytest.warns(DrivetrainWarning, match=r"the output\['cache'\]\['layer'\] \(a value of type object\) differs"):
+        found = predict(model)
+    assert found["rows"].shape == (10, 3) and found["cache"] == {"layer": None}
+
+
+def test_one_batch_is_joined_with_nothing():
+    model = Several()
+    model.wrap = lambda out: (out["rows"], object())
+    rows, other = predict(model, rows=3)
+    assert rows.shape == (3, 3) and type(other) is object
+
+
+def on_two_ranks():
+    return predict(Several(), rows=10)["loss"].shape[0]
+
+
+def test_each_rank_has_its_own_batches(world2):
+    assert set(world2(on_two_ranks)) == {
+        4
+    }  # 10 rows are two global batches, and each of two ranks has its part of both
+
+
+def test_hugging_face_outputs_keep_their_class():
+    transformers = pytest.importorskip("transformers")
+
+    class Wrapped(Several):
+        def forward(self, x):
+            out = super().forward(x)
+            return transformers.modeling_outputs.SequenceClassifierOutput(loss=out["loss"], logits=out["rows"])
+
+    found = predict(Wrapped())
+    assert (
+        type(found).__name__ == "SequenceClassifierOutput"
+        and found.loss.shape == (3,)
+        and found.logits.shape == (10, 3)
+    )
