@@ -1,11 +1,11 @@
 """CIFAR-10 in a few seconds: a list of algorithms and three OptimSchedulers on the ordinary Trainer.
 
-    DRIVETRAIN_DATA=folder python examples/cifar10_speedrun.py [--seeds 5] [--epochs 8] [--no-lookahead] [--split]
+    DRIVETRAIN_DATA=folder python examples/cifar10_speedrun.py [--seeds 5] [--epochs 9] [--lookahead] [--split]
 
 The network and its settings follow Jordan's airbench94 in its version with Muon (2024, arXiv 2404.00498). The folder
 holds `cifar10-jpeg.tar.xz`; `--synthetic` needs no data and learns nothing of interest. Time is counted as there:
 training and the evaluation with test-time flips, with the data on the device and the model compiled by a warm-up whose
-weights are thrown away.
+weights are thrown away. One H200 took 1.69 s for 90.8 % on average (`benchmarks/results/cifar10_speedrun.json`).
 """
 
 import argparse
@@ -172,12 +172,12 @@ def load_data(
 
 def main(
     seeds: int = 5,
-    epochs: int = 8,
+    epochs: int = 9,
     batch_size: int = 2000,
     synthetic: bool = False,
     size: int = 4000,
     widths: tuple[int, ...] = (64, 256, 256),
-    lookahead: bool = True,
+    lookahead: bool = False,
     compile_mode: str = "reduce-overhead",
     split: bool = False,
     device: str = "auto",
@@ -249,10 +249,10 @@ def main(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train CIFAR-10 as fast as we can.")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--batch-size", type=int, default=2000)
     parser.add_argument("--synthetic", action="store_true")
-    parser.add_argument("--no-lookahead", dest="lookahead", action="store_false")
+    parser.add_argument("--lookahead", action="store_true")
     parser.add_argument("--compile-mode", default="reduce-overhead")
     parser.add_argument("--split", action="store_true")
     parser.add_argument("--device", default="auto")

@@ -18,6 +18,7 @@ __getattr__, __dir__ = lazy_exports(
             "ConfigError",
             "ConfigurationError",
             "StopTrainingError",
+            "DrivetrainWarning",
         ],
         ".core.event": ["Event"],
         ".core.plugin": ["Plugin", "Algorithm", "Callback"],

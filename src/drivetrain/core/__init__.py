@@ -31,6 +31,8 @@ __getattr__, __dir__ = lazy_exports(
             "TrainingStopped",
             "NonFiniteLossError",
             "MissingExtra",
+            "DrivetrainWarning",
+            "DrivetrainDeprecationWarning",
         ],
     },
 )
