@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
+from drivetrain.train.plain_hooks import PlainHooks
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -191,9 +192,27 @@ def test_hooks_that_nobody_overrides_are_passed_over_and_change_nothing():
     plain, same = make_trainer(), make_trainer(cls=Same)
     for trainer in (plain, same):
         train(trainer, make_data(24), num_epochs=2, create_scheduler_fn=schedule)
-    assert all(dataclasses.astuple(plain._plain)) and not any(dataclasses.astuple(same._plain))
+    assert all(dataclasses.astuple(plain._plain))
+    assert same._plain == PlainHooks(passes=True, loss=True)
     assert all(map(torch.equal, weights(plain.model), weights(same.model)))
     assert plain.optimizer.param_groups[0]["lr"] == same.optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_a_guest_who_comes_during_the_run_is_heard():
+    seen = []
+
+    class Late(TrainerCallback):
+        def after_forward(self, state, logger):
+            seen.append(state.clock.batch)
+
+    class Door(TrainerCallback):
+        def batch_end(self, state, logger):
+            if state.clock.batch == 2:
+                trainer.callback_handler.add_callback(Late())
+
+    trainer = make_trainer(callbacks=[Door()])
+    train(trainer, make_data(40))
+    assert seen == [2, 3, 4]
 
 
 def test_a_hook_put_on_the_instance_is_called():
