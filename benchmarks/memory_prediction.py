@@ -1,11 +1,12 @@
 """How well is a step's memory predicted before it is run? Predicted over measured peak, five models, four ways to train them.
 
     python -m benchmarks.memory_prediction            # on a CUDA device, about three minutes
+    python -m benchmarks.memory_prediction --models llama,vit
     python -m benchmarks.memory_prediction --smoke    # a tiny model, predictions only
 
 The prediction comes from fake tensors on the host, at batches of two and four samples; the measurement is
 `torch.cuda.max_memory_allocated()` of a steady step with fused AdamW at the batch size below. Results are appended to
-`benchmarks/results/memory_prediction.json`; the last line printed is the worst ratio.
+`benchmarks/results/memory_prediction.json` after each model; the last line printed is the worst ratio.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import functools
 import gc
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +86,9 @@ def measure(name: str, way: str, size: int, *, steps: int = 3) -> float:
     return peak
 
 
-def compare(names: list[str], ways: list[str]) -> list[dict[str, Any]]:
-    """Return predicted and measured peaks of all models and ways."""
-    rows = []
+def compare(names: list[str], ways: list[str], keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Return predicted and measured peaks of all models and ways; `keep` gets what there is after each model."""
+    rows: list[dict[str, Any]] = []
     for name in names:
         profile, seconds = predict(name)
         for way in ways:
@@ -111,6 +113,8 @@ def compare(names: list[str], ways: list[str]) -> list[dict[str, Any]]:
                 }
             )
             print(_line(rows[-1]), flush=True)
+        keep(rows)
+        print(f"{name:9} profiled in {seconds:.1f} s" + "".join(f"\n  {note}" for note in profile.notes), flush=True)
     return rows
 
 
@@ -122,11 +126,17 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['model']:9} {row['way']:28} {row['batch']:4} {gib(row['predicted'])} {gib(row['measured'])} {ratio}"
 
 
-def append_result(result: dict[str, Any], path: Path) -> None:
-    """Add a run to those that a file holds."""
-    held = json.loads(path.read_text()) if path.is_file() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([*held, result], indent=2, default=str) + "\n")
+class ResultFile:
+    """Adds a run to those that a file holds, again and again while it grows: a run that is ended has left what it found."""
+
+    def __init__(self, path: Path, result: dict[str, Any]):
+        self.path, self.result = path, result
+        self._held = json.loads(path.read_text()) if path.is_file() else []
+
+    def keep(self, rows: list[dict[str, Any]]) -> None:
+        """Write the file with these rows as this run's."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps([*self._held, self.result | {"rows": rows}], indent=2, default=str) + "\n")
 
 
 def smoke() -> list[dict[str, Any]]:
@@ -157,8 +167,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         raise SystemExit("memory_prediction measures on a CUDA device; use --smoke without one.")
     ways = [way for way in WAYS if not (chosen.no_compile and way.startswith("compiled"))]
-    rows = compare(chosen.models.split(","), ways)
-    append_result({"environment": environment(), "rows": rows}, RESULTS / "memory_prediction.json")
+    names = chosen.models.split(",")
+    for name in names:
+        if name not in SIZES:
+            parser.error(f"--models: {name!r} is none of {', '.join(SIZES)}")
+    results = ResultFile(RESULTS / "memory_prediction.json", {"environment": environment()})
+    rows = compare(names, ways, results.keep)
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1), default=float("nan"))
     print(f"predicted / measured, worst of {len(ratios)}: {worst:.3f}")

@@ -99,7 +99,7 @@ def main(
     device: str = "h100-80g",
     size: Size | None = None,
     batch_size: int = 1024,
-    time_limit: float = 120,
+    time_limit: float = 90,
 ) -> dict:
     """Print a plan for each number of devices, and return the plans."""
     plans = {}

@@ -91,7 +91,7 @@ def test_the_example_plans_a_small_transformer_for_many_devices(capsys):
     from tests.test_examples import load
 
     example = load("plan_seven_billion")
-    size = example.Size(vocabulary=128, width=64, hidden=128, heads=4, blocks=6, length=16)
+    size = example.Size(vocabulary=128, width=64, hidden=128, heads=4, blocks=4, length=16)
     plans = example.main(worlds=(8,), size=size, batch_size=16, time_limit=5)
     assert "8 x h100-80g" in capsys.readouterr().out
     assert plans[8].failure is None and plans[8].batch.global_size == 16

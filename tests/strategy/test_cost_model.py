@@ -119,7 +119,11 @@ def test_compiled_plans_have_activations_of_their_own():
     )
     whole = Candidate(micro=10, precision="bfloat16", compile="model")
     assert activation_bytes(whole, profile) == pytest.approx((10 * 115 + 7) * MILLION)
-    assert peak(whole, profile) == pytest.approx(600 + 10 * 115 + 7)  # the copies of weights are among the fixed ones
+    output = 10 * (40 - 20)  # the gradient of the output in 16 bits; the copies of weights are among the fixed ones
+    assert peak(whole, profile) == pytest.approx(600 + 10 * 115 + 7 + output)
+    assert predict_memory(whole, profile, MACHINE)["temporary"] == pytest.approx(output * MILLION)
+    chunked = dataclasses.replace(whole, chunked_loss=True)  # no whole output, no whole gradient
+    assert predict_memory(chunked, profile, MACHINE).get("temporary", 0.0) == 0.0
     blocks = dataclasses.replace(whole, compile="block")  # half of the blocks' activations, and all outside of them
     assert activation_bytes(blocks, profile) == pytest.approx(10 * (200 * 0.5 + 30) * MILLION)
     other = dataclasses.replace(whole, precision="float32")  # not captured: taken as in eager mode
@@ -146,28 +150,36 @@ def test_gathered_parameters_are_in_16_bits_under_autocast():
 def test_time_of_one_rank():
     time = predict_time(Candidate(micro=10, fused=True), PROFILE, MACHINE)
     weights = 3 * 200 * MILLION / 1e12  # read by forward, and twice by backward
-    assert time["compute"] == pytest.approx(3 * 10 * 5 * 20e6 / 1e9 + weights)  # five units; backward counts twice
+    traffic = 3 * 10 * 5 * 0.8 * 200 * MILLION / 1e12  # what is not in matrix products
+    assert time["compute"] == pytest.approx(
+        3 * 10 * 5 * 20e6 / 1e9 + traffic + weights
+    )  # five units; backward counts twice
     assert time["optimizer"] == pytest.approx((3 * 200 + 2 * 400) * MILLION / 1e12)
     slower = predict_time(Candidate(micro=10, checkpoint="full"), PROFILE, MACHINE)
-    assert slower["recompute"] == pytest.approx(10 * 4 * 20e6 / 1e9)
-    assert predict_time(Candidate(micro=10, checkpoint="second"), PROFILE, MACHINE)["recompute"] == pytest.approx(0.4)
+    assert slower["recompute"] == pytest.approx(10 * 4 * 20e6 / 1e9 + traffic * 4 / 15)
+    half = predict_time(Candidate(micro=10, checkpoint="second"), PROFILE, MACHINE)["recompute"]
+    assert half == pytest.approx(slower["recompute"] / 2)
     assert slower["optimizer"] == pytest.approx(2.5 * time["optimizer"])
     faster = predict_time(Candidate(micro=10, precision="bfloat16"), PROFILE, MACHINE)
-    assert faster["compute"] == pytest.approx(3.0 / 4 + weights / 2)
+    assert faster["compute"] == pytest.approx(3.0 / 4 + traffic / 2 + weights / 2)
 
 
 def test_few_large_passes_beat_many_small_ones():
     large, small = (predict_time(Candidate(micro=10 // n, accumulation=n), PROFILE, MACHINE)["compute"] for n in (2, 5))
     each = (3 * 200 + 2 * 200) * MILLION / 1e12  # weights, and gradients that are added up
-    assert (large, small) == (pytest.approx(3.0 + 2 * each), pytest.approx(3.0 + 5 * each))
+    work = 3.0 + 3 * 10 * 5 * 0.8 * 200 * MILLION / 1e12
+    assert (large, small) == (pytest.approx(work + 2 * each), pytest.approx(work + 5 * each))
 
 
-def test_a_unit_takes_the_longest_of_arithmetic_traffic_and_launches():
-    traffic = make_machine(bandwidth=1e9)  # 200 MB at 1 GB/s for a sample of each unit, 40 % of it when compiled
-    weights = 0.6
-    assert predict_time(Candidate(micro=10), PROFILE, traffic)["compute"] == pytest.approx(3 * 5 * 10 * 0.2 + weights)
+def test_a_unit_takes_arithmetic_and_traffic_one_after_the_other_or_its_launches():
+    traffic = make_machine(
+        bandwidth=1e9
+    )  # 200 MB at 1 GB/s for a sample of each unit, 80 % of it between products, 30 % when compiled
+    weights, products = 0.6, 3.0
+    eager = predict_time(Candidate(micro=10), PROFILE, traffic)
+    assert eager["compute"] == pytest.approx(3 * 5 * 10 * 0.16 + products + weights)
     fused = predict_time(Candidate(micro=10, compile="model"), PROFILE, traffic)
-    assert fused["compute"] == pytest.approx(3 * 5 * 10 * 0.08 + weights)
+    assert fused["compute"] == pytest.approx(3 * 5 * 10 * 0.06 + products + weights)
     launches = make_machine(launch=1.0, bandwidth=1e15)
     assert predict_time(Candidate(micro=1), PROFILE, launches)["compute"] == pytest.approx(3 * 85, rel=1e-5)
     assert predict_time(Candidate(micro=1, compile="model"), PROFILE, launches)["compute"] == pytest.approx(
@@ -175,6 +187,27 @@ def test_a_unit_takes_the_longest_of_arithmetic_traffic_and_launches():
     )
     graphs = predict_time(Candidate(micro=1, compile="model", graphs=True), PROFILE, launches)
     assert graphs["compute"] == pytest.approx(3 * 5 * 20e6 / 1e9, rel=1e-5)
+
+
+def test_gpt2_on_an_h200_takes_what_was_measured_there():
+    """Measured with torch 2.11, 64 x 1,024 tokens, three steps each: 121.4 ms compiled, 171.9 ms in eager mode, both in bfloat16."""
+    mebi = 2.0**20
+    block = dataclasses.replace(
+        PROFILE.units[0], count=12, parameters=7_087_872, forward_flops=17.717e9,
+        traffic_bytes={"float32": 114.06 * mebi, "bfloat16": 78.06 * mebi}, operations=10,
+    )  # fmt: skip
+    head = dataclasses.replace(
+        block, path="", count=1, parameters=39_421_440, forward_flops=79.121e9,
+        traffic_bytes={"float32": 804.02 * mebi, "bfloat16": 1003.52 * mebi}, operations=8,
+    )  # fmt: skip
+    parameters = 124_475_904
+    profile = make_profile(
+        units=(block, head), parameters=parameters, trainable=parameters, parameter_bytes=4 * parameters, optimizer_bytes=8 * parameters
+    )  # fmt: skip
+    h200 = make_machine(flops={"float32": 3.89e13, "bfloat16": 6.44e14}, bandwidth=3.83e12, launch=5e-6)
+    for scope, measured in (("model", 0.1214), ("none", 0.1719)):
+        candidate = Candidate(micro=64, precision="bfloat16", fused=True, compile=scope)
+        assert sum(predict_time(candidate, profile, h200).values()) == pytest.approx(measured, rel=0.05)
 
 
 def test_measured_corrections_multiply_the_kind_they_are_for():

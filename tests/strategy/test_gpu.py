@@ -140,13 +140,18 @@ def test_sixteen_bits_stay_close(name):
     check(epoch(accelerated(SIXTEEN_BITS[name])), 3e-2)
 
 
+def set_scale(scaler, value):
+    """Begin with another loss scale; `update` would need a step before."""
+    scaler.load_state_dict({**scaler.state_dict(), "scale": value})
+
+
 @pytest.mark.parametrize(
     "plan", [[("amp_native", "fp16")], [("amp_native", "fp16"), "fused_optimizer"], [("half", "fp16")]]
 )
 def test_float16_is_scaled(plan):
     result = accelerated(plan)
     assert result.context.scaler is not None
-    result.context.scaler.update(2.0**10)  # low enough for every update to be made
+    set_scale(result.context.scaler, 2.0**10)  # low enough for every update to be made
     losses = epoch(result)
     assert not result.optim.step_was_skipped
     check(losses, 3e-2)
@@ -154,7 +159,7 @@ def test_float16_is_scaled(plan):
 
 def test_a_float16_overflow_is_left_out_and_lowers_the_scale():
     result = accelerated([("half", "fp16"), "fused_optimizer"])
-    result.context.scaler.update(2.0**40)
+    set_scale(result.context.scaler, 2.0**40)
     before = [p.detach().clone() for p in result.model.parameters()]
     batch = result.prepare_input(next(iter(result.dataloader)), "cuda")
     result.loss_func(batch, result.model(**batch)).backward()
@@ -203,6 +208,8 @@ COMPILED = {
     "amp bf16, compile": [BF16, "compile", "fused_optimizer"],
     "amp bf16, compile, chunked": [BF16, "compile", "chunked_cross_entropy"],
     "compile, cuda_graphs": ["compile", "cuda_graphs", "fused_optimizer"],
+    # A replay writes its gradients over those of the replay before: nothing may be lost of the first half of a batch.
+    "compile, cuda_graphs, micro batches": ["compile", "cuda_graphs", ("micro_batch", 4)],
 }
 
 
@@ -271,18 +278,20 @@ def test_chunks_save_memory_and_keep_the_gradients(dtype):
     weight = (torch.randn(32768, 64, device="cuda") * 0.05).to(dtype).requires_grad_()
     target = torch.randint(32768, (4096,), device="cuda")
     target[::7] = -100
-    grads, peaks = [], []
+    # In double precision: plain float16 loses the gradients of most logits, which the mean makes smaller than it can hold.
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    F.cross_entropy(F.linear(*exact), target).backward()
+    peaks = []
     for loss in (
         lambda: F.cross_entropy(F.linear(hidden, weight).float(), target),
         lambda: linear_cross_entropy(hidden, weight, target, chunk=256),
     ):
-        peaks.append(peak(lambda loss=loss: loss().backward()))
-        grads.append((hidden.grad.float(), weight.grad.float()))
         hidden.grad = weight.grad = None
+        peaks.append(peak(lambda loss=loss: loss().backward()))
     assert peaks[1] < 0.25 * peaks[0], peaks
-    for ours, theirs in zip(grads[1], grads[0]):
-        error = (ours - theirs).norm() / theirs.norm()
-        assert error < (1e-5 if dtype == torch.float32 else 2e-2), error
+    for ours, true in zip((hidden, weight), exact):
+        error = (ours.grad.double() - true.grad).norm() / true.grad.norm()
+        assert error < {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype], error
 
 
 @pytest.mark.parametrize(

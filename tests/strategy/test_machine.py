@@ -280,11 +280,14 @@ def test_the_benchmark_of_predictions_runs_without_a_device(capsys):
     assert "gpt2" in capsys.readouterr().out
 
 
-def test_results_of_the_benchmark_are_appended(tmp_path):
+def test_results_of_the_benchmark_are_appended_and_kept_while_they_grow(tmp_path):
     path = tmp_path / "results" / "memory.json"
     for number in (1, 2):
-        memory_prediction.append_result({"run": number}, path)
-    assert json.loads(path.read_text()) == [{"run": 1}, {"run": 2}]
+        results = memory_prediction.ResultFile(path, {"run": number})
+        for rows in ([{"model": "a"}], [{"model": "a"}, {"model": "b"}]):
+            results.keep(rows)
+            assert json.loads(path.read_text())[-1] == {"run": number, "rows": rows}
+    assert [run["run"] for run in json.loads(path.read_text())] == [1, 2]
 
 
 @pytest.mark.gpu

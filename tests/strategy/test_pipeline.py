@@ -62,7 +62,7 @@ def run(result, steps=100):
 
 def whole(tensor):
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def train(plan, **kwargs):
@@ -149,6 +149,108 @@ def test_a_short_batch_inside_a_window_keeps_the_gradients_before_it(world4):
     for _, own in results:
         for name, value in own.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+
+
+def sixteen_bits(plans):
+    found = []
+    for plan in plans:
+        result, _ = start(plan)
+        found.append((run(result, 3), {parameter.dtype for parameter in result.model.parameters()}))
+    return found
+
+
+def test_sixteen_bit_parameters_train_in_a_pipeline(world2, world4):
+    expected, _ = tasks.plain_losses(tied=False, steps=3)
+    for world, mesh in ((world2, TWO), (world4, DATA)):
+        plans = [[mesh, ("pipeline_parallel", {"chunks": 2}), (name, "bf16")] for name in ("half", "amp_native")]
+        for found in world(sixteen_bits, plans):
+            assert [dtypes for _, dtypes in found] == [{torch.bfloat16}, {torch.float32}]
+            assert all(losses == pytest.approx(expected, rel=1e-2) for losses, _ in found), found
+
+
+def from_nothing(axes, methods):
+    """Train a model that begins on the meta device; return its losses and first parameters, gathered."""
+    with torch.device("meta"):
+        model = tasks.TinyGPT(tied=False)
+    torch.manual_seed(0)
+    result, _ = start([("parallel_mode", axes), *methods], model=model, device="cpu")
+    first = {name: whole(parameter) for name, parameter in result.model.named_parameters()}
+    return run(result, 3), first
+
+
+def test_models_on_the_meta_device_are_initialised_stage_by_stage(world2):
+    results = world2(from_nothing, [("pipe", 2)], ["pipeline_parallel"])
+    plain = tasks.make_model(tied=False)
+    state = {name: value for _, own in results for name, value in own.items()}
+    plain.load_state_dict(state)  # whatever the stages drew is the model
+    rows = tasks.make_data().tokens[:8]
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    loss = tasks.loss_func(batch, plain(**batch)).item()
+    for losses, _ in results:
+        assert losses[0] == pytest.approx(loss, rel=1e-5) and losses == results[0][0]
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": tasks.VOCAB, "n_positions": 32}
+    config = GPT2Config(**sizes, **rates, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+class Texts(tasks.Tokens):
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index]}
+
+
+def next_token_loss(batch, out):
+    return nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def train_gpt2():
+    _, result, _ = auto_accelerate(
+        gpt2(), torch.optim.AdamW, Texts(24), next_token_loss, None, "unpack_dict", {"lr": 0.05},
+        dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=[TWO, "pipeline_parallel"],
+        ignore_dryrun_on_load_strategy=True,
+    )  # fmt: skip
+    return run(result), [name for name, _ in result.model.named_parameters()]
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_cut_and_trains_like_the_whole_one(world2):
+    model, rows, expected = gpt2(), Texts(24).tokens, []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for batch in rows.split(8):
+        loss = next_token_loss({"input_ids": batch}, model(input_ids=batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    (first, own), (second, others) = world2(train_gpt2, timeout=180)
+    assert first == second == pytest.approx(expected, rel=1e-5)
+    assert set(own) | set(others) == {name for name, _ in model.named_parameters()} and not set(own) & set(others)
+    assert model.config.use_cache, "only while the model is followed it keeps no keys"
+
+
+def settings_without_effect():
+    import warnings
+
+    mode = ("parallel_mode", {"axes": [("pipe", 2), ("data", 2)], "bucket_cap_mb": 1, "static_graph": True})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result, plan = start([mode, ("pipeline_parallel", {"chunks": 2})], find_unused_parameters=True)
+    told = [str(item.message) for item in caught if "settings of DDP" in str(item.message)]
+    return told, [note for note in result.context.notes if "settings of DDP" in note], plan.explain(200)
+
+
+def test_settings_of_ddp_beside_a_pipeline_are_said_to_have_no_effect(world4):
+    results = world4(settings_without_effect)
+    assert [len(told) for told, _, _ in results] == [1, 0, 0, 0]
+    for _, (note,), text in results:
+        assert all(name in note for name in ("bucket_cap_mb", "static_graph", "find_unused_parameters"))
+        assert "settings of DDP" in text
 
 
 def dry_runs():

@@ -2,13 +2,14 @@
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import nn
 
 from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, UnknownMethodError
+from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.registry import _methods, register_method
@@ -16,6 +17,7 @@ from drivetrain.strategy.search import find
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.decision import Measurement, choose
+from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.find import Wishes, find_plan
 from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
 from drivetrain.strategy.search.place import Place
@@ -26,6 +28,7 @@ from drivetrain.strategy.search.ranking import (
     order,
     pareto_front,
     predict,
+    preferred,
     promising,
     sensitivity,
 )
@@ -230,6 +233,12 @@ def measurement(seconds, outcome="ok", **candidate):
     return Measurement(item, item.candidate.plan(), result)
 
 
+def test_predicted_ties_go_to_fewer_methods_where_nothing_is_measured():
+    fast, simple, slow = scored(1.0, 1, fused=True, cpu_offload=True), scored(1.015, 1, fused=True), scored(1.03, 1)
+    assert preferred([slow, fast, simple]) == [simple, fast, slow]
+    assert preferred([]) == []
+
+
 def test_measured_ties_within_two_percent_go_to_fewer_methods():
     simple, fused = measurement(1.019), measurement(1.0, fused=True)
     assert choose([simple, fused]) is simple
@@ -266,6 +275,33 @@ def test_nearest_misses_and_sensitivity_have_numbers():
     assert sensitivity([small, large], large, 130 * 2**30) is None
 
 
+def test_rescaling_predicts_memory_in_proportion_and_refuses_what_no_longer_fits():
+    found = Strategy(
+        [("parallel_mode", [("zero", 8)]), "fsdp"], mesh=[("zero", 8)], batch=plan_batch(48, 8, micro=6), evidence="simulated",
+        predicted={
+            "memory": {"params": 10.0, "optimizer": 20.0, "grads": 10.0, "activations": 60.0, "gathered": 5.0, "reserve": 10.0},
+            "time": {"compute": 1.0}, "peak_bytes": 115.0, "step_seconds": 1.0, "budget_bytes": 250.0,
+        },
+    )  # fmt: skip
+    half = found.rescale(4)  # two passes of six samples: twice the shards, and gradients stay whole in the window
+    assert half.batch.micro == 6 and half.batch.accumulation == 2 and half.evidence == "modelled"
+    memory = half.predicted["memory"]
+    assert (memory["params"], memory["optimizer"], memory["grads"]) == (20.0, 40.0, 80.0)
+    assert (memory["activations"], memory["gathered"]) == (60.0, 5.0)
+    assert memory["reserve"] == pytest.approx(10 * 205 / 105) and half.measured is None
+    assert half.predicted["peak_bytes"] == pytest.approx(sum(memory.values())) and "time" not in half.predicted
+    assert "earlier prediction in proportion" in half.explain() and "(modelled)" in half.explain()
+    with pytest.raises(PlanInfeasible, match="does not fit on 2 processes: it would need .* are missing"):
+        found.rescale(2)
+    assert found.rescale(8).predicted["memory"] == pytest.approx(found.predicted["memory"])
+    data = Strategy(
+        ["zero1"], mesh=[("data", 4)], batch=plan_batch(48, 4), predicted={"memory": {"params": 8.0, "optimizer": 4.0}}
+    )
+    assert data.rescale(2).predicted["memory"] == pytest.approx({"params": 8.0, "grads": 8.0, "optimizer": 8.0})
+    unknown = replace(data, predicted=None).rescale(2)
+    assert unknown.predicted is None and unknown.evidence == "given" and "not predicted" in unknown.explain()
+
+
 def test_budgets_are_shares_bytes_or_texts():
     assert parse_memory("16GiB") == 16 * 2**30 and parse_memory("1.5 GB") == 1_500_000_000
     assert budget_bytes(0.5, 1000) == 500 and budget_bytes(300, 1000) == 300
@@ -283,9 +319,12 @@ class Trials:
 
     answers: dict
     asked: list
+    deadlines: list = field(default_factory=list)
+    pid: int | None = 1
 
     def run(self, plan, **how):
         self.asked.append((plan, how["steps"], how["verify"]))
+        self.deadlines.append(how["deadline"])
         return self.answers.get(
             tuple(plan.opt_names()), TrialResult(outcome="ok", step_seconds=1.0, steps=how["steps"])
         )
@@ -302,7 +341,8 @@ def measure(items, answers, limit=1000.0, budget=1e12):
 
 
 def test_no_plan_is_measured_twice_and_the_plain_one_is_among_the_first():
-    items = [scored(i, 1, micro=64 // 2**i, accumulation=2**i) for i in range(1, 7)] + [scored(9, 1, micro=64)]
+    items = [scored(1 + i / 100, 1, micro=64 // 2**i, accumulation=2**i) for i in range(1, 7)]
+    items.append(scored(9, 1, micro=64))
     measuring, trials = measure(items, {})
     first_round = [plan for plan, steps, _ in trials.asked if steps == 3]
     assert len(first_round) == 4 and len(set(first_round)) == 4
@@ -334,6 +374,70 @@ def test_what_cannot_be_sent_anywhere_is_not_a_failure():
 def test_nothing_is_begun_without_the_time_for_it():
     measuring, trials = measure([scored(1, 1, micro=64)], {}, limit=2.0)
     assert not trials.asked and not measuring.found
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(120.0, 2.0), (20.0, 1.0)])
+def test_trials_end_before_the_search_must(limit, kept):
+    before = time.monotonic()
+    _, trials = measure([scored(0.1, 1, micro=64)], {}, limit=limit)
+    assert len(trials.deadlines) == 1
+    assert trials.deadlines[0] == pytest.approx(before + limit - kept, abs=0.5)
+
+
+def test_a_process_that_must_be_started_anew_needs_time_for_it():
+    measuring, trials = measure(
+        [scored(0.1, 1, micro=64)], {(): TrialResult(outcome="ok", step_seconds=0.1, steps=3)}, limit=20.0
+    )
+    item = measuring.found[0].scored
+    measuring.startups[False], measuring.clock.begin = 1.0, time.monotonic() - 15.5  # 3.5 s are left for trials
+    assert measuring._has_time(item, 3)
+    trials.pid = None
+    assert not measuring._has_time(item, 3)
+
+
+def learning(ratio, **first):
+    """Measure one compiled plan in `ratio` times its predicted time; return the measuring, its experience and a maker of items."""
+    profile, machine = make_profile(), GPU
+    machine = replace(machine, evidence="modelled", flops={name: rate / 1e6 for name, rate in machine.flops.items()})
+    experience = Experience(profile, machine)
+
+    def item(**values):
+        return predict(Candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
+
+    measuring = Measuring(
+        build_space(place(machine=CPU)), torch.device("cpu"), Clock(1000.0), 1e15, Trials({}, []), lambda text: None,
+        learn=experience.learn, corrected=experience.corrected,
+    )  # fmt: skip
+    tried = item(compile="model", **first)
+    one = Measurement(tried, Strategy([]), TrialResult(outcome="ok", step_seconds=ratio * tried.seconds, steps=3))
+    measuring.found.append(one)
+    measuring.learn(one)
+    return measuring, tried, item
+
+
+def test_a_trial_corrects_the_predictions_of_its_kind_and_its_nearest_in_the_same_search():
+    measuring, tried, item = learning(1.5)
+    for same in (tried, item(compile="model", graphs=True), item(compile="block")):
+        before, now = same.cost.time, measuring.corrected(same).cost.time
+        assert now["compute"] == pytest.approx(1.5 * before["compute"], rel=0.05) and same.seconds == sum(
+            before.values()
+        )
+        assert measuring.corrected(same).cost.memory == same.cost.memory
+    eager = item()
+    assert measuring.corrected(eager).seconds == pytest.approx(eager.seconds)
+    slower, other = item(compile="block", checkpoint="full"), item(compile="none")
+    assert measuring._in_new_order([slower, other])[0].candidate == other.candidate  # a kind that was not tried
+
+
+def test_what_cannot_win_any_more_is_not_tried():
+    measuring, tried, item = learning(1.0)
+    assert measuring._cannot_win(item(compile="model", graphs=True))  # no launches to save: a tie at best
+    assert measuring._cannot_win(item(compile="model", checkpoint="full"))  # a third more work, of a kind that is known
+    near = scored(tried.seconds * 1.5, 1, micro=64)
+    assert not measuring._cannot_win(near)  # half as much again is within the doubt about a kind that was not tried
+    assert measuring._cannot_win(scored(tried.seconds * 2, 1, micro=32, accumulation=2))
+    assert not measuring._cannot_win(scored(tried.seconds * 50, 1, micro=64))  # the plain plan is always worth knowing
+    assert replace(near.candidate) == measuring.space.plain
 
 
 # ---------------------------------------------------------------------------------------- finding
@@ -401,7 +505,7 @@ def test_a_search_without_time_measures_nothing_and_says_simulated():
 
 
 def test_without_a_loss_the_plan_stays_simulated():
-    plan = search(make_task(loss_func=None), time_limit=30)
+    plan = search(make_task(loss_func=None), time_limit=5)
     assert plan.evidence in ("simulated", "modelled") and any("no loss_func" in reason for reason in plan.reasons)
 
 

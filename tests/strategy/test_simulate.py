@@ -11,7 +11,7 @@ from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.profile.following import Update
 from drivetrain.strategy.profile.simulate import simulate, simulate_plans
-from drivetrain.strategy.profile.step_memory import StepMemory
+from drivetrain.strategy.profile.step_memory import StepMemory, by_category
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.value import Strategy
@@ -87,7 +87,7 @@ def follow_for_real(methods):
         for name, (count, size) in entries.items():
             before = collectives.get(name, (0, 0.0))
             collectives[name] = (before[0] + count, before[1] + size)
-    return max(record.segments.values(), key=lambda amounts: sum(amounts.values())), collectives
+    return by_category(max(record.segments.values(), key=lambda amounts: sum(amounts.values()))), collectives
 
 
 def follow_all(plans):
@@ -114,6 +114,7 @@ def test_a_simulated_step_equals_a_real_one_on_two_processes(world2):
     check_against_truth(world2, 2, PLANS[2])
 
 
+@pytest.mark.slow
 def test_a_simulated_step_equals_a_real_one_on_four_processes(world4):
     check_against_truth(world4, 4, PLANS[4])
 
@@ -137,11 +138,11 @@ MORE_CUT_PLANS = {
 }
 
 
-def check_few_blocks(methods, kind, monkeypatch):
-    task, plan = make_task(ManyBlocks(8)), Strategy(methods)
+def check_few_blocks(methods, kind, monkeypatch, count=8):
+    task, plan = make_task(ManyBlocks(count)), Strategy(methods)
     few = simulate(task, plan, world=4, device_kind=kind)
     assert few.failure is None
-    assert any("continued to 8 blocks of blocks" in note for note in few.notes)
+    assert any(f"continued to {count} blocks of blocks" in note for note in few.notes)
     monkeypatch.setattr("drivetrain.strategy.profile.simulate.choose_counts", lambda *_: [])
     whole = simulate(task, plan, world=4, device_kind=kind)
     assert whole.failure is None and not any("continued" in note for note in whole.notes)
@@ -157,7 +158,7 @@ def test_few_blocks_continued_equal_the_whole_model(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_CUT_PLANS)
 def test_few_blocks_continued_equal_the_whole_model_in_more_plans(name, monkeypatch):
-    check_few_blocks(*MORE_CUT_PLANS[name], monkeypatch)
+    check_few_blocks(*MORE_CUT_PLANS[name], monkeypatch, count=12)
 
 
 class CountsItsBlocks(ManyBlocks):
@@ -224,6 +225,29 @@ def test_a_sharded_model_on_1024_ranks_has_the_sizes_that_arithmetic_gives():
     assert found.memory["gathered"] + found.memory["temporary"] < 5 * 4 * size / 12
 
 
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ["parallel_mode", ("micro_batch", {"accumulation": 2})],
+        [("parallel_mode", [("zero", 2), ("data", 4)]), "fsdp"],
+    ],
+    ids=["ddp", "hybrid"],
+)
+def test_replicas_that_are_left_out_change_nothing(methods, monkeypatch):
+    task, world = make_task(global_batch_size=32), 8
+    few = simulate(task, Strategy(methods), world=world)
+    assert any("replicas" in note for note in few.notes)
+    monkeypatch.setattr("drivetrain.strategy.profile.simulate._REPLICAS", world)
+    all_ranks = simulate(task, Strategy(methods), world=world)
+    assert few.failure is all_ranks.failure is None and not any("replicas" in note for note in all_ranks.notes)
+    assert few.memory == all_ranks.memory and few.collectives == all_ranks.collectives
+
+
+@pytest.mark.parametrize("methods", [["parallel_mode", "fsdp"], ["parallel_mode", "zero1"]], ids=["fsdp", "zero1"])
+def test_ranks_that_hold_different_shards_are_all_there(methods):
+    assert not any("replicas" in note for note in simulate(make_task(), Strategy(methods), world=4).notes)
+
+
 def test_accumulation_multiplies_what_is_sent_in_open_passes():
     task = make_task(global_batch_size=32)
     one = simulate(task, Strategy(["parallel_mode", "fsdp"]), world=2)
@@ -233,6 +257,15 @@ def test_accumulation_multiplies_what_is_sent_in_open_passes():
     assert four.memory["activations"] < one.memory["activations"]
     whole = 4 * sum(parameter.numel() for parameter in task.model.parameters())
     assert four.memory["grads"] > 0.5 * whole  # while a window is open, gradients are not reduced and therefore whole
+
+
+def test_what_is_kept_on_the_host_is_not_counted_but_whole_gradients_are():
+    offload = ("fsdp", {"cpu_offload": True})
+    task = make_task(global_batch_size=32)
+    found = simulate(task, Strategy(["parallel_mode", offload, ("micro_batch", 4)]), world=2)
+    assert found.failure is None and any("host memory" in note for note in found.notes)
+    assert found.memory["params"] == found.memory["optimizer"] == 0
+    assert found.memory["grads"] > 0
 
 
 def test_nothing_is_left_behind():
@@ -266,7 +299,16 @@ def test_a_model_that_reads_values_fails_with_the_reason():
 def test_a_pipeline_is_refused_at_once_with_the_reason():
     plan = Strategy([("parallel_mode", [("pipe", 2), ("data", 2)]), "pipeline_parallel"])
     found = simulate(make_task(), plan, world=4)
-    assert found.failure.startswith("the stages of a pipeline") and found.seconds < 1
+    assert found.failure.startswith("the stages of a pipeline") and not found.memory
+
+
+def test_sharding_without_a_data_rank_to_share_with_is_left_out():
+    for axes in ([("tensor", 2)], [("tensor", 2), ("zero", 1)]):
+        plan = Strategy([("parallel_mode", axes), TENSOR, "fsdp"])
+        with pytest.warns(UserWarning, match="nothing to split over"):
+            resolved = resolve_plan(plan, model=make_model(), device="cpu", world=2)
+        assert resolved.config("fsdp") is None and dict(resolved.dropped).keys() == {"fsdp"}
+    assert simulate(make_task(), plan, world=2).failure is None
 
 
 def test_what_is_left_out_is_said():
@@ -311,3 +353,26 @@ def test_the_snippet_of_the_page_on_planning_elsewhere_runs(capsys):
     assert len(snippets) == 1
     exec(compile(snippets[0], "planning_elsewhere.md", "exec"), {"__name__": "planning_elsewhere"})
     assert capsys.readouterr().out.split() == ["1.000", "24"]
+
+
+def test_how_a_model_can_be_split_is_found_out_once(monkeypatch):
+    from drivetrain.module import tensor_inference
+    from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
+
+    asked = []
+    infer = tensor_inference.infer_tp_plan
+
+    def counting(model, size):
+        asked.append(size)
+        return infer(model, size)
+
+    monkeypatch.setattr(tensor_inference, "infer_tp_plan", counting)
+    model, other = ManyBlocks(4), ManyBlocks(2)
+    with remembered_tensor_plans(), remembered_tensor_plans():
+        first = tensor_inference.infer_tp_plan(model, 2)
+        first.styles.clear()  # an answer is the asker's own
+        again, few = tensor_inference.infer_tp_plan(model, 2), tensor_inference.infer_tp_plan(other, 2)
+        tensor_inference.infer_tp_plan(model, 4)
+    assert asked == [2, 4]  # fewer of the same blocks are known as well
+    assert again.styles == infer(model, 2).styles and few.styles == infer(other, 2).styles and few.styles
+    assert tensor_inference.infer_tp_plan is counting

@@ -6,14 +6,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.core.errors import MethodConfigError, UnsupportedMethodError
+from drivetrain.core.errors import MethodConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.tensor_parallel import parallelize
 from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
 from drivetrain.strategy.value import Strategy
-from tests.strategy.tasks import TENSOR_PLAN, make_model
+from tests.strategy.tasks import TENSOR_PLAN, make_model, plain_losses
 from tests.strategy.test_semantics import check_against_plain, follow_all
 
+PIECES = ("tensor_parallel", {"sequence_parallel": True})
 ON_TWO = {
     "tensor": [("parallel_mode", [("tensor", 2)]), "tensor_parallel"],
     "tensor, whole head": [("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"loss_parallel": False})],
@@ -21,6 +22,12 @@ ON_TWO = {
         ("parallel_mode", [("tensor", 2)]),
         ("tensor_parallel", {"plan": TENSOR_PLAN, "loss_parallel": True}),
         ("micro_batch", 4),
+    ],
+    "pieces": [("parallel_mode", [("tensor", 2)]), PIECES],
+    "pieces, given plan, checkpoint": [
+        ("parallel_mode", [("tensor", 2)]),
+        ("tensor_parallel", {"plan": TENSOR_PLAN, "sequence_parallel": True}),
+        "checkpoint",
     ],
 }
 ON_FOUR = {
@@ -33,6 +40,10 @@ ON_FOUR = {
         "sequence_parallel",
         "checkpoint",
     ],
+    "pieces of four, checkpoint": [("parallel_mode", [("tensor", 4)]), PIECES, "checkpoint"],
+    "pieces x fsdp": [("parallel_mode", [("tensor", 2), ("zero", 2)]), PIECES, "fsdp"],
+    "pieces x data": [("parallel_mode", [("tensor", 2), ("data", 2)]), PIECES, ("micro_batch", 2)],
+    "pieces x sequence": [("parallel_mode", [("tensor", 2), ("sequence", 2)]), PIECES, "sequence_parallel"],
 }
 
 
@@ -87,6 +98,26 @@ def test_a_loss_of_split_logits_is_that_of_whole_ones_whatever_it_does(world2, w
                 assert loss < 1e-4 and gradient < 1e-4, (name, loss, gradient)
 
 
+def test_models_on_the_meta_device_are_initialised_layer_by_layer_as_the_whole_model_is(world2):
+    from tests.strategy.test_pipeline import from_nothing
+
+    expected, plain = plain_losses(tied=False, steps=3)[0], make_model(tied=False)
+    for method in ("tensor_parallel", PIECES):
+        for losses, first in world2(from_nothing, [("tensor", 2)], [method]):
+            assert losses == pytest.approx(expected, rel=2e-4)
+            assert all(torch.equal(first[name], value) for name, value in plain.named_parameters())
+
+
+def test_sixteen_bits_stay_close_to_the_plain_model(world4):
+    grid = ("parallel_mode", [("tensor", 2), ("data", 2)])
+    plans = {
+        "tensor, half": [("parallel_mode", [("tensor", 4)]), "tensor_parallel", ("half", "bf16")],
+        "tensor x data, half": [grid, "tensor_parallel", ("half", "bf16")],
+        "pieces x data, amp": [grid, PIECES, ("amp_native", "bf16")],
+    }
+    check_against_plain(world4(follow_all, plans, timeout=180), plans, curve=2e-2, first=1e-2, parameters=None)
+
+
 def test_wrong_settings_are_refused_by_name():
     def check(config, model=None, world=2):
         methods = [("parallel_mode", [("tensor", world)]), ("tensor_parallel", config)]
@@ -94,9 +125,12 @@ def test_wrong_settings_are_refused_by_name():
 
     check(None)
     check({"loss_parallel": True})
+    check({"sequence_parallel": True})
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4), 2, enable_nested_tensor=False)
+    with pytest.raises(MethodConfigError, match="cannot run layers.0"):
+        check({"sequence_parallel": True}, encoder)
     for config, error, text in (
         ({"sequence_parallel": 1}, MethodConfigError, "True or False"),
-        ({"sequence_parallel": True}, UnsupportedMethodError, "method sequence_parallel"),
         ({"loss_parallel": "yes"}, MethodConfigError, "'auto', True or False"),
         ({"los_parallel": True}, MethodConfigError, "loss_parallel"),
         ({"plan": {"head": "vocabulari"}}, MethodConfigError, "vocabulary"),

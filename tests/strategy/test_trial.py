@@ -93,8 +93,8 @@ def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
 @pytest.mark.parametrize(
     ("hurts", "outcome", "message"),
     [
-        (trial_tasks.sleeps, "timeout", "nothing was heard for 5 s"),
-        (trial_tasks.overflows, "nonfinite", "training step 1 is nan"),
+        pytest.param(trial_tasks.sleeps, "timeout", "nothing was heard for 5 s", marks=pytest.mark.slow),
+        pytest.param(trial_tasks.overflows, "nonfinite", "training step 1 is nan", marks=pytest.mark.slow),
         (trial_tasks.runs_out, "oom", "Tried to allocate 2.00 GiB."),
         pytest.param(trial_tasks.exits, "error", "exit code 7", marks=pytest.mark.slow),
         pytest.param(trial_tasks.is_killed, "error", "signal SIGKILL", marks=pytest.mark.slow),
@@ -131,18 +131,22 @@ def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when
     task = make_task(model=Local())
     before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
     settings = torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision
-    result = attempt(task, ["checkpoint"], steps=2, memory_share=0.1)
+    with TrialPool(task, device=CPU) as pool:
+        result, *refused = (
+            pool.run(Strategy(["checkpoint"]), steps=2, deadline=soon(), memory_share=share)
+            for share in (0.1, None, 0.7)
+        )
     assert result.outcome == "ok" and result.is_in_process and result.is_verified and result.steps == 2
     assert any("own process" in note and "Local" in note for note in result.notes)
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
     assert equal_states(random, capture_rng())
     assert settings == (torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision)
-    for share in (None, 0.7):
-        refused = attempt(task, ["checkpoint"], memory_share=share)
-        assert refused.outcome == "error" and "not tried" in refused.message and "model_fn" in refused.message
-    task = make_task(model=Local(trial_tasks.overflows))
-    assert attempt(task, memory_share=0.1).outcome == "nonfinite"
-    assert attempt(task, memory_share=0.1, seconds=-1.0).outcome == "timeout"
+    for one in refused:
+        assert one.outcome == "error" and "not tried" in one.message and "model_fn" in one.message
+    with TrialPool(make_task(model=Local(trial_tasks.overflows)), device=CPU) as pool:
+        for seconds, outcome in ((90.0, "nonfinite"), (-1.0, "timeout")):
+            result = pool.run(Strategy([]), steps=2, deadline=soon(seconds), memory_share=0.1)
+            assert result.outcome == outcome and result.is_in_process, result
 
 
 def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
@@ -238,7 +242,7 @@ def agreed_on_two_ranks(world2, *names):
 def test_two_ranks_agree_when_one_dies_hangs_or_is_slow(world2):
     found = agreed_on_two_ranks(world2, "exits_on_rank_1", "sleeps_on_rank_1", "dawdles_on_rank_1")
     assert found["exits_on_rank_1"][:2] == ("error", "rank 1: the process ended with exit code 7 in phase 'check'")
-    assert found["sleeps_on_rank_1"][0] == "timeout"
+    assert found["sleeps_on_rank_1"][0] == "timeout" and "nothing was heard for 4 s" in found["sleeps_on_rank_1"][1]
     outcome, message, seconds, steps, is_verified = found["dawdles_on_rank_1"]
     assert (outcome, message, steps, is_verified) == ("ok", "", 3, True) and seconds > 0.1
     assert found["fsdp"] == ("ok", "", True)
@@ -406,10 +410,20 @@ def test_on_a_gpu_real_exhaustion_is_an_outcome_and_the_caller_never_opens_the_d
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_all_memory_is_given_back(tmp_path):
-    device = torch.device("cuda", 0)
-    free = torch.cuda.mem_get_info(device)[0]
-    assert attempt(make_task(), ["checkpoint"], device=device).outcome == "ok"
-    assert attempt(make_task(trial_tasks.is_killed), device=device).outcome == "error"
-    time.sleep(1.0)  # the driver takes a moment
-    assert torch.cuda.mem_get_info(device)[0] >= free - (64 << 20)
+def test_on_a_gpu_all_memory_is_given_back():
+    """`attempt` has seen the processes go; what they held is free again, whatever others do with the device meanwhile."""
+    device, limit = torch.device("cuda", 0), 64 << 20
+    for hurts, outcome in ((None, "ok"), (trial_tasks.is_killed, "error")):
+        missing = []
+        for _ in range(5):  # others may take memory while this runs, but not each time; what leaks here does
+            free = torch.cuda.mem_get_info(device)[0]
+            held = torch.cuda.memory_reserved(device)
+            assert attempt(make_task(hurts), ["checkpoint"], device=device).outcome == outcome
+            assert torch.cuda.memory_reserved(device) == held  # nothing was tried in this process
+            end = time.monotonic() + 5.0  # the driver takes a moment
+            while torch.cuda.mem_get_info(device)[0] < free - limit and time.monotonic() < end:
+                time.sleep(0.1)
+            missing.append(free - torch.cuda.mem_get_info(device)[0])
+            if missing[-1] <= limit:
+                break
+        assert min(missing) <= limit, missing

@@ -268,6 +268,7 @@ def search_in_the_trainer():
             return found, trainer.plan.to_json(), str(error), refuse_pipe()
 
 
+@pytest.mark.slow
 def test_two_ranks_find_one_plan_for_the_trainer(world2):
     (ours, plan, error, pipe), (theirs, same, _, _) = world2(search_in_the_trainer, timeout=200)
     assert plan == same and dict(Strategy.from_json(plan).mesh) == {"data": 2}
@@ -286,6 +287,7 @@ def test_the_guide_runs(tmp_path, monkeypatch):
         exec(compile(snippet, "planning.md", "exec"), names)
 
 
+@pytest.mark.slow
 def test_the_example_finds_a_plan_and_learns(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("example_search", ROOT / "examples" / "auto_accelerate.py")
     module = importlib.util.module_from_spec(spec)

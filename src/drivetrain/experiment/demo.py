@@ -52,6 +52,8 @@ def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_deca
         callbacks=(MoveModulesToDeviceCallback, TerminateOnNaNCallback, LearningRateMonitor, epoch_line(epochs)),
         loggers=[recorder],
         state=Context(recorder=recorder),  # its place in the metrics file is saved and restored with the rest
+        strategy="auto",
+        strategy_time_limit=0,  # predicted and simulated only: measuring would take longer than the run
     )
     history = trainer.train(
         train_set,

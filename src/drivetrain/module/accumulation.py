@@ -89,3 +89,10 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
+
+
+def copy_gradients(parameters: Iterable[Tensor]) -> None:
+    """Move all gradients to memory of their own, where later ones are added to them in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()

@@ -6,8 +6,10 @@ gradients of hidden states and weight; then they are dropped. What is kept for b
 hidden states and the weight. Computing gradients in the forward pass follows Hsu et al., 2024 (Liger Kernel, arXiv 2410.10989); Wijmans et
 al., 2024 ("Cut Your Losses", arXiv 2411.09009) go further with a kernel of their own.
 
-The gradients are those of the *sum* of the losses: entries of a softmax are at most one, so that float16 neither overflows nor loses them,
-and the mean, a loss scale and the weight of an accumulation window come in through the gradient of the sum.
+The gradients are those of the *sum* of the losses, and the mean, a loss scale and the weight of an accumulation window come in through the
+gradient of the sum. No loss scale is known yet when they are formed. Entries of a softmax lie between zero and one, so float16 cannot
+overflow, but among a hundred thousand words most are smaller than float16 holds exactly: there they are multiplied by a power of two
+before they are rounded, and products with them are divided by it in float32.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from torch import Tensor
 IGNORE_INDEX = -100
 _CHUNK_BYTES = 512 * 2**20
 """What the float32 logits of one chunk may take; large enough for products to run at full speed."""
+_FLOAT16_SCALE = 2.0**12
+"""Gradients of logits are at most this in float16: far from its largest number, and exact down to 2e-8 before."""
 
 SoftmaxStep = Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
 
@@ -40,7 +44,10 @@ def rows_in_chunk(rows: int, classes: int) -> int:
 def loss_and_logit_gradients(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of some rows and its gradient with respect to their logits, in the logits' type."""
+    """Return the summed cross entropy of some rows and its gradient with respect to their logits, in the logits' type.
+
+    In float16 the gradient is multiplied by 4096, see above.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     kept = target != ignore_index
     index = torch.where(kept, target, 0).unsqueeze(1)
@@ -53,6 +60,8 @@ def loss_and_logit_gradients(
     is_target = (classes == index).to(wide.dtype)
     gradient = torch.exp(wide - log_sum) - label_smoothing / wide.shape[1] - (1 - label_smoothing) * is_target
     gradient = torch.where(kept.unsqueeze(1), gradient, 0.0)
+    if logits.dtype == torch.float16:
+        gradient = gradient * _FLOAT16_SCALE
     return torch.where(kept, loss, 0.0).sum(), gradient.to(logits.dtype)
 
 
@@ -76,8 +85,10 @@ class _SummedCrossEntropy(torch.autograd.Function):
         rows, matrix = hidden.to(dtype), weight.to(dtype)
         offset = None if bias is None else bias.to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scale = _FLOAT16_SCALE if dtype == torch.float16 else 1.0
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        grad_hidden = torch.empty_like(rows) if needs_hidden else None
+        # Rounded to float16 only when the loss scale is in it.
+        grad_hidden = torch.empty_like(rows, dtype=dtype if scale == 1.0 else wide) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs_bias else None
         for first in range(0, len(rows), chunk):
@@ -86,12 +97,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
             loss, gradient = step(logits, target[first : first + chunk], ignore_index, label_smoothing)
             del logits
             total += loss
-            if grad_hidden is not None:
+            if grad_hidden is not None and scale == 1.0:
                 torch.mm(gradient, matrix, out=grad_hidden[first : first + chunk])
+            elif grad_hidden is not None:
+                torch.mul(_product(gradient, matrix, wide), 1 / scale, out=grad_hidden[first : first + chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, gradient.t(), part)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0, dtype=wide)
+        if scale != 1.0:
+            for gradients in (grad_weight, grad_bias):
+                if gradients is not None:
+                    gradients /= scale
         ctx.kinds = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total
@@ -107,13 +124,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to a wide sum; 16-bit factors are multiplied as such and summed in float32."""
+    """Add `left @ right` to a wide sum."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        total += _product(left, right, total.dtype)
+
+
+def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """Return `left @ right` in a wider type: 16-bit factors are multiplied as such and summed in float32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide)
+    return torch.mm(left.to(wide), right.to(wide))
 
 
 def linear_cross_entropy(

@@ -8,6 +8,7 @@ while sizes stay symbolic, and each step's floating-point operations are counted
 
 import inspect
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,8 @@ def _trace(
     tracer = _Tracer(opened, given)
     state = torch.get_rng_state()
     try:
-        with _factories_traced(tracer), kept_buffers(model):  # a batch norm would count the fake batch
+        # A batch norm would count the fake batch, and remembered keys belong to whole models.
+        with _factories_traced(tracer), kept_buffers(model), _without_cache(model):
             return tracer.trace(model, concrete_args=constants or None)
     except ConfigError:
         raise
@@ -63,6 +65,21 @@ def _trace(
         ) from error
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let a model of transformers keep no keys and values meanwhile."""
+    config = getattr(model, "config", None)
+    uses_cache = getattr(config, "use_cache", None)
+    if config is None or not uses_cache:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = uses_cache
 
 
 def _first_line(error: Exception) -> str:
@@ -95,6 +112,34 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _ValueProxy(node, self)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Return how the forward is called, by name, whatever decorators stand around it; arguments without a symbol are constants."""
+        constants = dict(concrete_args or {})
+        parameters = inspect.signature(self.root.forward).parameters
+        loose = [name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = [name for name in parameters if name not in constants and name not in loose]
+        proxies = []
+        for name in names:
+            default = parameters[name].default
+            given = () if default is inspect.Parameter.empty else (default,)
+            proxies.append(self.create_proxy("placeholder", name, given, {}))
+
+        def run(root: nn.Module, *values: Any) -> Any:
+            known = {name: value for name, value in constants.items() if name not in loose}
+            return root_fn(root, **dict(zip(names, values)), **known)
+
+        return run, [self.root, *proxies]
+
+    def create_arg(self, a: Any) -> Any:
+        """Keep the class of a mapping with a class of its own, such as the outputs of transformers, which losses ask by attribute."""
+        from torch.utils._pytree import SUPPORTED_NODES
+
+        if isinstance(a, dict) and type(a) not in (dict, OrderedDict) and type(a) in SUPPORTED_NODES:
+            return self.create_proxy("call_function", type(a), (), dict(a)).node
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self._opened

@@ -9,7 +9,7 @@ A pair with parameters of its own in between (a norm of the queries, say) stays 
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from drivetrain.module.blocks import BlockGroup, find_blocks
+from drivetrain.module.blocks import find_blocks
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
+from drivetrain.module.tensor_trials import (
+    agree,
+    in_evaluation,
+    inputs_of_blocks,
+    is_parameter,
+    made_up_inputs,
+    made_up_state,
+    outside_fake_mode,
+    structure_of,
+    tensors_in,
+)
 
-_ROWS, _LENGTH = 2, 8
-_TOLERANCE = 1e-4
 _ATTRIBUTE = "_feeds"  # which open layers a tensor was computed from
 
 
@@ -49,11 +58,11 @@ def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
     if not families:
         plan.remarks.append("there are no repeated blocks")
         return plan
-    inputs = _inputs_of_blocks(model, families)
+    inputs = inputs_of_blocks(model, families)
     for family in families:
         known: dict[Any, dict[str, str]] = {}
         for name, block in zip(family.names, family.members):
-            structure = _structure(block)
+            structure = structure_of(block)
             if structure not in known:
                 known[structure] = _infer_block(name, block, size, inputs.get(family.members[0]), plan.remarks)
             plan.styles.update({f"{name}.{layer}": style for layer, style in known[structure].items()})
@@ -64,10 +73,10 @@ def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
 
 def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: list[str]) -> dict[str, str]:
     """Return the styles of a block's layers, by their names inside it."""
-    with _outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), _in_evaluation(block):
+    with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
         torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
-        state = _made_up_state(block)
-        args, kwargs = _made_up_inputs(block) if given is None else given
+        state = made_up_state(block)
+        args, kwargs = made_up_inputs(block) if given is None else given
         try:
             trial = _Trial(block, state, args, kwargs)
         except Exception as error:  # the block needs other arguments, or code that cannot be followed
@@ -98,7 +107,7 @@ class _Trial:
     def _run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
             out = torch.func.functional_call(self.block, dict(state), self.args, self.kwargs, tie_weights=True)
-        return [x for x in _tensors(out) if x.is_floating_point()]
+        return [x for x in tensors_in(out) if x.is_floating_point()]
 
     def _follow(self) -> list[_Pair]:
         """Run the block whole and pair its layers by what reaches them, in the order in which they run."""
@@ -123,7 +132,7 @@ class _Trial:
 
             hooks += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
         own = {name for layer in self.layers for name in (f"{layer}.weight", f"{layer}.bias")}
-        others = {id(t) for name, t in self.state.items() if name not in own and _is_parameter(self.block, name)}
+        others = {id(t) for name, t in self.state.items() if name not in own and is_parameter(self.block, name)}
         try:
             with _Following(others, inside):
                 self.whole = self._run(self.state)
@@ -147,12 +156,12 @@ class _Trial:
                 outputs = self._run_share(pair, rank, size, shares)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 return f"the code between them counts features globally ({str(error).splitlines()[0][:120]})"
-            if not _agree(self.whole, outputs):
+            if not agree(self.whole, outputs):
                 return "their outputs are used elsewhere too"
         for name, parts in shares.items():
             bias = self.state.get(f"{name}.bias")
             total = sum(parts[1:], parts[0]) if bias is None else sum(parts[1:], parts[0]) + bias
-            if not _agree(self.results[name], [total]):
+            if not agree(self.results[name], [total]):
                 return "the shares do not add up to the whole: the code between them mixes features of different ranks"
         return None
 
@@ -191,12 +200,12 @@ class _Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         feeds = frozenset().union(*(getattr(x, _ATTRIBUTE, frozenset()) for x in tensors))
         if feeds:
             if any(id(x) in self.others for x in tensors):
                 self.inside |= feeds
-            for x in _tensors(out):
+            for x in tensors_in(out):
                 setattr(x, _ATTRIBUTE, feeds)
         return out
 
@@ -216,95 +225,6 @@ def _pairs(closed_by: Mapping[str, set[str]], inside: set[str]) -> list[_Pair]:
     return pairs
 
 
-# ------------------------------------------------------------------------------------ what a block is tried on
-
-
-class _Seen(Exception):
-    """Ends a run of the whole model when every family has been reached."""
-
-
-def _inputs_of_blocks(model: nn.Module, families: list[BlockGroup]) -> dict[nn.Module, Any]:
-    """Return what the first block of each family is called with when the model reads a few tokens; empty if it cannot be seen."""
-    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if embedding is None or any(not _is_real(tensor) for tensor in [*model.parameters(), *model.buffers()]):
-        return {}
-    seen: dict[nn.Module, Any] = {}
-
-    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        kept = {key: _plain(value) for key, value in kwargs.items()}
-        seen.setdefault(block, (tuple(map(_plain, args)), kept))
-        if len(seen) == len(families):
-            raise _Seen
-
-    hooks = [family.members[0].register_forward_pre_hook(note, with_kwargs=True) for family in families]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _in_evaluation(model):
-            tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, _LENGTH))
-            model(tokens.to(embedding.weight.device))
-    except _Seen:
-        pass
-    except Exception:  # the model wants something other than tokens; each block is then tried on its own
-        return {}
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
-
-
-def _plain(value: Any) -> Any:
-    """Return an argument as a trial can use it: tensors on the CPU in float32, no caches."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().clone()
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, str | int | float | bool | None) else None
-
-
-def _made_up_inputs(block: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a sequence as wide as the block's first norm or matrix."""
-    for module in block.modules():
-        shape = getattr(module, "normalized_shape", None)
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm) and shape:
-            return (torch.randn(_ROWS, _LENGTH, *shape),), {}
-        if isinstance(module, nn.MultiheadAttention):
-            return (torch.randn(_ROWS, _LENGTH, module.embed_dim),), {}
-        if is_splittable(module):
-            return (torch.randn(_ROWS, _LENGTH, features(module, "rowwise")),), {}
-    return (), {}
-
-
-def _made_up_state(block: nn.Module) -> dict[str, Tensor]:
-    """Return random parameters, because fresh ones may be zero and hide a difference; buffers are kept where they have values."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in block.named_parameters():
-        shape = tuple(parameter.shape)
-        state[name] = torch.randn(shape) / max(1, shape[-1]) ** 0.5 if len(shape) > 1 else torch.rand(shape) + 0.5
-    for name, buffer in block.named_buffers():
-        if _is_real(buffer):
-            state[name] = _plain(buffer)
-        elif buffer.dtype is torch.bool:
-            state[name] = torch.ones(tuple(buffer.shape), dtype=torch.bool)
-        else:
-            values = torch.randn(tuple(buffer.shape))
-            state[name] = values if buffer.is_floating_point() else torch.zeros_like(values, dtype=buffer.dtype)
-    return state
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    modes = [(child, child.training) for child in module.modules()]
-    for child, _ in modes:
-        child.training = False
-    try:
-        yield
-    finally:
-        for child, mode in modes:
-            child.training = mode
-
-
 @contextmanager
 def _local_widths(layers: list[nn.Module], size: int) -> Iterator[None]:
     """Let layers that remember their width (transformers' Conv1D) have one rank's share of it."""
@@ -318,48 +238,5 @@ def _local_widths(layers: list[nn.Module], size: int) -> Iterator[None]:
             layer.nf = width
 
 
-def _outside_fake_mode() -> Any:
-    """Leave a fake-tensor mode that a simulation may have entered: the test needs numbers."""
-    from torch._subclasses import fake_tensor
-
-    leave = getattr(fake_tensor, "unset_fake_temporarily", None)
-    return nullcontext() if leave is None else leave()
-
-
-def _is_real(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _is_parameter(block: nn.Module, name: str) -> bool:
-    owner, _, key = name.rpartition(".")
-    return key in block.get_submodule(owner)._parameters
-
-
-def _structure(block: nn.Module) -> tuple[Any, ...]:
-    """Return what two blocks must share to be split alike."""
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return shapes, tuple((name, type(module).__name__) for name, module in block.named_modules())
-
-
 def _share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return tensor.chunk(size, dim)[rank].contiguous()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [x for item in value.values() for x in _tensors(item)]
-    if isinstance(value, list | tuple):
-        return [x for item in value for x in _tensors(item)]
-    return []
-
-
-def _agree(expected: list[Tensor], found: list[Tensor]) -> bool:
-    if [x.shape for x in expected] != [x.shape for x in found]:
-        return False
-    return all(
-        bool((first - second).abs().max() <= _TOLERANCE * first.abs().max()) for first, second in zip(expected, found)
-    )

@@ -7,7 +7,7 @@ from the user, from `register_tp_plan`, from the model itself (transformers' `_t
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -79,13 +79,28 @@ def expand_tp_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> dict
     return {name: style for name, style in result.items() if style != "replicate"}
 
 
-def parallelize(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> nn.Module:
-    """Split a model's layers over a one-dimensional mesh, in place; `plan` is what `expand_tp_plan` returned."""
+def parallelize(
+    model: nn.Module,
+    mesh: Any,
+    plan: Mapping[str, Any],
+    *,
+    unreduced: Collection[str] = (),
+    prepare: Callable[[str, nn.Module], None] | None = None,
+) -> nn.Module:
+    """Split a model's layers over a one-dimensional mesh, in place; `plan` is what `expand_tp_plan` returned.
+
+    Row-wise layers named in `unreduced` return distributed tensors that are not added up yet. `prepare` is called for every module
+    before it is split, so that no two whole layers need memory at once.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     modules = dict(model.named_modules())
-    ties = _ties(model)
-    result = parallelize_module(model, mesh, {name: _style(style, modules[name]) for name, style in plan.items()})
+    ties = shared_places(model)
+    for name, module in modules.items():
+        if prepare is not None:
+            prepare(name, module)
+        if name in plan:
+            parallelize_module(module, mesh, _style(plan[name], module, name not in unreduced))
     _tie_again(ties)
     for name, style in plan.items():
         if style == "vocabulary":
@@ -93,10 +108,10 @@ def parallelize(model: nn.Module, mesh: Any, plan: Mapping[str, Any]) -> nn.Modu
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # torch's fused path in evaluation knows no split weights
-    return result
+    return model
 
 
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the places of every parameter that is registered more than once."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -195,14 +210,16 @@ def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
         )
 
 
-def _style(style: Any, module: nn.Module) -> Any:
-    from torch.distributed.tensor import Replicate
+def _style(style: Any, module: nn.Module, is_reduced: bool = True) -> Any:
+    from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     if not isinstance(style, str):
         return style
     if _is_transposed(module):
-        return _transposed_style(style)
+        return _transposed_style(style, is_reduced)
+    if style == "rowwise" and not is_reduced:
+        return RowwiseParallel(output_layouts=Partial(), use_local_output=False)
     is_embedding = isinstance(module, nn.Embedding)
     styles: dict[str, Callable[[], Any]] = {
         "colwise": lambda: ColwiseParallel(output_layouts=Replicate()) if is_embedding else ColwiseParallel(),
@@ -215,7 +232,7 @@ def _style(style: Any, module: nn.Module) -> Any:
     return styles[style]()
 
 
-def _transposed_style(style: str) -> Any:
+def _transposed_style(style: str, is_reduced: bool = True) -> Any:
     """Return the style of a layer that keeps its weight as (inputs, outputs)."""
     from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
     from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -239,6 +256,6 @@ def _transposed_style(style: str) -> Any:
         return DTensor.from_local(inputs[0], mesh, [comes], run_check=False)
 
     def leave(module: nn.Module, outputs: Any, mesh: Any) -> Any:
-        return outputs.redistribute(placements=[leaves]).to_local()
+        return outputs.redistribute(placements=[leaves]).to_local() if is_reduced else outputs
 
     return Transposed()

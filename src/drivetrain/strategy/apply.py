@@ -5,6 +5,7 @@ on: there is never a half-applied model. Parameter names and state-dict keys of 
 outer shell.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -18,9 +19,10 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
+from drivetrain.module.tensor_parallel import shared_places
 from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
 from drivetrain.module.wrapping import wrap_ddp
-from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.runtime.ranks import clear_data_ranks, is_master
 from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
@@ -36,7 +38,7 @@ class PlanContext(Context):
         {
             *("plan", "mesh", "recipe", "loss_func", "prepare_input", "sample", "notes"),
             *("ddp_settings", "autocast_dtype", "scaler_dtype", "skip_nonfinite", "stepping"),
-            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole"),
+            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole", "copies"),
         }
     )
 
@@ -62,6 +64,8 @@ class PlanContext(Context):
         self.sample = sample
         """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
         self.mesh: Any = None
+        self.copies: Any = None
+        """The mesh on which parameters that are sharded once for each tensor rank are saved."""
         self.whole: nn.Module | None = None
         """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
         self.notes: list[str] = []
@@ -83,17 +87,31 @@ class PlanContext(Context):
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
         if not (full and isinstance(self.model, PipelinedModel)):
-            return super().state_dict(full=full)
+            state = super().state_dict(full=full)
+            if isinstance(self.model, PipelinedModel):
+                from drivetrain.strategy.pipeline_state import with_stages
+
+                return with_stages(self.model, state)
+            if self.copies is None or full:
+                return state
+            from drivetrain.strategy.mesh_state import with_copies
+
+            return with_copies(state, self.copies)
         from drivetrain.strategy.pipeline_state import joined_state
 
         return joined_state(self, super().state_dict())
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
         """Restore a saved state; of a whole model's, a pipeline takes its own stages."""
-        if isinstance(self.model, PipelinedModel):
-            from drivetrain.strategy.pipeline_state import own_share
+        from drivetrain.strategy.pipeline_state import check_stages, own_share
 
+        state = check_stages(self.model, state)
+        if isinstance(self.model, PipelinedModel):
             state = own_share(self, state)
+        if self.copies is not None:
+            from drivetrain.strategy.mesh_state import without_copies
+
+            state = without_copies(state, self.mesh)
         return super().load_state_dict(state, strict)
 
     @property
@@ -176,6 +194,10 @@ def shape(ctx: PlanContext) -> PlanContext:
 def _shape(ctx: PlanContext) -> None:
     plan = ctx.plan
     ctx.mesh = build_mesh(plan.axes, plan.rank_order, ctx.device.type)
+    if plan.site.axis("tensor") > 1:
+        from drivetrain.strategy.mesh_state import mesh_of_copies
+
+        ctx.copies = mesh_of_copies(ctx)
     for stage in Stage:
         if stage is Stage.SHELL and not _will_be_sharded(plan):
             _place(ctx)
@@ -225,6 +247,7 @@ def _wrap(ctx: PlanContext) -> None:
     """Average gradients over data and sequence ranks by DDP where nothing else does it."""
     plan = ctx.plan
     if plan.data_ranks * plan.site.axis("sequence") == 1 or is_fully_sharded(ctx.model):
+        _say_unheard(ctx)
         return
     reasons = {"tensor": "DDP cannot hold tensor-parallel parameters", "pipe": "DDP's buckets do not follow a schedule"}
     reason = next((text for axis, text in reasons.items() if plan.site.axis(axis) > 1), None)
@@ -232,9 +255,20 @@ def _wrap(ctx: PlanContext) -> None:
         from drivetrain.strategy.methods.fsdp import shard_over_data
 
         shard_over_data(ctx, reshard_after_forward=False)
+        _say_unheard(ctx)
         ctx.note(f"data parallel: fully_shard without resharding, because {reason}")
         return
     ctx.model = wrap_ddp(ctx.model, **ctx.ddp_settings)
+
+
+def _say_unheard(ctx: PlanContext) -> None:
+    """Warn of settings of DDP where another way to average gradients is used, or none is needed."""
+    given = [name for name, value in ctx.ddp_settings.items() if name != "process_group" and value]
+    text = f"{', '.join(given)}: settings of DDP, which this plan does not use, have no effect"
+    if given and ctx.plan.site.world > 1 and text not in ctx.notes:
+        ctx.note(text)
+        if is_master():
+            warnings.warn(f"{text}. Leave them out.", UserWarning, stacklevel=2)
 
 
 def _place(ctx: PlanContext) -> None:
@@ -248,17 +282,26 @@ def materialise(
     model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
 ) -> None:
     """Give a model on the meta device memory, and let each module initialise its own parameters."""
+    ties = shared_places(model)
     model.to_empty(device=device)
+    for places in ties:
+        for module, key in places[1:]:
+            module._parameters[key] = places[0][0]._parameters[places[0][1]]
     for name, module in model.named_modules():
-        if param_init_fn is not None:
-            param_init_fn(module)
-        elif callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()
-        elif next(module.parameters(recurse=False), None) is not None or module._buffers:
-            raise ConfigError(
-                f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
-                "own but no reset_parameters(). Give it one, or pass param_init_fn to fsdp."
-            )
+        initialise(name, module, param_init_fn)
+
+
+def initialise(name: str, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None = None) -> None:
+    """Let a module that was on the meta device set its own parameters and buffers."""
+    if param_init_fn is not None:
+        param_init_fn(module)
+    elif callable(getattr(module, "reset_parameters", None)):
+        module.reset_parameters()  # type: ignore[operator]
+    elif next(module.parameters(recurse=False), None) is not None or module._buffers:
+        raise ConfigError(
+            f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
+            "own but no reset_parameters(). Give it one, or pass param_init_fn to fsdp."
+        )
 
 
 def apply_to_context(plan: Strategy, context: Context) -> Context:

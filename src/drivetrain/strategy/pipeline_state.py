@@ -48,6 +48,40 @@ def joined_state(ctx: "PlanContext", state: dict[str, Any]) -> dict[str, Any]:
     return tree_map_only(Tensor, _full, state)
 
 
+STAGES = "pipeline_stages"
+"""Where the state of one rank says which stages it holds."""
+
+
+def with_stages(pipeline: PipelinedModel, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of this rank's stages with a note of which they are."""
+    return {**state, STAGES: _stages(pipeline)}
+
+
+def _stages(pipeline: PipelinedModel) -> dict[str, Any]:
+    return {"own": list(pipeline.own), "starts": list(pipeline.split.starts)}
+
+
+def check_stages(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without the note of its stages; stages that are not this rank's are refused."""
+    saved = state.get(STAGES)
+    if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
+        now = (
+            "the model is whole now"
+            if not isinstance(model, PipelinedModel)
+            else f"this rank has {_said(_stages(model))} now"
+        )
+        raise StateError(
+            f"this state holds one rank's part of a pipeline, {_said(saved)}, and {now}. It resumes on the mesh and with the split it was "
+            "saved under. For another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
+        )
+    return {name: value for name, value in state.items() if name != STAGES}
+
+
+def _said(stages: Mapping[str, Any]) -> str:
+    own = ", ".join(map(str, stages["own"]))
+    return f"stage {own} of {len(stages['starts']) + 1} (cut before {', '.join(stages['starts'])})"
+
+
 def own_share(ctx: "PlanContext", state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without what belongs to stages of other ranks; one that has only this rank's stages stays as it is."""
     pipeline = ctx.model

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo
-from drivetrain.module.accumulation import AccumulationWindow, scale_gradients
+from drivetrain.module.accumulation import AccumulationWindow, copy_gradients, scale_gradients
 from drivetrain.module.autocasting import autocast_forward
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.ranks import data_group, num_data_ranks
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.strategy.apply import PlanContext
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 
@@ -48,6 +48,8 @@ class Stepping:
         self._is_complete = False  # whether the window's gradients need no correction when it closes
         self._is_followed = False  # whether a loader says when windows open
         self._is_unweighted = False
+        # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
+        self._is_recorded = "cuda_graphs" in ctx.plan.site.names
         self.pipeline = ctx.model if isinstance(ctx.model, PipelinedModel) else None
         if self.pipeline is not None:
             replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")
@@ -59,6 +61,8 @@ class Stepping:
         window = self.window
         window.begin(last=info is not None and bool(info.last))
         self._info, self._factor, self._is_stepped = info, None, False
+        if self._is_recorded and window.count == 2:
+            copy_gradients(unwrap(self.model).parameters())
         if window.opens:
             self._is_complete = self.batch is not None and info is not None and total is not None
             if self._is_complete:
@@ -360,10 +364,11 @@ def _all_finite(optimizer: Optimizer) -> bool:
 
     from drivetrain.module.distributed_tensors import local_part
 
-    grads = [local_part(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not grads:
-        return True
-    finite = torch.stack([torch.isfinite(grad).all() for grad in grads]).all().int()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    checks = [torch.isfinite(local_part(p.grad)).all() for p in parameters if p.grad is not None]
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=data_group())
-    return bool(finite.item())
+        device = local_part(parameters[0]).device if parameters else None
+        finite = torch.stack(checks).all().int() if checks else torch.ones((), dtype=torch.int, device=device)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)  # tensor ranks and stages too: all ranks step, or none does
+        return bool(finite.item())
+    return not checks or bool(torch.stack(checks).all().item())

@@ -165,9 +165,11 @@ class Strategy:
     def rescale(self, world_size: int, *, context: Any = None) -> "Strategy":
         """Return the plan for another number of processes, with the same global batch.
 
-        Tensor, pipe and sequence axes stay; `zero` keeps its size if it can, and `data` takes the rest.
+        Tensor, pipe and sequence axes stay; `zero` keeps its size if it can, and `data` takes the rest. Predicted memory follows in
+        proportion, and a plan that would exceed its budget is refused; times are left out, and what was measured no longer holds.
         """
         from drivetrain.strategy.mesh import DATA_AXES, resize_axes
+        from drivetrain.strategy.search.rescaling import rescaled_prediction, shortfall_of
 
         found, config = self.get_parallel_mode()
         axes = dict(self.mesh) if self.mesh is not None else dict(config.axes) if found else {}
@@ -191,8 +193,18 @@ class Strategy:
             settings = {"size": batch.micro, "accumulation": batch.accumulation}
             entries[place] = as_entry(("micro_batch", settings, entries[place].tunable))
         mesh = None if self.mesh is None else tuple(axes.items())
-        result = replace(self._with(entries), mesh=mesh, batch=batch, predicted=None, measured=None, fingerprint=None)
-        result = replace(result, evidence="given", rejected=(), search=None)
+        predicted = rescaled_prediction(self, axes, batch)
+        if (missing := shortfall_of(predicted)) is not None:
+            raise PlanInfeasible(
+                f"the plan does not fit on {world_size} processes: {missing}. Use more processes, or search for a plan."
+            )
+        told = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted for them"
+        reasons = [text for text in self.reasons if not text.startswith("rescale:")]
+        reasons.append(f"rescale: for {world_size} processes; {told}, and times were left out")
+        result = replace(
+            self._with(entries), mesh=mesh, batch=batch, predicted=predicted, measured=None, fingerprint=None,
+            evidence="modelled" if predicted else "given", reasons=tuple(reasons), rejected=(), search=None,
+        )  # fmt: skip
         if context is not None:
             model = getattr(context, "model", None)
             result.validate(model if isinstance(model, nn.Module) else None, context.device, world_size)

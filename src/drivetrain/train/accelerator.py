@@ -4,6 +4,7 @@ The Trainer keeps one of these as `runtime`, and under the name `_accelerator` f
 members they call are here, on top of `drivetrain.runtime`.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
+from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
 from drivetrain.runtime.collectives import distributed_barrier, gather_rows
@@ -136,21 +138,30 @@ class TrainerRuntime:
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every entry of the gradients."""
-        nn.utils.clip_grad_value_(parameters, clip_value)
+        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+        if grads:
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to at most this norm and return the norm before."""
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        """Scale the gradients to at most this norm and return the norm before; ordinary and sharded ones may stand side by side."""
+        parameters = [p for p in parameters if p.grad is not None]
+        if not any(is_dtensor(p.grad) for p in parameters):
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type, self.device)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch scales
+        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
+        return norm
 
     # Several processes.
 
     def gather(self, tensor: Any) -> Any:
-        """Join a tensor of all processes along its first dimension, also when the lengths differ."""
+        """Join a tensor of all data ranks along its first dimension, also when the lengths differ."""
         return _map_tensors(gather_rows, tensor) if is_distributed() else tensor
 
     def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
-        """Pad a tensor to the largest size over all processes along one dimension."""
+        """Pad a tensor to the largest size over all data ranks along one dimension."""
         if not is_distributed():
             return tensor
         size = torch.tensor([tensor.shape[dim]], device=self.device)
@@ -165,7 +176,9 @@ class TrainerRuntime:
     # Files.
 
     def save(self, obj: Any, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
-        """Write an object atomically, once per node or once."""
+        """Write an object atomically, once per node or once; all processes must call this where it holds sharded tensors."""
+        if is_distributed() and _holds_parts(obj):
+            obj = _map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             write_atomically(lambda temporary: torch.save(obj, temporary), path)
 
@@ -189,6 +202,36 @@ class TrainerRuntime:
         )
 
 
+def _total_norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm over all gradients of all ranks, the same on each of them, with one exchange.
+
+    Each rank adds up what it holds. An entry that several ranks hold is counted by each of them for its share: an ordinary gradient is on
+    all ranks, one of a mesh on as many as there are ranks for each of its parts.
+    """
+    import torch.distributed as dist
+
+    world, is_largest = dist.get_world_size(), math.isinf(norm_type)
+    held: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        parts = 1
+        if is_dtensor(grad):
+            mesh: Any = grad.device_mesh  # type: ignore[attr-defined]
+            placements: Any = grad.placements  # type: ignore[attr-defined]
+            parts = math.prod(
+                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+            )
+        local = local_part(grad)
+        if local.numel():
+            held.setdefault(parts, []).append(local)
+    total = torch.zeros((), device=device)
+    for parts, tensors in held.items():
+        norms = torch.stack(torch._foreach_norm(tensors, norm_type)).to(device)
+        wide = norms.to(torch.promote_types(norms.dtype, torch.float32))
+        total = torch.maximum(total, wide.max()) if is_largest else total + wide.pow(norm_type).sum() * (parts / world)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    return total if is_largest else total.pow(1 / norm_type)
+
+
 def write_atomically(write: Callable[[str], None], path: str | os.PathLike[str]) -> None:
     """Call `write` with a temporary path and rename it into place, so that a reader never sees half a file."""
     path = os.fspath(path)
@@ -204,11 +247,22 @@ def write_atomically(write: Callable[[str], None], path: str | os.PathLike[str])
             os.remove(temporary)
 
 
+def _holds_parts(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_parts, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_parts, value))
+    return is_dtensor(value)
+
+
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        return type(value)({k: _map_tensors(function, v) for k, v in value.items()})
+        made = type(value)({k: _map_tensors(function, v) for k, v in value.items()})
+        if hasattr(value, "_metadata"):  # the versions of modules in a state dict
+            made._metadata = value._metadata  # type: ignore[attr-defined]
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_map_tensors(function, v) for v in value))
     if isinstance(value, (list, tuple)):

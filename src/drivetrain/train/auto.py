@@ -318,8 +318,10 @@ class _Request:
     def fulfil(self, plan: Strategy) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Check, try and apply a plan."""
         options, world = self.options, self.world
+        rescaled: tuple[str, ...] = ()
         if plan.mesh is not None and _size_of(plan.mesh) != world:
             plan = replace(plan.rescale(world), fingerprint=plan.fingerprint)
+            rescaled = plan.reasons[-1:]
         device = self._device()
         resolved = resolve_plan(plan, model=self.model, device=device, world=world, strict=options.strict)
         sharded = [name for name in ("fsdp", "zero2") if resolved.config(name) is not None]
@@ -331,7 +333,7 @@ class _Request:
         mark = fingerprint(self.model, device, world, None if batch is None else batch.global_size)
         plan = replace(
             plan,
-            reasons=(*resolved.reasons, *changes_since(plan.fingerprint, mark)),
+            reasons=(*resolved.reasons, *rescaled, *changes_since(plan.fingerprint, mark)),
             fingerprint=mark,
             failure=None,
             mesh=resolved.axes[::-1],

@@ -23,7 +23,7 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
 from drivetrain.train.metrics import MetricSet
@@ -152,7 +152,7 @@ class WindowRepeat:
     def _mean(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
         """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
         total = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum() / max(1, sum(sizes))
-        world = get_num_processes()
+        world = num_data_ranks()
         return total if world == 1 else loaders.sum_over_ranks(total, self._trainer.device) / world
 
     @contextmanager

@@ -1,6 +1,6 @@
 """From losses to complete gradients: accumulation, the units of an `OptimSet`, and what a checkpoint keeps of both.
 
-The arithmetic is `drivetrain.module.accumulation`'s; this file counts the items of each batch, on this rank and on all of them, and
+The arithmetic is `drivetrain.module.accumulation`'s; this file counts the items of each batch, on this rank and on all data ranks, and
 keeps the gradients of an open window as part of the state, because a checkpoint may fall inside one.
 """
 
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.module.accumulation import AccumulationWindow, Count, scale_gradients
+from drivetrain.core.errors import ResumeError
+from drivetrain.module.accumulation import AccumulationWindow, Count
+from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import clean_name
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
 
 
@@ -21,7 +23,7 @@ class Gradients:
 
     def __init__(self, trainer: Any, length: int = 1):
         self._trainer = trainer
-        self.window = AccumulationWindow(length, get_num_processes())
+        self.window = AccumulationWindow(length, num_data_ranks())
         self.synchronises = True
         """Whether the backward of the batch in hand averages over ranks."""
         self.unit_weight: Count = 1.0
@@ -100,7 +102,10 @@ class Gradients:
         total = loaders.sum_over_ranks(window.items, trainer.device) if window.everywhere is None else None
         factor = window.correction(total)
         if factor is not None:
-            scale_gradients(trainer._parameters(), factor)
+            # What this rank holds of each gradient: with a tensor axis ordinary and distributed ones stand side by side.
+            grads = [local_part(p.grad) for p in trainer._parameters() if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, factor)
 
     def _count(self, output: Mapping[str, Any]) -> tuple[Count, Count | None]:
         """Return how many items this loss is a mean over, here and on all ranks (None: a reduction must tell)."""
@@ -124,18 +129,33 @@ class Gradients:
         if self.window.count:
             partial["items"] = items
             if self._trainer._units is None:  # units keep their own
-                partial.update((name, p.grad.detach().clone()) for name, p in self._parameters() if p.grad is not None)
-        return {"window": counts, "partial": partial}
+                grads = ((name, p.grad) for name, p in self._parameters() if p.grad is not None)
+                partial.update((name, local_part(grad).detach().clone()) for name, grad in grads)
+        return {"window": counts, "partial": partial, "axes": self._axes() if partial else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the window back as it was."""
-        partial = state["partial"]
+        partial, axes = state["partial"], self._axes()
+        if partial and (state.get("axes") or {}) != axes:
+            raise ResumeError(
+                f"the checkpoint was taken inside an accumulation window, with the axes {state.get('axes') or 'of data alone'}, and this "
+                f"run has {axes or 'data alone'}: gradients of an open window belong to their ranks. Resume with the same plan, or from a "
+                "checkpoint between two updates."
+            )
         self.window.load_state_dict({**state["window"], "items": partial.get("items", 0)})
         if self._trainer._units is not None:
             return
         for name, parameter in self._parameters():
             saved = partial.get(name)
-            parameter.grad = None if saved is None else torch.empty_like(parameter).copy_(saved)
+            parameter.grad = None if saved is None else torch.empty_like(parameter)
+            if parameter.grad is not None:
+                local_part(parameter.grad).copy_(saved)
+
+    def _axes(self) -> dict[str, int]:
+        """Return the axes along which ranks work on the same samples."""
+        plan = getattr(self._trainer, "plan", None)
+        axes = () if plan is None else plan.mesh or ()
+        return {axis: size for axis, size in axes if axis in ("tensor", "sequence") and size > 1}
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         model = self._trainer.model

@@ -19,11 +19,40 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import usable_cpus
-from drivetrain.runtime.ranks import get_num_processes, is_distributed
+from drivetrain.runtime.ranks import (
+    clear_data_ranks,
+    data_group,
+    data_rank,
+    get_num_processes,
+    is_distributed,
+    num_data_ranks,
+    set_data_ranks,
+)
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.utils import DataLoaderSlice, worker_init_fn
 
 IGNORED_LABEL = -100  # torch's default ignore_index
+
+_told: tuple[Any, ...] | None = None
+"""Which samples the plan of the last trainer said that this rank reads; None: as many shares as processes."""
+
+
+def keep_data_ranks(trainer: Any) -> None:
+    """Remember which samples this rank reads by the trainer's plan, for all its runs."""
+    global _told
+    is_shared = num_data_ranks() != get_num_processes()
+    _told = trainer._data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
+
+
+def use_data_ranks(trainer: Any) -> None:
+    """Read the samples that the trainer's plan gives to this rank; what another trainer's plan said holds for that one only."""
+    global _told
+    own = getattr(trainer, "_data_ranks", None)
+    if own is not None:
+        set_data_ranks(*own)
+    elif _told is not None and _told == (data_rank(), num_data_ranks(), data_group()):
+        clear_data_ranks()
+    _told = own
 
 
 def is_ready_loader(data: Any) -> bool:
@@ -83,6 +112,7 @@ def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> 
 
 def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, training: bool = False) -> Any:
     """Make a loader deliver this rank's share to the device, and cut it to a limit."""
+    use_data_ranks(trainer)
     if isinstance(loader, SmartDataLoader):
         loader.loading_bar = False
         loader.to(trainer.device)
@@ -99,7 +129,16 @@ def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, traini
 def _splits_itself(loader: DataLoader[Any]) -> bool:
     from torch.utils.data.distributed import DistributedSampler
 
-    return isinstance(loader.sampler, DistributedSampler)
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    if (sampler.rank, sampler.num_replicas) != (data_rank(), num_data_ranks()):
+        raise ConfigError(
+            f"the loader's DistributedSampler gives this rank share {sampler.rank} of {sampler.num_replicas}, and it reads share "
+            f"{data_rank()} of {num_data_ranks()}: ranks of one tensor or sequence group must see the same samples. Give the dataset, or a "
+            "plain DataLoader, which is split as the plan needs it."
+        )
+    return True
 
 
 def _refuse_empty(trainer: Any, loader: Any) -> None:
@@ -260,13 +299,13 @@ def agree_on_reference(items: Count) -> Count:
 
 
 def sum_over_ranks(items: Count, device: Any) -> Tensor:
-    """Return the items of all ranks, as a device tensor that is not read back."""
+    """Return the items of all data ranks, as a device tensor that is not read back."""
     import torch.distributed as dist
 
     total = (
         items.detach().clone().to(device) if isinstance(items, Tensor) else torch.tensor(float(items), device=device)
     )
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=data_group())
     return total
 
 

@@ -1,8 +1,8 @@
 """`Trainer(strategy=...)`: the plan shapes the trainer's state, by the same code that shapes a hand-written loop's Context.
 
 The Trainer has its own loop, so what concerns the loop is handed to it: the precision becomes the runtime's, micro-batches the
-settings'. Model and optimizer are transformed here, before weights are loaded; a second `train()` finds them transformed already and
-only puts the DDP shell back.
+settings'. Where ranks share samples (tensor and sequence axes) the loop counts, gathers and draws by data ranks. Model and optimizer are
+transformed here, before weights are loaded; a second `train()` finds them transformed already and only puts the DDP shell back.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,20 @@ from torch.utils.data import DataLoader
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
+from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.ranks import get_num_processes, is_master
+from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import PlanContext, change_tensors, check_model, shape
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.value import Strategy
-from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, search_plan
+from drivetrain.train import loaders
+from drivetrain.train.callbacks.saving import SaveTrainingStateCallback, WSDCheckpointCallback
+from drivetrain.train.closures import requires_closure
+from drivetrain.train.metrics import _is_torchmetrics
+from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, looks_at_outputs, search_plan
 
 _FILE = "strategy.json"
 
@@ -49,11 +54,18 @@ def apply_strategy(trainer: Any) -> None:
     _check(trainer, resolved)
     optimizer = trainer.optimizer if isinstance(trainer.optimizer, torch.optim.Optimizer) else None
     recipe = None if optimizer is None else recipe_of(optimizer, model)
-    ctx = PlanContext(model, resolved, recipe, trainer.loss_func, sample=_sample_runner(trainer))
+    # Without a loss function to tell it about, a found tensor plan leaves the head whole, and the outputs are what guests expect.
+    has_split_head = resolved.site.axis("tensor") > 1 and not looks_at_outputs(trainer)
+    loss_func = trainer.loss_func if has_split_head or resolved.site.axis("tensor") == 1 else None
+    ctx = PlanContext(model, resolved, recipe, loss_func, sample=_sample_runner(trainer))
     ctx.output_position = 0
     shape(ctx)
+    loaders.keep_data_ranks(trainer)
+    _join_metrics(trainer)
     if ctx.input_changes:
         unwrap(ctx.model).register_forward_pre_hook(ChangeInputs(ctx.input_changes), with_kwargs=True)
+    if is_fully_sharded(ctx.model):
+        ctx.model.register_forward_hook(_reshard)
     trainer.model = trainer._planned_model = ctx.model
     if optimizer is not None:
         trainer.optimizer = ctx.optimizer
@@ -114,6 +126,14 @@ class ChangeInputs:
         return change_tensors(args, self.changes), change_tensors(kwargs, self.changes)
 
 
+def _reshard(model: nn.Module, args: Any, outputs: Any) -> None:
+    """Let go of gathered parameters when no backward will: the optimizer, the next run and a checkpoint look for the sharded ones."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if is_fully_sharded(module):
+                module.reshard()  # type: ignore[operator]
+
+
 def _check(trainer: Any, resolved: ResolvedPlan) -> None:
     """Refuse what the Trainer says otherwise, or cannot do."""
     names = {method.name for _, method, _ in resolved.steps}
@@ -137,20 +157,95 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
             f"{', '.join(sorted(names & set(NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, and the Trainer has a "
             f"{type(trainer.optimizer).__name__}."
         )
+    if "chunked_cross_entropy" in names and trainer._has_train_metrics:
+        raise ConflictError(
+            "train_metrics compare the model's outputs, and with chunked_cross_entropy a model that trains returns what its last layer is "
+            "given. Leave one of them out; metrics= of evaluations work."
+        )
     micro = resolved.config("micro_batch")
     if micro is not None and trainer.settings is not None and trainer.settings.microbatch_size is not None:
         raise ConfigError(
             f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
             "them."
         )
-    for axis, name in (("pipe", "pipeline"), ("tensor", "tensor"), ("sequence", "sequence")):
-        if resolved.site.axis(axis) > 1:
-            why = (
-                "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen"
-                if axis == "pipe"
-                else f"the Trainer counts every process as a data rank, so a {axis!r} axis would weigh gradients wrongly"
-            )
-            raise UnsupportedMethodError(f"{why}. Use auto_accelerate with a loop of your own for {name} parallelism.")
+    if resolved.site.axis("pipe") > 1:
+        raise UnsupportedMethodError(
+            "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen. Use "
+            "auto_accelerate with a loop of your own for pipeline parallelism."
+        )
+    if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
+        _check_shared_samples(trainer, resolved)
+
+
+def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
+    """Refuse what would go wrong where several ranks work on the same samples."""
+    sequence, optimizer, runtime = resolved.config("sequence_parallel"), trainer.optimizer, trainer._accelerator
+    if sequence is not None and sequence.batch_sp_processing_fn is not None:
+        raise UnsupportedMethodError(
+            "sequence_parallel: batch_sp_processing_fn gives each rank a part of the batch, and the Trainer's hooks, losses and metrics "
+            "see whole batches. Leave it out, so that the blocks run on pieces, or use auto_accelerate with a loop of your own."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedMethodError(
+            f"a tensor or sequence axis needs a torch optimizer, and the Trainer has a {type(optimizer).__name__}, whose units average "
+            "gradients over all processes. Use one torch optimizer, or a data axis."
+        )
+    drawing = [algorithm for algorithm in trainer._algorithms if "batch" in getattr(algorithm, "writes", ())]
+    if drawing:
+        raise UnsupportedMethodError(
+            f"{drawing[0]} changes batches by random numbers of its own on each process, and ranks along a tensor or sequence axis must "
+            "see the same batch. Leave it out, or use a data axis."
+        )
+    if resolved.site.axis("tensor") == 1:
+        return
+    if resolved.data_ranks > 1 and (keeps := _kept_as(trainer)) is not None:
+        raise UnsupportedMethodError(
+            f"{keeps}: runs with a tensor axis beside a data or zero axis cannot be saved, because parameters outside the tensor plan are "
+            "sharded in each column of the mesh anew. Use a tensor or a data axis alone, or leave the checkpoints out."
+        )
+    dtypes = [
+        m.chosen_dtype(config, resolved.site.device) for _, m, config in resolved.steps if hasattr(m, "chosen_dtype")
+    ]
+    if runtime.scaler is not None or torch.float16 in dtypes:
+        raise UnsupportedMethodError(
+            "float16 with scaled gradients is not supported with a tensor axis: an overflow on one rank must be seen by all. Use bf16."
+        )
+    if requires_closure(optimizer) or getattr(optimizer, "needs_closure", False):
+        raise UnsupportedMethodError(
+            f"{type(optimizer).__name__} evaluates the loss more than once and treats all parameters as one vector, which those of a "
+            "tensor axis, whole and in parts, are not. Use another optimizer, or a data axis."
+        )
+    tensor = resolved.config("tensor_parallel")
+    if tensor is not None and tensor.loss_parallel is True and looks_at_outputs(trainer):
+        raise UnsupportedMethodError(
+            "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, and train_metrics, an algorithm, a "
+            "callback or an overridden hook looks at them. Leave loss_parallel out."
+        )
+
+
+def _kept_as(trainer: Any) -> str | None:
+    """Return which setting makes the run write or read its whole state, or None."""
+    settings = trainer.settings
+    if settings is None:
+        return None
+    if settings.resume_from is not None:
+        return f"resume_from={settings.resume_from!r}"
+    if settings.checkpoint_dir is not None and settings.checkpoint_every is not None:
+        return f"checkpoint_dir={str(settings.checkpoint_dir)!r}"
+    saving = next(
+        (c for c in trainer.callback_handler if isinstance(c, SaveTrainingStateCallback | WSDCheckpointCallback)), None
+    )
+    return None if saving is None else type(saving).__name__
+
+
+def _join_metrics(trainer: Any) -> None:
+    """Let metrics of torchmetrics join the data ranks only, where other ranks hold the same samples."""
+    if num_data_ranks() == get_num_processes():
+        return
+    for metrics in (trainer._eval_metrics, trainer._train_metrics):
+        for metric in metrics._stateful.values():
+            for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
+                single.process_group = data_group()
 
 
 def _hand_over(trainer: Any, ctx: PlanContext) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import BatchOutputError, DrivetrainWarning
 from drivetrain.core.event import Event
-from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train import loaders
 from drivetrain.train.batches import _like, find_form, find_inputs, join_outputs
 from drivetrain.train.evaluation import evaluating_optimizer, kept_modes, own_events
@@ -60,13 +59,10 @@ def _without_targets(trainer: Any) -> Iterator[None]:
 
 
 def _in_dataset_order(trainer: Any, loader: Any, rows: Any) -> Any:
-    """Join this batch's outputs of all ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
-    if get_num_processes() == 1:
+    """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
+    if not is_distributed():
         return rows
-    sizes = all_gather_values(0 if loaders.is_padding(loader) else 1)
-    if not sizes[trainer._accelerator.process_index]:
-        rows = _no_rows(rows)
-    return trainer._accelerator.gather(rows)
+    return trainer._accelerator.gather(_no_rows(rows) if loaders.is_padding(loader) else rows)
 
 
 def _no_rows(value: Any) -> Any:

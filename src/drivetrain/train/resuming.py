@@ -12,16 +12,17 @@ from drivetrain.context.context import Context
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ResumeError
 from drivetrain.core.event import Event
-from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
-from drivetrain.runtime.ranks import get_num_processes, get_rank, is_distributed, is_master
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import derive_seed, restore_rng
+from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
 from drivetrain.train.accelerate_state import is_accelerate_state, restore_accelerate_state
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
+from drivetrain.train.tracking import of_data_ranks
 
 
 def make_state(
@@ -68,9 +69,10 @@ def restore(trainer: Any) -> None:
         trainer._vote = StopVote()
         trainer._fire = trainer._fire_of_all_ranks()
         unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
-        trainer.model = trainer._accelerator.prepare_model(
-            trainer.model, **({"find_unused_parameters": True} if unused else {})
-        )
+        if trainer.strategy is None:  # a plan has wrapped the model as its mesh needs it
+            trainer.model = trainer._accelerator.prepare_model(
+                trainer.model, **({"find_unused_parameters": True} if unused else {})
+            )
         if trainer._units is not None:
             trainer._units.rebind(trainer.model)
         if trainer._restored_rng is None:
@@ -102,23 +104,22 @@ def _fill_state(trainer: Any) -> None:
 
 
 class EpochLoss:
-    """The epoch's loss so far, of all ranks: exact on as many ranks, and the right sum on any other number."""
+    """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of every rank; all must call this."""
-        own = self._trainer._loss_tracker.state_dict()
-        return {"ranks": all_gather_values(own) if is_distributed() else [own]}
+        """Return the sums of every data rank; all ranks must call this."""
+        return {"ranks": of_data_ranks(self._trainer._loss_tracker.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's sums back; on another number of ranks, rank 0 takes them all."""
+        """Take this rank's sums back; on another number of data ranks, the first takes them all."""
         ranks, tracker = state["ranks"], self._trainer._loss_tracker
         tracker.reset()
-        if len(ranks) == get_num_processes():
-            tracker.load_state_dict(ranks[get_rank()])
-        elif is_master():
+        if len(ranks) == num_data_ranks():
+            tracker.load_state_dict(ranks[data_rank()])
+        elif data_rank() == 0:
             total, count = (sum(rank[name] for rank in ranks) for name in ("total_loss", "running_count"))
             tracker.load_state_dict({**ranks[0], "total_loss": total, "running_count": count})
 
@@ -158,7 +159,7 @@ def _load(trainer: Any, source: Any) -> None:
         from drivetrain.train.saving import restore_from
 
         restored = restore_from(trainer, source)
-    trainer._restored_rng = getattr(restored, "rng", None)
+    trainer._restored_rng = _shared_rng(getattr(restored, "rng", None))
     clock = trainer.state.clock
     trainer.run_history._set_epoch(clock.epoch + 1)
     if clock.batch_in_epoch:
@@ -167,6 +168,13 @@ def _load(trainer: Any, source: Any) -> None:
     trainer.print(
         f"Resumed {trainer.last_checkpoint}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
     )
+
+
+def _shared_rng(rng: Any) -> Any:
+    """Return the random state to go on with; ranks that share samples take one, also when the saved run had other ranks."""
+    if rng is None or num_data_ranks() == get_num_processes():
+        return rng
+    return of_data_ranks(rng)[data_rank()]
 
 
 def _refuse_unknown_place(loader: Any, batches: int) -> None:
@@ -188,10 +196,19 @@ def apply_restored_rng(trainer: Any) -> None:
 
 
 def _reseed_rank(seed: int | None) -> None:
-    """Give every rank but the first its own random numbers, so that dropout masks differ; weights are already equal."""
-    base = broadcast_from_master(torch.initial_seed() if seed is None else seed)
-    if get_rank() > 0:
-        torch.manual_seed(derive_seed(base, "rank", get_rank()))
+    """Give every data rank but the first its own random numbers, so that dropout masks differ; weights are already equal.
+
+    Ranks that share samples draw the same, because what they compute together is one function. Rank 0 goes on with its own numbers, and
+    those who share its samples go on with them too.
+    """
+    is_shared = num_data_ranks() != get_num_processes()
+    base, first, numbers = broadcast_from_master(
+        (torch.initial_seed() if seed is None else seed, data_rank(), capture_rng() if is_shared else None)
+    )
+    if data_rank() != first:
+        torch.manual_seed(derive_seed(base, "rank", data_rank()))
+    elif is_shared:
+        restore_rng(numbers)
 
 
 def obey_signal(trainer: Any, number: int) -> None:

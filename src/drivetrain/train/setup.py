@@ -14,7 +14,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
 from drivetrain.train.callbacks.watching import MetricWatch
@@ -31,22 +31,21 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     settings = trainer.settings
     check_optimizer(trainer)
     trainer._stop, trainer._first_batch = None, True
-    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
-    batch_size = settings.per_device_batch_size
-    trainer._train_dataloader = trainer.create_train_dataloader(
-        batch_size, loaders.with_settings(settings, train_kwargs)
-    )
-    trainer._eval_dataloader = None
-    if trainer.eval_dataset is not None:
-        trainer._eval_dataloader = trainer.create_eval_dataloader(batch_size, eval_kwargs)
+    loaders.use_data_ranks(trainer)
+    is_searched = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
+    if is_searched:  # a search asks the loader for its batch size, and makes every process a data rank
+        _make_loaders(trainer, train_kwargs, eval_kwargs)
     if trainer.strategy is not None:
         from drivetrain.train.planning import apply_strategy
 
         apply_strategy(trainer)
         settings = trainer.settings  # a plan may set micro-batches
+    if not is_searched:  # how many ranks share the samples is known only now
+        _make_loaders(trainer, train_kwargs, eval_kwargs)
+    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.run_config = trainer._create_run_config(
-        per_device_batch_size=batch_size,
+        per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         max_num_train_steps=settings.max_num_train_steps,
@@ -58,6 +57,17 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     _prepare_scheduler(trainer)
     _bind_units(trainer)
     resuming.restore(trainer)
+
+
+def _make_loaders(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
+    settings = trainer.settings
+    batch_size = settings.per_device_batch_size
+    trainer._train_dataloader = trainer.create_train_dataloader(
+        batch_size, loaders.with_settings(settings, train_kwargs)
+    )
+    trainer._eval_dataloader = None
+    if trainer.eval_dataset is not None:
+        trainer._eval_dataloader = trainer.create_eval_dataloader(batch_size, eval_kwargs)
 
 
 def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
@@ -189,12 +199,12 @@ def make_run_config(
 ) -> TrainerRunConfig:
     """Collect the facts of a run; counts are None where the loader has no length."""
     settings, runtime = trainer.settings, trainer._accelerator
-    processes = runtime.num_processes
+    processes, shares = runtime.num_processes, num_data_ranks()
     per_device = batch_size_of_loader(trainer._train_dataloader)
     eval_per_device = batch_size_of_loader(trainer._eval_dataloader)
     batches = loaders.length(trainer._train_dataloader) if trainer._train_dataloader is not None else None
     accumulation = max(1, gradient_accumulation_steps)
-    steps, local_steps = (None, None) if batches is None else count_update_steps(batches, processes, accumulation)
+    steps, local_steps = (None, None) if batches is None else count_update_steps(batches, shares, accumulation)
     if max_num_train_steps is None and num_epochs is not None and steps is not None:
         max_num_train_steps = num_epochs * steps + 1
     return TrainerRunConfig(
@@ -205,8 +215,8 @@ def make_run_config(
         eval_dl_kwargs=trainer._eval_dl_kwargs,
         gradient_accumulation_steps=gradient_accumulation_steps,
         gradient_clip_value=gradient_clip_value,
-        train_total_batch_size=None if per_device is None else per_device * processes * accumulation,
-        eval_total_batch_size=None if eval_per_device is None else eval_per_device * processes,
+        train_total_batch_size=None if per_device is None else per_device * shares * accumulation,
+        eval_total_batch_size=None if eval_per_device is None else eval_per_device * shares,
         num_update_steps_per_epoch=steps,
         num_local_update_steps_per_epoch=local_steps,
         max_num_train_steps=max_num_train_steps,
@@ -232,14 +242,14 @@ def batch_size_of_loader(loader: Any) -> int | None:
 def check_eval_batch_size(trainer: Any) -> None:
     """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
     loader = trainer._eval_dataloader
-    if loaders.smart_loader(loader) is not None or get_num_processes() == 1:
+    if loaders.smart_loader(loader) is not None or num_data_ranks() == 1:
         return
     batches = loaders.length(loader)
     if batches is not None and batches == 0:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
     warnings.warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
-        f"{get_num_processes()} processes here: each evaluates all of it.",
+        f"{num_data_ranks()} data ranks here: each evaluates all of it.",
         DrivetrainWarning,
         stacklevel=3,
     )

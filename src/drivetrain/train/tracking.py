@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drivetrain.core.errors import unknown_name
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
 
 _RING_SIZE = 64
 
@@ -306,12 +306,25 @@ def reduce_means(trackers: Mapping[str, LossTracker]) -> dict[str, float]:
     A name that only some ranks know is averaged over those; without a sample anywhere the mean is nan.
     """
     sums = {name: (tracker.total_loss, tracker.running_count) for name, tracker in trackers.items()}
-    everywhere = all_gather_values(sums) if get_num_processes() > 1 else [sums]
+    everywhere = of_data_ranks(sums)
     means = {}
     for name in dict.fromkeys(name for of_rank in everywhere for name in of_rank):
         total, count = (sum(column) for column in zip(*(of_rank[name] for of_rank in everywhere if name in of_rank)))
         means[name] = total / count if count else float("nan")
     return means
+
+
+def of_data_ranks(value: Any) -> list[Any]:
+    """Return a plain value of each data rank, in order; every rank must call this.
+
+    Of ranks that share samples the first speaks, so that all ranks see the very same numbers and decide alike.
+    """
+    if get_num_processes() == 1:
+        return [value]
+    told: dict[int, Any] = {}
+    for rank, item in all_gather_values((data_rank(), value)):
+        told.setdefault(rank, item)
+    return [told[rank] for rank in range(num_data_ranks())]
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

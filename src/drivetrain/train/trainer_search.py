@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.core.errors import ConfigError, PlanInfeasible
+from drivetrain.core.event import Event
 from drivetrain.module.precision import parse_precision
-from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.fingerprint import fingerprint
 from drivetrain.strategy.optimizer_recipe import recipe_of
@@ -25,12 +26,14 @@ from drivetrain.strategy.trial.nesting import refuse_inside_trial
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import read_samples
 from drivetrain.train.batches import BatchForm, WholeForm, carried_loss
+from drivetrain.train.setup import is_overridden
 
 SAME_AS_ALGORITHM = {"TorchCompile": "native_dynamo", "ChannelsLast": "channels_last", "FP8Linear": "fp8"}
 """Algorithms that do what a method does; asking for both is a conflict."""
 NEED_TORCH_OPTIMIZER = ("zero1", "zero2", "fsdp", "half", "fused_optimizer", "cpu_offload")
-_NOT_IN_THE_LOOP = ("tensor_parallel", "pipeline_parallel", "sequence_parallel", "chunked_cross_entropy", "cpu_offload")
-"""Methods that the Trainer's events and hooks could not follow, or that change what a loss function is given."""
+_NOT_IN_THE_LOOP = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
+"""Methods whose plans have fewer data ranks than processes, so that `per_device_batch_size` would be another batch over all of them; a
+pipeline cannot run in the Trainer's loop at all."""
 _HOOKS = (
     "calculate_train_batch_loss", "forward", "compute_loss", "backward_step", "optimizer_step", "_find_form",
 )  # fmt: skip
@@ -82,7 +85,7 @@ def search_plan(trainer: Any) -> Strategy:
 
 
 def wishes_of(trainer: Any) -> Wishes:
-    """Return what a plan for the Trainer's loop may hold: its own settings win, and all ranks are data ranks."""
+    """Return what a plan for the Trainer's loop may hold: its own settings win, and all processes are data ranks."""
     limit = trainer.strategy_time_limit
     excluded, included = set(_NOT_IN_THE_LOOP), []
     for algorithm in trainer._algorithms:
@@ -98,6 +101,8 @@ def wishes_of(trainer: Any) -> Wishes:
         excluded |= set(NEED_TORCH_OPTIMIZER)  # it cannot be made anew, or would lose its state
     if trainer.settings.microbatch_size is not None:
         excluded.add("micro_batch")
+    if looks_at_outputs(trainer):
+        excluded.add("chunked_cross_entropy")  # a model that trains returns no logits then
     known = set(method_names())
     return Wishes(
         time_limit=120.0 if limit is None else limit,
@@ -105,6 +110,17 @@ def wishes_of(trainer: Any) -> Wishes:
         excluded=frozenset(excluded & known),
         included=tuple(included),
         strict=trainer.strict,
+    )
+
+
+def looks_at_outputs(trainer: Any) -> bool:
+    """Say whether anybody but the loss function is shown the model's outputs in training."""
+    engine = trainer.engine
+    return (
+        trainer._has_train_metrics
+        or any(engine.listens(event) for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT))
+        or engine.has_algorithm_for(Event.AFTER_LOSS)
+        or any(is_overridden(trainer, name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))
     )
 
 
@@ -147,7 +163,7 @@ def global_batch(trainer: Any) -> int:
         return settings.global_batch_size
     loader = trainer._train_dataloader
     size = getattr(loader, "batch_size", None) or settings.per_device_batch_size
-    return size * get_num_processes()
+    return size * num_data_ranks()
 
 
 def _samples(trainer: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.core.errors import ConfigError, MethodConfigError
 from drivetrain.module.wrapping import shard_fully
+from drivetrain.strategy.mesh import GRADIENT_AXES
 from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ class Fsdp(Method):
 
     def is_redundant(self, config: Any, site: Site) -> str | None:
         offloads = config.cpu_offload or "cpu_offload" in site.names
-        return None if offloads and torch.distributed.is_initialized() else super().is_redundant(config, site)
+        if offloads and torch.distributed.is_initialized():
+            return None
+        if site.world > 1 and all(site.axis(axis) == 1 for axis in GRADIENT_AXES):
+            return "no two ranks hold the same parameters, so there is nothing to split over"
+        return super().is_redundant(config, site)
 
     def check(self, config: FsdpConfig, site: Site) -> None:
         if site.model is None:
@@ -170,6 +175,10 @@ def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:
             return shards if len(axes) < 2 else mesh["data", "_".join(inner)]
         axes = ["sequence"]
     if len(axes) < 2:
-        name = axes[0] if axes else "data"
-        return mesh if mesh.ndim == 1 else mesh[name]
+        present = axes or [name for name in ("zero", "data") if name in names]
+        if not present:
+            raise ConfigError(
+                f"fsdp: the mesh has the axes {', '.join(names)}, and parameters are split along 'zero' or 'data'. Add ('zero', 1)."
+            )
+        return mesh if mesh.ndim == 1 else mesh[present[0]]
     return mesh if mesh.ndim == 2 else mesh["data", "zero"]

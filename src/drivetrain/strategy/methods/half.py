@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.module.master_weights import host_copy, with_master_weights
-from drivetrain.runtime.ranks import data_group, is_distributed
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.methods.amp_native import SixteenBits
 from drivetrain.strategy.methods.cpu_offload import pins_memory
@@ -58,8 +57,7 @@ class CastFloats:
 
 def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[str, Tensor]) -> None:
     """Let the recipe make an optimizer of float32 copies."""
-    import torch.distributed as dist
-
+    from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
     from drivetrain.module.wrapping import named_clean_parameters
 
     inner, offload = recipe.build, ctx.plan.config("cpu_offload")
@@ -69,8 +67,12 @@ def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[s
         for name, parameter in named_clean_parameters(ctx.model):
             if name in originals:
                 value = originals[name].to(ctx.device, torch.float32, copy=True)
-                if is_distributed():
-                    dist.broadcast(value, group=data_group(), group_src=0)  # as DDP does for the parameters
+                if ctx.mesh is not None:  # as was done to the parameters
+                    names = tuple(axis for axis in ctx.mesh.mesh_dim_names if axis != "pipe")
+                    if names:
+                        synchronise([value], ctx.mesh[names] if len(names) < ctx.mesh.ndim else ctx.mesh)
+                if is_dtensor(parameter):
+                    value = like_sharded(value, parameter)
                 if offload is not None:
                     value = host_copy(value, torch.float32, pins_memory(ctx, offload))
                 masters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError, UnsupportedMethodError
+from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
 from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
 from drivetrain.strategy.method import Method, Site, Stage
@@ -17,7 +17,7 @@ class TensorParallelConfig:
     plan: Any = "auto"
     """Layers and their styles, by dotted name or pattern; "auto": what `register_tp_plan` or the model says, or what a trial finds."""
     sequence_parallel: bool = False
-    """Reserved for norms on pieces of the sequence along this axis; the method `sequence_parallel` has an axis of its own for that."""
+    """Whether norms, dropouts and residual sums between split layers run on pieces of the sequence, along the same axis."""
     loss_parallel: bool | str = "auto"
     """Whether the head's logits stay split until the loss; "auto": with a plan that was found, where there is a loss function."""
 
@@ -40,11 +40,6 @@ class TensorParallel(Method):
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(values.get("sequence_parallel", False), bool):
             raise self.bad("sequence_parallel", values["sequence_parallel"], "True or False")
-        if values.get("sequence_parallel"):
-            raise UnsupportedMethodError(
-                "tensor_parallel: sequence_parallel=True (norms on pieces of the sequence along the tensor axis) is not supported. Add the "
-                "method sequence_parallel, with an axis of its own; the two work together."
-            )
         if values.get("loss_parallel", "auto") not in ("auto", True, False):
             raise self.bad("loss_parallel", values["loss_parallel"], "'auto', True or False")
         plan = values.get("plan", "auto")
@@ -64,7 +59,19 @@ class TensorParallel(Method):
                 "tensor_parallel: the mesh has no 'tensor' axis. Add ('parallel_mode', [('tensor', 2), ('data', 1)]) or another size."
             )
         if site.model is not None:
-            self._expanded(config, site)
+            expanded, _ = self._expanded(config, site)
+            if config.sequence_parallel:
+                self._pieces(expanded, site)
+
+    def _pieces(self, expanded: dict[str, Any], site: Site) -> Any:
+        """Return where blocks run on pieces of the sequence."""
+        from drivetrain.module.sequence_pieces_check import find_pieces
+
+        assert site.model is not None
+        try:
+            return find_pieces(site.model, expanded, site.axis("tensor"))
+        except ConfigError as error:
+            raise MethodConfigError(str(error)) from error
 
     def _expanded(
         self, config: TensorParallelConfig, site: Site, has_loss: bool = False
@@ -113,17 +120,56 @@ class TensorParallel(Method):
 
         place = replace(ctx.plan.site, model=ctx.whole_model)
         expanded, remarks = self._expanded(config, place, has_loss=ctx.loss_func is not None)
+        pieces = self._pieces(expanded, place) if config.sequence_parallel else None
         expanded = ctx.held(expanded)
         mesh = ctx.mesh["tensor"] if ctx.mesh.ndim > 1 else ctx.mesh
-        ctx.model.to(ctx.device)
-        synchronise([*ctx.model.parameters(), *ctx.model.buffers()], mesh)  # all ranks cut the same matrices
-        ctx.model = parallelize(ctx.model, mesh, expanded)
+        unreduced = () if pieces is None else pieces.closers
+        if any(parameter.is_meta for parameter in ctx.model.parameters()):
+            ctx.model = parallelize(ctx.model, mesh, expanded, unreduced=unreduced, prepare=_Initialising(ctx, mesh))
+        else:
+            ctx.model.to(ctx.device)
+            synchronise([*ctx.model.parameters(), *ctx.model.buffers()], mesh)  # all ranks cut the same matrices
+            ctx.model = parallelize(ctx.model, mesh, expanded, unreduced=unreduced)
+        if pieces is not None:
+            self._run_on_pieces(ctx, mesh, pieces)
         ctx.note(f"tensor_parallel: {len(expanded)} layers over {mesh.size()} ranks")
         if "vocabulary" in expanded.values():
             ctx.loss_changes.append(SplitLogitsLoss())
             ctx.note("tensor_parallel: in training, logits stay split over ranks until the loss")
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
+
+    def _run_on_pieces(self, ctx: "PlanContext", mesh: Any, pieces: Any) -> None:
+        """Let the blocks that this rank holds run on pieces of the sequence."""
+        from drivetrain.module.sequence_pieces import run_on_pieces
+
+        here = replace(
+            pieces,
+            blocks=ctx.held(pieces.blocks),
+            norms=list(ctx.held(dict.fromkeys(pieces.norms))),
+            closers=list(ctx.held(dict.fromkeys(pieces.closers))),
+        )
+        site = ctx.plan.site
+        others = site.axis("pipe") > 1 or site.axis("sequence") > 1 or "native_dynamo" in site.names
+        run_on_pieces(ctx.model, mesh, here, joins_each=others)
+        where = "within each block" if others else "from the first block to the last"
+        ctx.note(f"tensor_parallel: {len(here.norms)} norms and what follows them on pieces of the sequence, {where}")
+
+
+class _Initialising:
+    """Gives the modules of a model on the meta device memory one by one, and all ranks the same values."""
+
+    def __init__(self, ctx: "PlanContext", mesh: Any):
+        self.ctx, self.mesh = ctx, mesh
+        self.param_init_fn = getattr(ctx.plan.config("fsdp") or ctx.plan.config("zero2"), "param_init_fn", None)
+
+    def __call__(self, name: str, module: Any) -> None:
+        from drivetrain.module.distributed_tensors import synchronise
+        from drivetrain.strategy.apply import initialise
+
+        module.to_empty(device=self.ctx.device, recurse=False)
+        initialise(name, module, self.param_init_fn)
+        synchronise([*module.parameters(recurse=False), *module.buffers(recurse=False)], self.mesh)
 
 
 def _has_own_plan(model: Any, size: int) -> bool:

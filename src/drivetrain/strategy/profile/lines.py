@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from drivetrain.strategy.profile.depth import DeeperTimeline
 from drivetrain.strategy.profile.tracker import MemoryTimeline
 
 Line = tuple[float, float]
@@ -45,7 +46,9 @@ def steepest(lines: Sequence[Line]) -> Line:
     return max(lines, key=lambda line: line[1])
 
 
-def upper_lines(sizes: Sequence[int], timelines: Sequence[MemoryTimeline]) -> tuple[list[Line], dict[str, Line]]:
+def upper_lines(
+    sizes: Sequence[int], timelines: Sequence[MemoryTimeline | DeeperTimeline]
+) -> tuple[list[Line], dict[str, Line]]:
     """Return the moments of a step that can be its peak, as lines in the batch size, and the steepest one by category.
 
     Runs that did not allocate in the same order give one line through their peaks, and no categories.

@@ -85,8 +85,8 @@ def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
     )
 
 
-def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
-    """Return a machine that knows how wrong a prediction was, and keep it for the next search.
+def learnt(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
+    """Return a machine that knows how wrong a prediction was.
 
     Fragmentation is believed at once when it grows and forgotten slowly; times are averaged as ratios.
     """
@@ -101,7 +101,13 @@ def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) 
         before = machine.corrections.get(prediction.kind)
         after = ratio if before is None else math.sqrt(before * ratio)
         machine = replace(machine, corrections={**machine.corrections, prediction.kind: min(max(after, 0.1), 10.0)})
-    if machine.evidence == "measured":
+    return machine
+
+
+def learn(machine: MachineProfile, prediction: Prediction, result: TrialResult) -> MachineProfile:
+    """Return a machine that knows how wrong a prediction was, and keep it for the next search; one rank calls this."""
+    machine = learnt(machine, prediction, result)
+    if machine.evidence == "measured" and result.outcome == "ok":
         path = _cache_file(torch.device(machine.kind), _local_ranks())
         if (kept := read_machine(path)) is not None and kept.device == machine.device:
             write_machine(

@@ -15,7 +15,8 @@ from typing import Any
 
 from drivetrain.strategy.profile.values import Link, MachineProfile
 
-_VERSION = 1
+_VERSION = 2
+"""Of the measurement and of the formulas that corrections belong to; a change of either begins anew."""
 
 
 def cache_folder() -> Path:

@@ -23,6 +23,7 @@ _SIZES = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**14, 2**18, 2**22)}
 def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "") -> dict[str, Any]:
     """Return the figures of one device, taking about so many seconds."""
     share = seconds / 8
+    _warm_up(device, share)
     found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
     found["bandwidth"] = _bandwidth(device, share)
     found["launch"] = _launch_seconds(device)
@@ -35,6 +36,17 @@ def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1,
     if world > 1:
         found["link"] = _link(device, rank, world, store)
     return found
+
+
+def _warm_up(device: torch.device, limit: float) -> None:
+    """Keep an accelerator busy for a moment: its clock is low at first, and what is measured first would come out too slow."""
+    if device.type != "cuda":
+        return
+    tensor = torch.randn(4096, 4096, device=device)
+    end = time.perf_counter() + limit
+    while time.perf_counter() < end:
+        tensor @ tensor
+        _wait(device)
 
 
 def _seconds_of(work: Callable[[], Any], device: torch.device, limit: float, most: int = 20) -> float:

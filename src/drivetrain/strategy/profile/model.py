@@ -6,13 +6,14 @@ figure for every other. Where a model cannot run on fake tensors (shapes that de
 layers take the place, and the profile says so.
 """
 
+import contextlib
 import functools
 import gc
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,13 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
 from drivetrain.strategy.profile.closed_form import closed_form_profile
 from drivetrain.strategy.profile.compiled import compiled_saved_bytes, loss_of
-from drivetrain.strategy.profile.depth import shortened_container, with_depth
+from drivetrain.strategy.profile.depth import (
+    BLOCKS_RUN,
+    BlockMarks,
+    DeeperTimeline,
+    shortened_container,
+    with_depth,
+)
 from drivetrain.strategy.profile.fake_model import fake_model, prepared_inputs
 from drivetrain.strategy.profile.lines import line_through, steepest, upper_lines
 from drivetrain.strategy.profile.optimizer_memory import optimizer_with_state, small_step, state_bytes, state_tensors
@@ -99,6 +106,7 @@ class _Simulation:
         if len(self.groups) == 1 and self.groups[0].members[0] is self.model:
             self.groups = []  # a model without blocks is all rest
         self.inputs = {size: prepared_inputs(task, size, self.mode) for size in SIZES}
+        self._is_regular = True  # whether blocks allocate alike, as far as is known
         self.optimizer: torch.optim.Optimizer | None = None
         self.optimizer_bytes = self.optimizer_temporaries = 0
         self._add_optimizer()
@@ -174,7 +182,10 @@ class _Simulation:
         return recorder, float(_bytes_behind(_tensors(outputs)))
 
     def _track_peak(self, arithmetic: str, name: str) -> None:
+        was_regular = self._is_regular
         timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
+        if self._is_regular != was_regular:  # both sizes in the same way
+            timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
         lines, parts = upper_lines(SIZES, [timelines[size] for size in SIZES])
         if not parts:
             self.found.notes.append(
@@ -184,13 +195,29 @@ class _Simulation:
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
         self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
 
-    def _timeline(self, arithmetic: str, inputs: Any) -> MemoryTimeline:
-        """Return the allocations of one step that begins with optimizer state and without gradients."""
+    def _timeline(self, arithmetic: str, inputs: Any) -> MemoryTimeline | DeeperTimeline:
+        """Return the allocations of one step, of a deep model found from four of its blocks."""
+        container = self._container()
+        if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
+            return self._step(arithmetic, inputs, MemoryTimeline(), contextlib.nullcontext())
         timeline = MemoryTimeline()
-        parameters = list(self.model.parameters())
-        with _no_cycles_collected(), self.mode, timeline:
+        marks = BlockMarks(timeline, list(container)[:BLOCKS_RUN])
+        try:
+            self._step(arithmetic, inputs, timeline, with_depth(container, BLOCKS_RUN))
+        finally:
+            marks.remove()
+        deeper = DeeperTimeline.made_of(timeline, marks, len(container) - BLOCKS_RUN)
+        self._is_regular = deeper is not None
+        return timeline if deeper is None else deeper
+
+    def _step(
+        self, arithmetic: str, inputs: Any, timeline: MemoryTimeline, shortened: AbstractContextManager[None]
+    ) -> MemoryTimeline:
+        """Write down the allocations of a step that begins with optimizer state and without gradients."""
+        parameters, buffers = list(self.model.parameters()), list(self.model.buffers())  # of the whole model
+        with _no_cycles_collected(), shortened, self.mode, timeline:
             timeline.label(parameters, "parameters")
-            timeline.label(self.model.buffers(), "buffers")
+            timeline.label(buffers, "buffers")
             timeline.label(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
             timeline.label(_tensors(inputs), "inputs")
             with _autocast(arithmetic):

@@ -43,9 +43,10 @@ from drivetrain.strategy.profile.few_blocks import (
     watch_blocks,
 )
 from drivetrain.strategy.profile.following import Update
-from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory
+from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, by_category
+from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.torch_private import fake_mode, faked
-from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
 
@@ -98,7 +99,8 @@ def simulate_plans(
         return _in_child(task, plans, world, device_kind, deadline)
     random_state = capture_rng()
     try:
-        return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
+        with remembered_tensor_plans():
+            return [_simulate(task, plan, world, device_kind, deadline) for plan in plans]
     finally:
         restore_rng(random_state)
 
@@ -128,9 +130,11 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     job = _Job(task, _simulable(plan), world, kind, deadline)
     job.notes += [f"{entry.name}: not simulated, {_LEFT_OUT[entry.name]}" for entry in plan if entry.name in _LEFT_OUT]
     try:
+        job.check_time()
         _refuse_pipelines(plan)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
+            _leave_out_replicas(job)
             result = _numbers(job, *_run(job))
     except _OutOfTime:
         result = Simulation(failure="the time limit ended before the simulation did")
@@ -151,6 +155,28 @@ def _refuse_pipelines(plan: Strategy) -> None:
         raise NotImplementedError(
             "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
         )
+
+
+_REPLICAS = 2
+
+
+def _leave_out_replicas(job: _Job) -> None:
+    """Make the world smaller where that changes nothing for one rank: replicas along `data` hold the same and average with the others.
+
+    A world of many ranks along several axes has thousands of groups, and making them takes longer than the step.
+    """
+    resolved = resolve_plan(job.plan, model=job.task.model, device="cpu", world=job.world)
+    data = resolved.site.axis("data")
+    is_split = resolved.config("zero1") is not None or (
+        resolved.site.axis("zero") == 1 and any(resolved.config(name) is not None for name in ("fsdp", "zero2"))
+    )
+    if data <= _REPLICAS or is_split or resolved.rank_order is not None:
+        return
+    batch = _batch_of(job, resolved)
+    ranks = batch.data_ranks // data * _REPLICAS
+    batch = replace(batch, data_ranks=ranks, global_size=batch.micro * batch.accumulation * ranks)
+    job.world, job.plan = job.world // data * _REPLICAS, replace(job.plan, mesh=None, batch=batch)
+    job.notes.append(f"of {data} replicas along 'data', which are alike, {_REPLICAS} were simulated")
 
 
 def _simulable(plan: Strategy) -> Strategy:
@@ -276,16 +302,22 @@ def _fake_task(job: _Job, mode: Any) -> TrainingTask:
     return replace(task, **changes)
 
 
-def _short_window(job: _Job, resolved: Any) -> tuple[BatchPlan, int]:
+def _short_window(job: _Job, resolved: ResolvedPlan) -> tuple[BatchPlan, int]:
     """Return a window of at most two passes (all but the last are alike), and how many the plan has."""
-    batch = job.plan.batch
-    if batch is None or batch.data_ranks != resolved.data_ranks:
-        config = resolved.config("micro_batch")
-        micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
-        batch = plan_batch(job.task.global_batch_size, resolved.data_ranks, micro, accumulation)
+    batch = _batch_of(job, resolved)
     length = min(batch.accumulation, 2)
     short = replace(batch, accumulation=length, global_size=batch.micro * length * batch.data_ranks)
     return short, batch.accumulation
+
+
+def _batch_of(job: _Job, resolved: ResolvedPlan) -> BatchPlan:
+    """Return how the global batch is split: as the plan says, or by its `micro_batch`."""
+    batch = job.plan.batch
+    if batch is not None and batch.data_ranks == resolved.data_ranks:
+        return batch
+    config = resolved.config("micro_batch")
+    micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
+    return plan_batch(job.task.global_batch_size, resolved.data_ranks, micro, accumulation)
 
 
 def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
@@ -295,7 +327,7 @@ def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
         job.notes.append(f"in host memory and not counted: {', '.join(host)}")
     best: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     for amounts in record.segments.values():
-        here = {kind: 0.0 if kind in host else value for kind, value in amounts.items()}
+        here = by_category(amounts, host)
         if sum(here.values()) > sum(best.values()):
             best = here
     collectives: dict[str, tuple[int, float]] = {}
@@ -363,6 +395,7 @@ def _child(
 ) -> None:
     torch.set_num_threads(1)
     deadline = None if time_limit is None else time.monotonic() + time_limit
-    for plan in plans:
-        pipe.send(_simulate(task, plan, world, kind, deadline))
+    with remembered_tensor_plans():
+        for plan in plans:
+            pipe.send(_simulate(task, plan, world, kind, deadline))
     pipe.close()

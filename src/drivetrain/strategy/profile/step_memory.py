@@ -6,7 +6,7 @@ segment begins where a block is entered or left; segments are what can be extrap
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +42,17 @@ _GATHERING = ("all_gather_copy_in", "split_with_sizes_copy")
 """Operations of fully_shard around a gathering; their results and what they write into are whole parameters."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
+_UNREDUCED = "unreduced"
+"""Whole gradients of an open window. They are gradients, but stay on the device where reduced ones go to the host."""
+
 Amounts = dict[str, float]
+
+
+def by_category(amounts: Amounts, on_host: Sequence[str] = ()) -> Amounts:
+    """Return what a device holds of recorded amounts, in the public categories."""
+    held = {kind: 0.0 if kind in on_host else amounts[kind] for kind in CATEGORIES}
+    held["grads"] += amounts[_UNREDUCED]
+    return held
 
 
 @dataclass
@@ -100,7 +110,7 @@ class StepMemory(TorchDispatchMode):
         """Say that what a backward pass has left behind are gradients: fully_shard keeps them whole while a window is open."""
         for number in self._numbers.values():
             if self._kinds[number] == "temporary" and self._sizes[number]:
-                self._kinds[number] = "grads"
+                self._kinds[number] = _UNREDUCED
 
     # What happens.
 
@@ -200,7 +210,7 @@ class StepMemory(TorchDispatchMode):
 
     def record(self) -> Record:
         """Return the largest moment of each segment; every storage counts for what it was in the end."""
-        now = dict.fromkeys(CATEGORIES, 0.0)
+        now = dict.fromkeys((*CATEGORIES, _UNREDUCED), 0.0)
         sizes: dict[int, int] = {}
         segments: dict[Hashable, Amounts] = {}
         total, peaks, last = 0.0, dict[Hashable, float](), None

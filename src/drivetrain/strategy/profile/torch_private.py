@@ -4,6 +4,8 @@ Each function says in its docstring what it needs; where that is missing it rais
 closed forms. Nothing else in this folder imports a name with an underscore from torch.
 """
 
+import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,15 +49,22 @@ def operation_flops(function: Any, args: tuple, kwargs: Mapping[str, Any], resul
     from torch.utils.flop_counter import flop_registry
 
     packet = function._overloadpacket
+    if "scaled_dot_product" in str(packet):
+        is_backward = "backward" in str(packet)
+        query, key, value = args[1:4] if is_backward else args[:3]
+        return _attention_flops(query, key, value, is_backward)
     formula = flop_registry.get(packet)
-    if formula is None and "scaled_dot_product" in str(packet):
-        backward = "backward" in str(packet)
-        packet = torch.ops.aten._scaled_dot_product_efficient_attention
-        if backward:
-            packet = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        formula, kwargs = flop_registry.get(packet), {}
-        args = args[: 4 if backward else 3]
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: bool) -> float:
+    """Return the operations of attention: two products forward, five backward; keys and values may be shared by groups of heads.
+
+    torch's own formulas ask for as many keys as queries, in some releases.
+    """
+    scores = math.prod(query.shape[:-1]) * key.shape[-2]
+    widths = 3 * query.shape[-1] + 2 * value.shape[-1] if is_backward else query.shape[-1] + value.shape[-1]
+    return 2.0 * scores * widths
 
 
 def is_view_operation(function: Any) -> bool:
@@ -123,6 +132,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
     does; nothing is compiled or run. `inputs` are fake tensors, those that require gradients are leaves.
     """
     try:
+        importlib.import_module("torch._inductor.lowering")  # what convolutions decompose with looks it up unimported
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table

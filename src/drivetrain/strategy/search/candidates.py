@@ -5,7 +5,7 @@ It becomes a `Strategy` only when it is one of the few that are simulated, measu
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drivetrain.strategy.batching import BatchPlan
@@ -89,6 +89,16 @@ class Candidate:
         """The part of it that decides which kernels run; plans of one kind mispredict alike."""
         how = "eager" if self.compile == "none" else f"compiled {self.compile}"
         return f"{self.precision}, {how}{' with graphs' if self.graphs else ''}"
+
+    @property
+    def near_kinds(self) -> tuple[str, ...]:
+        """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without graphs."""
+        if self.compile == "none":
+            return ()
+        others = [
+            replace(self, compile=scope, graphs=graphs) for scope in ("model", "block") for graphs in (False, True)
+        ]
+        return tuple(dict.fromkeys(other.kind for other in others if other.kind != self.kind))
 
     def axes(self) -> list[tuple[str, int]]:
         """Return the axes of its mesh, the fastest first; empty when all ranks are data ranks."""

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from drivetrain.strategy.search.ranking import Scored, contrasting, nearest_misses, rejection, sensitivity
+from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import Space
 from drivetrain.strategy.search.wishes import plain_numbers, shown_bytes
 from drivetrain.strategy.trial.values import TrialResult
 from drivetrain.strategy.value import Evidence, Failure, Strategy
 
-TIE = 0.02
-"""Measured times this close count as equal; then the plan with fewer methods wins."""
 _MOST_POINTS = 500
 _MOST_REJECTED = 5
 

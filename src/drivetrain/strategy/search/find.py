@@ -8,6 +8,7 @@ Nothing runs in this process but arithmetic and shapes; models, random states an
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,13 +17,13 @@ import torch
 from drivetrain.core.errors import PlanInfeasible, StrategyError
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
-from drivetrain.strategy.profile.machine import Prediction, learn, machine_from_spec, profile_machine
+from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
 from drivetrain.strategy.profile.model import profile_model
-from drivetrain.strategy.profile.simulate import simulate_plans
+from drivetrain.strategy.profile.simulate import Simulation, simulate_plans
+from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.search.agreement import master_does
 from drivetrain.strategy.search.decision import (
-    TIE,
     Measurement,
     choose,
     failed_plan,
@@ -30,9 +31,10 @@ from drivetrain.strategy.search.decision import (
     infeasible_plan,
     report_of,
 )
+from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
 from drivetrain.strategy.search.place import Place
-from drivetrain.strategy.search.ranking import Scored, order, predict, promising
+from drivetrain.strategy.search.ranking import TIE, Scored, order, predict, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
 from drivetrain.strategy.search.wishes import Wishes, budget_bytes, shown_bytes
 from drivetrain.strategy.task import TrainingTask
@@ -41,15 +43,16 @@ from drivetrain.strategy.value import Evidence, Strategy
 
 __all__ = ["Wishes", "find_plan"]
 
-_SIMULATED = 8
+_SIMULATED, _SIMULATED_IF_MEASURED = 8, 4
+"""Plans that are simulated at most; fewer where most will be measured and none comes near the budget."""
+_ENOUGH_SIMULATION = 10.0
+"""Seconds after which a search that does not measure simulates no further, once it has a plan: the fastest that fits."""
 _NO_PROFILING_BELOW = 15.0
 """With less time than this the machine is not profiled: its cached figures or those of a data sheet serve."""
 _UNTIMED = 60.0
 """How long a search may think that is not allowed to measure."""
 _SIMULATION_SHARE, _LEAST_SIMULATION = 0.3, 0.5
 """Up to which share of its time a search thinks before it measures, and the seconds below which simulating is not begun."""
-_LEARNT_FROM = 5e-3
-"""Steps that are predicted to be shorter than this many seconds teach nothing: what they take is not the device's."""
 
 
 def find_plan(
@@ -86,10 +89,13 @@ class _Search:
         self._on_progress = on_progress
 
     def run(self) -> Strategy:
+        with remembered_tensor_plans(), self._trials() as trials:  # their process starts while the model is profiled
+            return self._found(trials)
+
+    def _found(self, trials: TrialPool | None) -> Strategy:
         wishes = self.wishes
         with self._timed("profile"):
-            profile = master_does(self._profile_model)
-            machine = self._machine()
+            profile, machine = self._known()
         self.notes += [f"profile: {note}" for note in profile.notes]
         budget = budget_bytes(wishes.memory_budget, machine.free)
         with self._timed("predict"):
@@ -106,16 +112,12 @@ class _Search:
             top = promising(pool, _SIMULATED, lambda candidate: self._is_valid(space.plan(candidate)))
             if not top:
                 raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._refused}")
+            ranked, simulated = self._simulate(top, space, machine, budget)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
-        with self._trials() as trials:
-            with self._timed("simulate"):
-                ranked, simulated = self._simulate(top, space, machine, budget)
-            ranked = ranked or top[-1:]
-            with self._timed("measure"):
-                measuring = self._measure(ranked, plain, space, budget, trials)
+        ranked = ranked or top[-1:]
+        with self._timed("measure"):
+            measuring = self._measure(ranked, plain, space, budget, trials, Experience(profile, machine))
         found = [] if measuring is None else measuring.found
-        if is_master():
-            self._learn(found, profile, machine)
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
         best = choose(found, tie=TIE if wishes.start is None else 0.0)
         if best is None and _all_failed(found, plain):
@@ -129,24 +131,37 @@ class _Search:
 
     # What is known.
 
+    def _known(self) -> tuple[ModelProfile, MachineProfile]:
+        """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
+        profile, machine = master_does(self._profiled)
+        if self.wishes.spec is not None:
+            return profile, machine
+        if self.device.type == "cpu":  # processes of one machine share its memory
+            free = machine.free // max(1, min(self.world, get_num_processes()))
+        else:
+            free = int(min(all_gather_values(_free_bytes(self.device, machine.free))))
+        return profile, replace(machine, free=free)
+
+    def _profiled(self) -> tuple[ModelProfile, MachineProfile]:
+        """Profile model and machine: at once where the machine is not the processor that shapes are computed on."""
+        if self.device.type == "cpu":
+            return self._profile_model(), self._profile_machine()
+        with ThreadPoolExecutor(1, "drivetrain-machine") as beside:
+            machine = beside.submit(self._profile_machine)  # it waits for processes of its own
+            return self._profile_model(), machine.result()
+
     def _profile_model(self) -> ModelProfile:
         self._tell("profiling the model")
         compiled = self.thinking.limit >= _NO_PROFILING_BELOW and "native_dynamo" not in self.wishes.unwanted()
         return profile_model(self.task, compiled=compiled, time_limit=max(1.0, self.thinking.limit / 4))
 
-    def _machine(self) -> MachineProfile:
-        """Return rank 0's machine, with the least free memory of all ranks."""
-        wishes = self.wishes
-        if wishes.spec is not None:
-            return machine_from_spec(wishes.spec)
+    def _profile_machine(self) -> MachineProfile:
+        if self.wishes.spec is not None:
+            return machine_from_spec(self.wishes.spec)
         limit = self.clock.limit
         patience = min(10.0, limit / 6) if limit >= _NO_PROFILING_BELOW else 0.0
         self._tell("profiling the machine")
-        machine = master_does(lambda: profile_machine(self.device, time_limit=patience))
-        if self.device.type == "cpu":  # processes of one machine share its memory
-            return replace(machine, free=machine.free // max(1, min(self.world, get_num_processes())))
-        free = min(all_gather_values(_free_bytes(self.device, machine.free)))
-        return replace(machine, free=int(free))
+        return profile_machine(self.device, time_limit=patience)
 
     def _place(self, profile: ModelProfile, machine: MachineProfile) -> Place:
         task = self.task
@@ -180,15 +195,16 @@ class _Search:
         if left < _LEAST_SIMULATION:
             self.notes.append("simulation: left out, because the time limit is too short for it")
             return list(top), []
-        plans = [space.plan(item.candidate) for item in top]
-        self._tell(f"simulating {len(top)} plans")
-        outcomes = master_does(
-            lambda: simulate_plans(self.task, plans, world=self.world, device_kind=machine.kind, time_limit=left)
-        )
+        close, rest = list(top) if self.reason is None else preferred(top), list[Scored]()
+        if self.reason is None and self.world == 1 and all(item.peak <= budget / 2 for item in top):
+            close, rest = close[:_SIMULATED_IF_MEASURED], close[_SIMULATED_IF_MEASURED:]
+        self._tell(f"simulating {len(close)} plans")
+        outcomes = master_does(lambda: self._outcomes(close, space, machine, budget, left))
+        close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
         ranked: list[Scored] = []
         simulated: list[Scored] = []
         failures: dict[str, list[str]] = {}
-        for item, found in zip(top, outcomes):
+        for item, found in zip(close, outcomes):
             if found.failure is None:
                 item = item.with_memory(_corrected(item, found.memory, machine))
                 simulated.append(item)
@@ -199,13 +215,38 @@ class _Search:
         for failure, labels in failures.items():
             others = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
             self.notes.append(f"simulation: {labels[0]}{others}: {failure}")
-        return order(ranked), simulated
+        return order([*ranked, *rest]), simulated
+
+    def _outcomes(
+        self, top: Sequence[Scored], space: Space, machine: MachineProfile, budget: float, limit: float
+    ) -> list[Simulation]:
+        """Simulate plans from the fastest on; where nothing is measured, not beyond the one that will be chosen, if that takes long.
+
+        A simulation changes what is known of a plan's memory, not of its time.
+        """
+
+        def simulated(items: Sequence[Scored]) -> list[Simulation]:
+            plans, left = [space.plan(item.candidate) for item in items], end - time.monotonic()
+            return simulate_plans(self.task, plans, world=self.world, device_kind=machine.kind, time_limit=left)
+
+        end = time.monotonic() + limit
+        if self.reason is None:
+            return simulated(top)
+        outcomes: list[Simulation] = []
+        is_settled = False
+        for item in top:  # in the order of preference
+            if is_settled and end - time.monotonic() < limit - _ENOUGH_SIMULATION:
+                break
+            outcomes += simulated([item])
+            memory = outcomes[-1].memory
+            is_settled |= outcomes[-1].failure is None and sum(_corrected(item, memory, machine).values()) <= budget
+        return outcomes
 
     # What is measured.
 
     @contextmanager
     def _trials(self) -> Iterator[TrialPool | None]:
-        """Have processes ready for trials, where there are any: they start while plans are simulated."""
+        """Have processes for trials, where there are any."""
         if self.reason is not None:
             yield None
             return
@@ -215,29 +256,26 @@ class _Search:
             yield trials
 
     def _measure(
-        self, ranked: Sequence[Scored], plain: Scored | None, space: Space, budget: float, trials: TrialPool | None
+        self,
+        ranked: Sequence[Scored],
+        plain: Scored | None,
+        space: Space,
+        budget: float,
+        trials: TrialPool | None,
+        experience: Experience,
     ) -> Measuring | None:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
             return None
-        measuring = Measuring(space, self.device, self.clock, budget, trials, self._tell)
+        measuring = Measuring(
+            space, self.device, self.clock, budget, trials, self._tell, learn=experience.learn, corrected=experience.corrected
+        )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.wishes.start is not None))
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
             self.notes.append(f"search: nothing was measured, because {reason}")
         return measuring
-
-    def _learn(self, found: Sequence[Measurement], profile: ModelProfile, machine: MachineProfile) -> None:
-        """Keep what trials said about the machine, for the next search."""
-        uncorrected = replace(machine, corrections={})
-        for one in found:
-            expected = predict(one.scored.candidate, profile, uncorrected)
-            if one.is_usable and expected.seconds >= _LEARNT_FROM:
-                peak = one.scored.peak - one.scored.cost.memory.get("reserve", 0.0)
-                kind = one.scored.candidate.kind
-                prediction = Prediction(kind=kind, step_seconds=expected.seconds, peak_bytes=peak)
-                machine = learn(machine, prediction, one.result)
 
     def _why_nothing_is_measured(self) -> str | None:
         if self.wishes.plan_only or self.wishes.spec is not None or self.world != get_num_processes():
@@ -253,7 +291,7 @@ class _Search:
         """Return the best prediction that needs no proof and is not of a kind that failed; else the plain plan."""
         failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}
         left = [item for item in (*ranked, *fitting) if item.candidate.kind not in failed]
-        return next(iter(self._trusted(left)), plain or ranked[0])
+        return next(iter(preferred(self._trusted(left))), plain or ranked[0])
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
         """Return what may be used without a trial: on a CPU nothing that pays only sometimes there (16 bits, compilation)."""
@@ -290,7 +328,8 @@ def _corrected(item: Scored, memory: Mapping[str, float], machine: MachineProfil
     if item.candidate.compile != "none":
         predicted = item.cost.memory.get("activations", 0.0)
         found["activations"] = min(found.get("activations", 0.0), predicted)
-        found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
+        if item.candidate.compile == "model":  # else head and loss run as they are
+            found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
     found.pop("reserve", None)
     found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())
     return found

@@ -1,8 +1,8 @@
 """The measuring part of a search: which plans are tried, in which order, and when to stop.
 
 Three steps each for a few plans in order of predicted time, with the plain one among them; then ten for those that came close to each
-other. Each plan is measured once: more steps replace fewer. An `oom` rules out whatever must need as much. Rank 0's clock decides for
-all.
+other. Each plan is measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is
+put in order anew, and what can no longer win is not tried. An `oom` rules out whatever must need as much. Rank 0's clock decides for all.
 """
 
 import time
@@ -15,7 +15,7 @@ import torch
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
-from drivetrain.strategy.search.ranking import Scored, is_ruled_out
+from drivetrain.strategy.search.ranking import TIE, Scored, is_ruled_out
 from drivetrain.strategy.search.space import Space
 from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.trial.values import TrialResult, Yardstick
@@ -29,10 +29,18 @@ _CLOSE = 0.1
 _START = {"cuda": 12.0, "cpu": 8.0}
 """Seconds to expect before the first step of a trial, before one has been seen."""
 _COMPILING = {"cuda": 30.0, "cpu": 30.0}
+_END, _END_SHARE = 2.0, 0.05
+"""Seconds (or the share of a short limit) that are kept for ending processes and putting the plan together."""
+_DOUBT, _LITTLE_DOUBT = 0.6, 0.85
+"""How far below its prediction a plan may be, of a kind that nobody has tried and of one that was tried in this search."""
 
 
 class Pool(Protocol):
     """What tries a plan on all ranks; `drivetrain.strategy.trial.running.TrialPool` does."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that is ready for the next plan, None where one must be started first."""
 
     def run(
         self,
@@ -60,9 +68,14 @@ class Clock:
         """When the search ends."""
         return self.begin + self.limit
 
+    @property
+    def last_trial(self) -> float:
+        """When the last trial must end, so that the search does in time."""
+        return self.deadline - min(_END, _END_SHARE * self.limit)
+
     def left(self) -> float:
-        """Return the seconds left."""
-        return self.deadline - time.monotonic()
+        """Return the seconds left for trials."""
+        return self.last_trial - time.monotonic()
 
     def spent(self) -> float:
         """Return the seconds gone."""
@@ -87,18 +100,53 @@ class Measuring:
     """What later plans are compared with where the plain model does not fit: the first plan that does."""
     startups: dict[bool, float] = field(default_factory=dict)
     """Seconds before the first step that earlier trials took, without and with compilation."""
+    learn: Callable[[Measurement], None] = lambda one: None
+    """Is told of every trial."""
+    corrected: Callable[[Scored], Scored] = lambda item: item
+    """Predicts a candidate's time anew, with what was learnt."""
 
     def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
         """Try plans in their order until enough worked or the time is up."""
-        for item in ranked:
+        waiting = list(ranked)
+        while waiting:
+            item = waiting.pop(0)
             usable = sum(one.is_usable for one in self.found)
             if self.obstacle is not None or usable >= most or len(self.found) >= 2 * most:
                 return
             plan = self.space.plan(item.candidate)
             if any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed):
                 continue
-            if self._has_time(item, FEW_STEPS):
+            if not self._cannot_win(item) and self._has_time(item, FEW_STEPS):
                 self._try(item, plan, FEW_STEPS)
+                waiting = self._in_new_order(waiting)
+
+    def _in_new_order(self, waiting: Sequence[Scored]) -> list[Scored]:
+        """Return what is left as it is predicted now: the plain plan first, then untried kinds, each from the fastest on."""
+        tried = {one.scored.candidate.kind for one in self.found}
+
+        def place(item: Scored) -> tuple[bool, bool, float, int, float]:
+            c = item.candidate
+            return (c != self.space.plain, c.kind in tried, item.seconds, item.methods, item.peak)
+
+        return sorted(map(self.corrected, waiting), key=place)
+
+    def _cannot_win(self, item: Scored) -> bool:
+        """Say whether a plan would lose even if its prediction is as wrong as they are; the plain plan is always worth knowing."""
+        best = choose(self.found)
+        if best is None or item.candidate == self.space.plain:
+            return False
+        expected = self.corrected(best.scored).seconds
+        for one in self.found:  # what only records kernels, and is not predicted to gain by it, loses a tie
+            is_same = replace(item.candidate, graphs=one.scored.candidate.graphs) == one.scored.candidate
+            gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
+            if one.is_usable and is_same and not gains:
+                return True
+        kinds = {item.candidate.kind, *item.candidate.near_kinds}
+        doubt = (
+            _LITTLE_DOUBT if any(one.is_usable and one.scored.candidate.kind in kinds for one in self.found) else _DOUBT
+        )
+        overestimate = min(1.0, best.seconds / expected) if expected > 0 else 1.0
+        return item.seconds * doubt * overestimate > best.seconds
 
     def refine(self) -> None:
         """Give the fastest plans more steps, if there are several that close, and the time for it."""
@@ -122,14 +170,16 @@ class Measuring:
             startup = self.startups.get(False, _START.get(kind, 10.0)) + (
                 _COMPILING.get(kind, 30.0) if is_compiled else 0
             )
-        return broadcast_from_master(self.clock.left() > startup + (steps + 2) * item.seconds + 1.0)
+        elif self.pool.pid is None:  # the last process could not be used again
+            startup += _START.get(kind, 10.0) / 2
+        return broadcast_from_master(self.clock.left() > startup + (steps + 2) * item.seconds)
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
         self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}")
         result = self.pool.run(
             plan,
             steps=steps,
-            deadline=self.clock.deadline,
+            deadline=self.clock.last_trial,
             predicted=item.seconds,
             verify=earlier is None,
             memory_share=item.peak / self.budget,
@@ -153,7 +203,9 @@ class Measuring:
             result = TrialResult(outcome="oom", message=message, peak_bytes=result.peak_bytes)
         if earlier is not None:
             result = _joined(result, earlier.result)
-        self.found.append(Measurement(item, plan, result))
+        one = Measurement(item, plan, result)
+        self.found.append(one)
+        self.learn(one)
         if result.outcome == "oom":
             self.failed.append(item.candidate)
         elif result.outcome == "ok":

@@ -34,9 +34,10 @@ def predict_memory(candidate: Candidate, profile: ModelProfile, machine: Machine
 def tracked_excess(c: Candidate, profile: ModelProfile) -> float:
     """Return by how much a tracked run of the plain model on one rank was above the closed form: what lives for a moment only.
 
-    With it, the prediction for an eager plan on one rank is the tracked peak itself; compiled plans have figures of their own.
+    With it, the prediction for an eager plan on one rank is the tracked peak itself. A model that is compiled whole has figures of its own;
+    under compiled blocks, head and loss still run as they are.
     """
-    if c.compile != "none" or c.cpu_offload:
+    if c.compile == "model" or c.cpu_offload:
         return 0.0
     mode = {"none": "", "selective": "/selective"}.get(c.checkpoint, "/full")
     micro = c.micro / c.microbatches if c.pipe > 1 else c.micro
@@ -69,7 +70,7 @@ def _largest_moment(c: Candidate, profile: ModelProfile) -> dict[str, float]:
             "grads": kept_grads,
             "activations": activations,
             "gathered": gathered,
-            "temporary": casts_bytes(c, profile),
+            "temporary": casts_bytes(c, profile) + output_gradient_bytes(c, profile),
         },
         {**held, "grads": state["grads"], "temporary": temporary, "gathered": _unreduced_window(c, profile)},
     ]
@@ -127,6 +128,18 @@ def casts_bytes(c: Candidate, profile: ModelProfile) -> float:
     return 2.0 * profile.parameters / (c.tensor * c.pipe)
 
 
+def output_gradient_bytes(c: Candidate, profile: ModelProfile) -> float:
+    """Return the gradient of a compiled model's output, which is there while the loss still holds the output itself.
+
+    In a loop that calls model and loss one after the other these are two compiled graphs, and the second may not write into what it was
+    given; one graph of both would. What 16 bits save of the output is half of it: the loss computes in float32 either way.
+    """
+    if c.compile != "model" or c.chunked_loss:
+        return 0.0
+    half = max(0.0, profile.logits_bytes["float32"] - profile.logits_bytes["bfloat16"])
+    return c.micro / (c.tensor * c.sequence) * half * (1.0 if c.arithmetic == "bfloat16" else 2.0)
+
+
 def activation_bytes(c: Candidate, profile: ModelProfile) -> float:
     """Return what is kept between forward and backward, the batch itself included."""
     kept = c.arithmetic
@@ -174,7 +187,10 @@ def _pipeline_bytes(c: Candidate, of_blocks: float, rest: float) -> float:
 
 
 def compiled_ratio(c: Candidate, profile: ModelProfile) -> float:
-    """Return what compilation keeps of the activations, as a share of what eager mode keeps."""
+    """Return what compilation keeps of the activations, as a share of what eager mode keeps; never more.
+
+    A graph that was captured at one batch size only counts its fixed part to every sample.
+    """
     known = (profile.compiled_bytes or {}).get(c.arithmetic)
     eager = profile.saved_bytes(c.arithmetic)
-    return 1.0 if c.compile == "none" or known is None or not eager else known / eager
+    return 1.0 if c.compile == "none" or known is None or not eager else min(1.0, known / eager)

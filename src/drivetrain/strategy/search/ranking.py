@@ -15,6 +15,8 @@ from drivetrain.strategy.search.memory import predict_memory
 from drivetrain.strategy.search.time_model import predict_time
 from drivetrain.strategy.search.wishes import shown_bytes
 
+TIE = 0.02
+"""Times this close count as equal; then the plan with fewer methods wins."""
 _AMOUNTS = ("none", *CHECKPOINTS)
 _FAR_KIND, _FAR = 4.0, 2.0
 """Candidates that are predicted to take so many times as long as the best are not looked at; of other kinds, about which less is known."""
@@ -63,6 +65,19 @@ def predict(candidate: Candidate, profile: ModelProfile, machine: MachineProfile
 def order(scored: Iterable[Scored]) -> list[Scored]:
     """Return candidates from the fastest on; among equals the simpler, then the smaller comes first."""
     return sorted(scored, key=lambda item: (item.seconds, item.methods, item.peak))
+
+
+def preferred(scored: Iterable[Scored]) -> list[Scored]:
+    """Return candidates in the order in which they are chosen without a trial: of those that tie with the fastest, the simplest first.
+
+    A fused update makes nothing less simple.
+    """
+    ranked = order(scored)
+    ties = [item for item in ranked if item.seconds <= ranked[0].seconds * (1 + TIE)]
+    return [
+        *sorted(ties, key=lambda item: (item.methods - item.candidate.fused, item.seconds, item.peak)),
+        *ranked[len(ties) :],
+    ]
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:

@@ -69,6 +69,17 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _lock_bars_by_thread() -> None:
+    """Give tqdm, which the compiler calls, a lock of this process alone.
+
+    Its own is a named semaphore, which a process that is ended at once cannot take back: the parent would warn of a leak at its exit.
+    """
+    with suppress(ImportError):
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+
+
 class _Service:
     def __init__(self, pipe: Connection, place: Place):
         self.pipe, self.place = pipe, place
@@ -103,6 +114,7 @@ class _Service:
         import torch._dynamo  # every optimizer loads it: here it counts neither as a plan's memory nor as its time
 
         os.environ |= dict(self.place.environment)
+        _lock_bars_by_thread()
         self.place.settings.restore()
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device.index or 0)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.utils import DataLoaderSlice
 
@@ -61,7 +62,7 @@ class LimitEvalStepsCallback(TrainerCallback):
     def on_eval_epoch_start(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
         """Close the slice where this evaluation is limited."""
         if self._slice is not None and (is_intermediate or not self.limit_intermediate_only):
-            self._slice.slice_size = self.num_eval_steps // trainer.run_config.num_processes
+            self._slice.slice_size = self.num_eval_steps // num_data_ranks()
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Open the slice."""
@@ -73,7 +74,7 @@ class LimitEvalStepsCallback(TrainerCallback):
         self.on_eval_epoch_end(trainer)
 
     def _prepare(self, trainer: Any) -> None:
-        processes = trainer.run_config.num_processes
+        processes = num_data_ranks()  # those that share samples take one step together
         if self.num_eval_steps < processes:
             raise ConfigError(
                 f"num_eval_steps={self.num_eval_steps} is shared by {processes} processes and leaves some without a "

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.runtime.ranks import get_local_rank, get_num_processes
+from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.readback import AsyncReadback
 
@@ -71,7 +71,7 @@ class ProgressBarCallback(TrainerCallback):
         phase = self._phases[-1]
         phase.done += 1
         size = state.batch_output["batch_size"]
-        phase.samples += size * get_num_processes() if isinstance(size, int) else 0
+        phase.samples += size * num_data_ranks() if isinstance(size, int) else 0
         if time.perf_counter() >= self._next:
             self._show(phase)
 

@@ -1,0 +1,314 @@
+"""Find out where a block that is split over ranks can run on pieces of the sequence (Korthikanti et al., 2022, arXiv 2205.05198).
+
+In a pre-norm block everything between two pairs of split layers treats positions one by one: norms, dropouts, residual sums. These can run
+on pieces. A norm hands the whole sequence to the layers behind it, and the layer that closes a pair hands pieces back. Which norms and
+which layers these are is found by running one block of each family on made-up weights, once for every rank with that rank's piece, while
+every tensor is marked as a piece or as whole. What comes out must be the rank's piece of the whole result. A parameter that would meet a
+piece outside a norm would have the gradient of a part; it is refused, like a block that is not built this way.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.blocks import find_blocks
+from drivetrain.module.classes import written_class
+from drivetrain.module.tensor_parallel import is_splittable
+from drivetrain.module.tensor_trials import (
+    LENGTH,
+    agree,
+    in_evaluation,
+    inputs_of_blocks,
+    is_parameter,
+    made_up_inputs,
+    made_up_state,
+    outside_fake_mode,
+    structure_of,
+    tensors_in,
+)
+
+_PIECE, _LABEL = "_is_piece", "_label"  # set on tensors: whether they are pieces; which module they come from
+
+
+@dataclass(kw_only=True)
+class PiecePlan:
+    """Where the sequence is cut and made whole, by dotted names."""
+
+    blocks: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    """Blocks that run on pieces; whether each is the first or the last of its family."""
+    norms: list[str] = field(default_factory=list)
+    """Norms that take pieces and return the whole sequence."""
+    closers: list[str] = field(default_factory=list)
+    """Modules that take the whole sequence and return pieces."""
+
+
+def find_pieces(model: nn.Module, styles: Mapping[str, Any], size: int) -> PiecePlan:
+    """Return where the blocks of a model, split as `styles` says, can run on pieces; what cannot is refused with the reason."""
+    plan = PiecePlan()
+    families = [family for family in find_blocks(model) if family.repeats]
+    length = max(LENGTH, 2 * size)
+    inputs = inputs_of_blocks(model, families, length)
+    for family in families:
+        known: dict[Any, tuple[set[str], set[str]]] = {}
+        for index, (name, block) in enumerate(zip(family.names, family.members)):
+            own = {layer.removeprefix(f"{name}."): s for layer, s in styles.items() if layer.startswith(f"{name}.")}
+            if not own:
+                continue
+            key = (structure_of(block), str(sorted(own.items(), key=lambda item: item[0])))
+            if key not in known:
+                known[key] = _try_block(name, block, own, size, length, inputs.get(family.members[0]))
+            norms, closers = known[key]
+            plan.norms += [f"{name}.{norm}" for norm, _ in block.named_modules() if norm in norms]
+            plan.closers += [f"{name}.{closer}" for closer, _ in block.named_modules() if closer in closers]
+            plan.blocks[name] = (index == 0, index == len(family.members) - 1)
+    if not plan.blocks:
+        raise ConfigError(
+            f"tensor_parallel: sequence_parallel=True needs repeated blocks whose layers are split, and {type(model).__name__} has none. "
+            "Leave sequence_parallel out."
+        )
+    return plan
+
+
+def _try_block(
+    name: str, block: nn.Module, styles: Mapping[str, Any], size: int, length: int, given: Any
+) -> tuple[set[str], set[str]]:
+    """Return the norms and closers of a block, by their names inside it."""
+    with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
+        torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
+        state = made_up_state(block)
+        given = given or made_up_inputs(block, length)
+        reason = ""
+        for by_layer in (True, False):
+            trial = _Trial(block, state, given, styles, by_layer)
+            try:
+                trial.run(size)
+            except _CannotRun as error:
+                reason = reason or str(error)
+            else:
+                return trial.norms, trial.closers
+    raise ConfigError(
+        f"tensor_parallel: sequence_parallel=True cannot run {name} ({written_class(block).__name__}) on pieces of the sequence: {reason}. "
+        "It is for blocks in which norms stand before split layers and their results are added to the stream. Leave sequence_parallel "
+        "out, or use the method sequence_parallel, which has an axis of its own."
+    )
+
+
+class _CannotRun(Exception):
+    """Says why a block does not compute the same on pieces."""
+
+
+class _Mixed(Exception):
+    """A whole tensor met a piece; the module it comes from should return pieces."""
+
+
+class _Trial:
+    """One block with made-up weights: how it runs whole, and how it runs on each rank's piece."""
+
+    def __init__(
+        self, block: nn.Module, state: dict[str, Tensor], given: Any, styles: Mapping[str, Any], by_layer: bool
+    ):
+        self.block, self.state, self.styles, self.by_layer = block, state, styles, by_layer
+        self.args, self.kwargs = given
+        self.closers = {name for name, style in styles.items() if style == "rowwise"}
+        self.norms: set[str] = set()
+        self.whole: dict[str, list[Tensor]] = {}
+        """What each module returned, call by call, when nothing was cut."""
+        self.parameters = {id(value): name for name, value in state.items() if is_parameter(block, name)}
+        self.rank, self.size, self.inside_norms = 0, 1, 0
+
+    def run(self, size: int) -> None:
+        """Try all ranks; a reason against it is raised."""
+        for name, style in self.styles.items():
+            if not isinstance(style, str) or style in ("sequence", "vocabulary"):
+                raise _CannotRun(f"the plan gives {name} the style {style!r}, which decides about its layout already")
+        self.size = size
+        try:
+            expected = self._run_whole()
+        except Exception as error:  # the block needs other arguments
+            raise _CannotRun(f"it could not be tried ({type(error).__name__}: {_line(error)})") from error
+        self.rank = 0
+        while self.rank < size:
+            try:
+                found = self._run_piece()
+            except _CannotRun:
+                raise
+            except _Mixed as error:
+                label = str(error)
+                if label in self.closers or label in self.norms:
+                    raise _CannotRun(f"the output of {label} is added to the stream as it is") from None
+                self.closers.add(label)
+                self.rank = 0
+                continue
+            except Exception as error:  # code that finds another length than it expects
+                raise _CannotRun(f"its code depends on the length it sees ({_line(error)})") from error
+            self._compare(expected, found)
+            self.rank += 1
+
+    def _compare(self, expected: list[Tensor], found: list[Tensor]) -> None:
+        if not found or not getattr(found[0], _PIECE, False):
+            raise _CannotRun("what it returns is not a piece of the sequence")
+        if not agree([self._piece(expected[0]), *expected[1:]], found):
+            raise _CannotRun("its result on pieces is not the pieces of its result: something mixes positions")
+
+    def _piece(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size, 1)[self.rank].clone()
+
+    def _call(self, args: Any, kwargs: Any) -> list[Tensor]:
+        with BaseTorchFunctionMode():  # torch's encoder layers take no fused path while a mode looks on
+            out = torch.func.functional_call(self.block, dict(self.state), args, kwargs, tie_weights=True)
+        return [x for x in tensors_in(out) if x.is_floating_point()]
+
+    def _run_whole(self) -> list[Tensor]:
+        self.whole = {}
+
+        def after(name: str, module: nn.Module, out: Any) -> None:
+            self.whole.setdefault(name, []).extend(x.detach().clone() for x in floats(out)[:1])
+
+        with _Hooks(self.block, None, after):
+            return self._call(self.args, self.kwargs)
+
+    def _run_piece(self) -> list[Tensor]:
+        self.inside_norms = 0
+        values = [*self.args, *self.kwargs.values()]
+        place = next((i for i, x in enumerate(values) if is_stream(x)), None)
+        if place is None:
+            raise _CannotRun("it takes no tensor of (batch, sequence, features)")
+        values[place] = _as_piece(self._piece(values[place]))
+        args, rest = values[: len(self.args)], values[len(self.args) :]
+        with _Hooks(self.block, self._enter, self._leave), _Marking(self):
+            return self._call(tuple(args), dict(zip(self.kwargs, rest)))
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        gets_piece = any(getattr(x, _PIECE, False) for x in tensors_in(args))
+        if gets_piece and _is_norm(module) and not self.inside_norms:
+            self._once(name)
+            self.norms.add(name)
+            self.inside_norms += 1
+        elif gets_piece and name in self.styles and not self.inside_norms:
+            raise _CannotRun(f"no norm stands before {name}")
+
+    def _leave(self, name: str, module: nn.Module, out: Any) -> Any:
+        first = floats(out)[:1]
+        if name in self.norms and self.inside_norms:
+            self.inside_norms -= 1
+            if not agree([self._piece(self.whole[name][0])], first):
+                raise _CannotRun(f"{name} does not treat positions one by one")
+            return _labelled(self.whole[name][0].clone(), name)
+        if name in self.closers:
+            self._once(name)
+            if getattr(first[0], _PIECE, False):
+                raise _CannotRun(f"{name} gets a piece of the sequence")
+            return with_first(out, _as_piece(self._piece(self.whole[name][0])))
+        is_source = is_splittable(module) if self.by_layer else not isinstance(module, nn.modules.dropout._DropoutNd)
+        if is_source:
+            for x in first:
+                if not getattr(x, _PIECE, False):
+                    _labelled(x, name)
+        return out
+
+    def _once(self, name: str) -> None:
+        if len(self.whole.get(name, ())) != 1:
+            raise _CannotRun(f"{name} runs more than once")
+
+
+class _Marking(TorchFunctionMode):
+    """Marks what is computed from pieces, and stops where a piece meets a whole tensor or a parameter."""
+
+    def __init__(self, trial: _Trial):
+        super().__init__()
+        self.trial = trial
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        tensors = tensors_in((args, kwargs))
+        is_piece = any(getattr(x, _PIECE, False) for x in tensors)
+        labels = [x.__dict__[_LABEL] for x in tensors if _LABEL in getattr(x, "__dict__", {})]
+        if is_piece and not self.trial.inside_norms:
+            for x in tensors:
+                if id(x) in self.trial.parameters:
+                    owner = self.trial.parameters[id(x)]
+                    raise _CannotRun(f"{owner} is used on pieces outside a norm, so its gradient would be a part")
+            if labels:
+                raise _Mixed(labels[-1])
+        out = func(*args, **(kwargs or {}))
+        for x in tensors_in(out):
+            if is_piece:
+                _as_piece(x)
+            elif labels:
+                _labelled(x, labels[-1])
+        return out
+
+
+class _Hooks:
+    """Calls functions before and after every module inside a block, by name."""
+
+    def __init__(self, block: nn.Module, before: Any, after: Any):
+        self.block, self.before, self.after = block, before, after
+
+    def __enter__(self) -> None:
+        self.hooks: list[Any] = []
+        for name, module in self.block.named_modules():
+            if not name:
+                continue
+
+            def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                self.before(name, module, (args, kwargs))
+
+            def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> Any:
+                return self.after(name, module, out)
+
+            if self.before is not None:
+                self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(leave))
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def is_stream(value: Any) -> bool:
+    """Say whether a value can be the activations of a sequence: (batch, sequence, features)."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
+
+
+def floats(out: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output, in their order."""
+    return [x for x in tensors_in(out) if x.is_floating_point()]
+
+
+def with_first(out: Any, stream: Any) -> Any:
+    """Return an output with another tensor in the place of its first floating-point one."""
+    if isinstance(out, Tensor):
+        return stream
+    if isinstance(out, dict):
+        place = next(key for key, value in out.items() if floats(value))
+        return type(out)({**out, place: with_first(out[place], stream)})
+    place = next(index for index, value in enumerate(out) if floats(value))
+    items = [with_first(value, stream) if index == place else value for index, value in enumerate(out)]
+    return type(out)(items)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Say whether a module is a norm over features, torch's or one of the same name."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return True
+    name = written_class(module).__name__
+    return name.endswith(("LayerNorm", "RMSNorm")) and next(module.children(), None) is None
+
+
+def _as_piece(x: Tensor) -> Tensor:
+    setattr(x, _PIECE, True)
+    return x
+
+
+def _labelled(x: Tensor, label: str) -> Tensor:
+    setattr(x, _LABEL, label)
+    return x
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:160]
