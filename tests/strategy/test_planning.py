@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.core.errors import ConfigError, ConflictError
+from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import is_wrapped, named_clean_parameters
 from drivetrain.strategy.value import Strategy
@@ -145,3 +145,18 @@ def test_an_optimizer_with_state_is_not_thrown_away():
     with pytest.raises(ConfigError, match="has state already"):
         trainer.train(data(), num_epochs=1)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_recorded_kernels_are_refused_where_gradients_accumulate():
+    from drivetrain.train.planning import check_graphs
+    from drivetrain.train.settings import TrainSettings
+
+    settings = TrainSettings(num_epochs=1)
+    check_graphs({"native_dynamo", "cuda_graphs"}, settings, splits=False)
+    for names, given, splits in (
+        ({"cuda_graphs"}, TrainSettings(num_epochs=1, gradient_accumulation_steps=2), False),
+        ({"cuda_graphs"}, TrainSettings(num_epochs=1, microbatch_size=4), False),
+        ({"cuda_graphs"}, settings, True),
+    ):
+        with pytest.raises(UnsupportedMethodError, match="cuda_graphs with accumulated gradients"):
+            check_graphs(names, given, splits=splits)

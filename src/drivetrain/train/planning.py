@@ -168,6 +168,8 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
             f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
             "them."
         )
+    if trainer.settings is not None:
+        check_graphs(names, trainer.settings, splits=micro is not None)
     if resolved.site.axis("pipe") > 1:
         raise UnsupportedMethodError(
             "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen. Use "
@@ -175,6 +177,16 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
         )
     if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
         _check_shared_samples(trainer, resolved)
+
+
+def check_graphs(names: set[str], settings: Any, splits: bool) -> None:
+    """Refuse recorded kernels with accumulation: the next recording would write over gradients that are still to be added to."""
+    accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
+    if "cuda_graphs" in names and accumulates:
+        raise UnsupportedMethodError(
+            "cuda_graphs with accumulated gradients is not right in the Trainer: a recorded backward pass writes over the gradients of the one "
+            "before. Leave out cuda_graphs, or the accumulation and micro-batches."
+        )
 
 
 def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
