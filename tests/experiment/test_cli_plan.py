@@ -87,6 +87,7 @@ def test_bad_input_is_status_two_and_says_what_to_do(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_example_plans_a_small_transformer_for_many_devices(capsys):
     from tests.test_examples import load
 

@@ -542,7 +542,7 @@ def test_plans_for_other_hardware_need_neither_it_nor_a_measurement():
         plan.evidence in ("simulated", "modelled")
         and dict(plan.mesh).get("data", 1) * dict(plan.mesh).get("zero", 1) <= 64
     )
-    assert "amp_native" in plan and "native_dynamo" in plan
+    assert "native_dynamo" in plan  # what a CPU would have to prove first; 16 bits gain nothing for so small a model
     assert any("another place" in reason for reason in plan.reasons)
 
 

@@ -184,8 +184,8 @@ def check_graphs(names: set[str], settings: Any, splits: bool) -> None:
     accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
     if "cuda_graphs" in names and accumulates:
         raise UnsupportedMethodError(
-            "cuda_graphs with accumulated gradients is not right in the Trainer: a recorded backward pass writes over the gradients of the one "
-            "before. Leave out cuda_graphs, or the accumulation and micro-batches."
+            "cuda_graphs with accumulated gradients is not right in the Trainer: a recorded backward pass writes over the gradients of the "
+            "one before. Leave out cuda_graphs, or the accumulation and micro-batches."
         )
 
 
