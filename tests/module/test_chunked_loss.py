@@ -83,7 +83,7 @@ def test_float16_gradients_survive_a_mean_over_many_rows():
     (linear_cross_entropy(hidden, weight, target, chunk=512) * 65536).backward()
     exact = hidden.detach().double().requires_grad_()
     (F.cross_entropy(exact @ weight.detach().double().t(), target) * 65536).backward()
-    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2e-2, atol=4e-2)
     assert torch.isfinite(weight.grad).all()
 
 

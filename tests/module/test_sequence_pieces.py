@@ -124,6 +124,7 @@ def test_what_stands_between_split_layers_is_found():
     assert plan.blocks == {"blocks.0": (True, False), "blocks.1": (False, True)}
     assert plan.norms == [f"blocks.{i}.norm{j}" for i in (0, 1) for j in (1, 2)]
     assert plan.closers == [f"blocks.{i}.{name}" for i in (0, 1) for name in ("attention.out", "down")]
+    pytest.importorskip("transformers")
     model = gpt2()
     plan = find_pieces(model, styles_of(model, 2), 2)
     assert plan.closers[:2] == ["transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_proj"], (

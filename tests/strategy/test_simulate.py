@@ -138,7 +138,7 @@ MORE_CUT_PLANS = {
 }
 
 
-def check_few_blocks(methods, kind, monkeypatch, count=6):
+def check_few_blocks(methods, kind, monkeypatch, count=8):
     task, plan = make_task(ManyBlocks(count)), Strategy(methods)
     few = simulate(task, plan, world=4, device_kind=kind)
     assert few.failure is None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drivetrain.context.context import Context
 from drivetrain.context.loading import LoadReport
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.tensor_parallel import shared_places
@@ -268,7 +268,7 @@ def _say_unheard(ctx: PlanContext) -> None:
     if given and ctx.plan.site.world > 1 and text not in ctx.notes:
         ctx.note(text)
         if is_master():
-            warnings.warn(f"{text}. Leave them out.", UserWarning, stacklevel=2)
+            warnings.warn(f"{text}. Leave them out.", DrivetrainWarning, stacklevel=2)
 
 
 def _place(ctx: PlanContext) -> None:
