@@ -2,11 +2,13 @@
 
     DRIVETRAIN_DATA=folder python -m benchmarks.algorithms [--tasks cifar text] [--methods Muon EMA] [--seeds 3] [--limit 10]
 
-The baseline searches a grid of learning rates with the first seed, and so does a method that replaces the optimizer; the best
-rate is run with the other seeds. Every other method runs at the baseline's rate: it is to help a run that is tuned already. The
-clock runs while training does, from the third step on: what comes before (compilation, tuning of kernels) is kept as
-start-up. Runs are appended to `results/algorithms.json`, and those that are there already are not repeated, so several
-sittings add up. `benchmarks/cards.py` turns the file into tables. `--smoke` runs a tiny version of invented data.
+The baseline searches a grid of learning rates with the first seed, and so does a method that replaces the optimizer; a grid
+whose best rate is its first or last grows there. The best rate is run with the other seeds. Every other method runs at the
+baseline's rate: it is to help a run that is tuned already. The clock runs while training does, from the third step on: what
+comes before (compilation, tuning of kernels) is kept as start-up. Several processes may share a device (`--beside` says so in the
+file, `--merge` puts their files together); times then compare with each other, not with a device of one's own. Runs are
+appended to `results/algorithms.json`, and those that are there already are not repeated, so several sittings add up.
+`benchmarks/cards.py` turns the file into tables. `--smoke` runs a tiny version of invented data.
 """
 
 import argparse
@@ -138,10 +140,12 @@ def measure(
         except Exception as error:  # one method that fails must not cost the sitting
             return {**facts, "error": f"{type(error).__name__}: {error}", "final": None}
 
-    grid = []
-    for lr in lrs:
-        grid.append(run(lr, 0))
+    grid, waiting = [], list(lrs)
+    while waiting:
+        grid.append(run(waiting.pop(0), 0))
         yield grid[-1]
+        if not waiting:
+            waiting = beyond_edge(grid, task.higher_is_better)
     best = best_rate(grid, task.higher_is_better)
     if best is not None:
         for seed in range(1, seeds):
@@ -153,6 +157,14 @@ def best_rate(runs: Sequence[dict[str, Any]], higher_is_better: bool) -> float |
     ended = [run for run in runs if run.get("final") is not None and run["final"] == run["final"]]
     sign = 1 if higher_is_better else -1
     return max(ended, key=lambda run: sign * run["final"])["lr"] if ended else None
+
+
+def beyond_edge(grid: Sequence[dict[str, Any]], higher_is_better: bool) -> list[float]:
+    """Return the next rate to try where the best one is the first or the last of a grid; at most two are added."""
+    best, rates = best_rate(grid, higher_is_better), sorted(run["lr"] for run in grid)
+    if best is None or not 3 <= len(rates) < 5 or best not in (rates[0], rates[-1]):
+        return []
+    return [best / 2 if best == rates[0] else best * 2]
 
 
 def key_of(run: dict[str, Any]) -> str:
@@ -177,6 +189,16 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
+def merge(path: Path, others: Sequence[Path]) -> None:
+    """Add the sittings of other files to a file."""
+    results = read_results(path)
+    for other in map(read_results, others):
+        first = len(results["sittings"])
+        results["sittings"] += other["sittings"]
+        results["runs"] += [{**run, "sitting": first + run["sitting"]} for run in other["runs"]]
+    write_results(path, results)
+
+
 def main(
     tasks: Sequence[str] = ("cifar", "text"),
     methods: Sequence[str] | None = None,
@@ -188,6 +210,7 @@ def main(
     again: bool = False,
     cache_dir: str | Path | None = None,
     output: Path | None = None,
+    beside: int = 0,
 ) -> dict[str, Any]:
     """Measure, append to the file after every run, and return its contents."""
     every = {name for task in tasks for name in METHODS[task]}
@@ -199,7 +222,7 @@ def main(
     results = read_results(path)
     known = {} if again else {key_of(run): run for run in results["runs"] if "error" not in run}
     sitting = len(results["sittings"])
-    results["sittings"].append({**environment(seeds), "limit_seconds": limit, "smoke": smoke})
+    results["sittings"].append({**environment(seeds), "limit_seconds": limit, "smoke": smoke, "beside": beside})
     for task_name in tasks:
         task = make_task(task_name, place, smoke=smoke, cache_dir=cache_dir)
         grid = tuple(lrs or task.lrs)
@@ -240,4 +263,13 @@ if __name__ == "__main__":
     parser.add_argument("--again", action="store_true", help="repeat runs that are in the file already")
     parser.add_argument("--cache-dir", help="where decoded pictures are kept")
     parser.add_argument("--output", type=Path)
-    main(**vars(parser.parse_args()))
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="how many other processes use the device")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="only add these files' runs to the output"
+    )
+    given = vars(parser.parse_args())
+    files = given.pop("merge")
+    if files:
+        merge(given["output"] or FILE, files)
+    else:
+        main(**given)

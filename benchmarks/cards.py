@@ -45,6 +45,8 @@ class Outcome:
     finals: tuple[float, ...]
     times: tuple[float | None, ...]
     """Seconds to the target, None where it was not reached."""
+    was_cut: bool = False
+    """Whether a run was ended by the limit of time, before its schedule was."""
 
     @property
     def mean(self) -> float:
@@ -106,6 +108,7 @@ def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | N
             lr=lr,
             finals=tuple(run["final"] for run in own),
             times=tuple(time_to(target, run["curve"], higher) for run in own),
+            was_cut=any(run.get("stopped") for run in own),
         )
         for method, (lr, own) in chosen.items()
     }
@@ -121,6 +124,18 @@ def verdict(method: Outcome, baseline: Outcome, higher_is_better: bool) -> str:
     is_slower = baseline.time is not None and (method.time is None or method.time / baseline.time >= FASTER)
     good, bad = is_faster or gain > noise, is_slower or gain < -noise
     return "mixed" if good and bad else "helps" if good else "hurts" if bad else "no clear effect"
+
+
+def overall(verdicts: Sequence[str]) -> str:
+    """Return the word for the table, with what each task said.
+
+    >>> overall(["helps (text)"]), overall(["helps (text)", "hurts (cifar)"]), overall(["hurts (text)"])
+    ('recommended: helps (text)', 'conditional: helps (text), hurts (cifar)', 'no evidence: hurts (text)')
+    """
+    said = {verdict.partition(" (")[0] for verdict in verdicts}
+    is_good, is_bad = bool(said & {"helps", "mixed"}), bool(said & {"hurts", "mixed"})
+    word = ("conditional" if is_bad else "recommended") if is_good else NO_EVIDENCE
+    return f"{word}: {', '.join(verdicts)}"
 
 
 def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
@@ -148,14 +163,17 @@ def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
         "|---|---|---|---|---|---|---|---|---|",
         *lines,
     ]
+    at_once = 1 + max((sitting.get("beside", 0) for sitting in results["sittings"]), default=0)
+    crowd = f", up to {at_once} at once on the device" if at_once > 1 else ""
     facts = (
-        f"{', '.join(dates)}, torch {', '.join(versions)}; quality ± standard error, seconds of training to the target."
+        f"{', '.join(dates)}, torch {', '.join(versions)}; runs of at most ten seconds{crowd}; quality ± standard error, seconds of "
+        "training to the target. `cut short`: the limit ended a run before its schedule did."
     )
-    return "\n".join([f"**Measured effect.** {facts}", "", *table]), ", ".join(verdicts)
+    return "\n".join([f"**Measured effect.** {facts}", "", *table]), overall(verdicts)
 
 
 def _number(outcome: Outcome) -> str:
-    return f"{outcome.mean:.4f} ± {outcome.error:.4f}"
+    return f"{outcome.mean:.4f} ± {outcome.error:.4f}{' (cut short)' if outcome.was_cut else ''}"
 
 
 def _seconds(outcome: Outcome) -> str:

@@ -4,6 +4,7 @@
     python -m benchmarks.search --parts hand                                    # GPT-2 without hints in 120 s, over the hand-tuned loop
     python -m benchmarks.search --parts budget                                  # 16 GiB for a batch whose plain peak is far above
     python -m benchmarks.search --short 20                                      # many short searches: how many trials run out of memory
+    python -m benchmarks.search --short 20 --slice 0/4 --memory 32GiB           # a quarter of them, beside three others on one device
     python -m benchmarks.search --smoke                                         # all of it, tiny, on the CPU
 
 Every result is appended to `benchmarks/results/search.json` as soon as it is there, with the plan's explanation.
@@ -26,6 +27,7 @@ from benchmarks.models import loss_func, make_batch, make_model
 from benchmarks.timing import RESULTS, alternate, environment
 from drivetrain.strategy.search.find import Wishes, find_plan
 from drivetrain.strategy.search.measure import MORE_STEPS
+from drivetrain.strategy.search.wishes import parse_memory
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Strategy
@@ -93,12 +95,10 @@ def small_space(batch: int, smoke: bool) -> dict[str, list[Any]]:
     whole, blocks = ("compile", {"scope": "model"}), ("compile", {"scope": "block"})
     plans |= {
         "tf32 fused": ["tf32", fused],
-        "tf32 compile fused": ["tf32", whole, fused],
         "bf16 compile": [bf16, whole],
         "bf16 compile fused": [bf16, whole, fused],
         "bf16 compile blocks fused": [bf16, blocks, fused],
         "bf16 compile fused, half the batch": [bf16, whole, fused, ("micro_batch", batch // 2)],
-        "bf16 compile fused, quarter": [bf16, whole, fused, ("micro_batch", batch // 4)],
         "bf16 fused, half the batch": [bf16, fused, ("micro_batch", batch // 2)],
     }
     return plans
@@ -237,8 +237,11 @@ def budget(bench: Bench, name: str = "gpt2") -> None:
     )
 
 
-def short(bench: Bench, count: int) -> None:
-    """Run many short searches over models, batches and budgets; count those in which a trial ran out of memory."""
+def short(bench: Bench, count: int, part: tuple[int, int] = (0, 1), memory: int | None = None) -> None:
+    """Run many short searches over models, batches and budgets; count those in which a trial ran out of its budget.
+
+    Budgets are shares of the device, or of `memory`, so that several processes may search beside each other.
+    """
     names = ("gpt2", "bert", "vit", "resnet50", "llama")
     cases = [
         (name, factor, share)
@@ -246,10 +249,11 @@ def short(bench: Bench, count: int) -> None:
         for name in names
     ]
     out_of_memory = done = 0
-    for name, factor, share in cases[:count]:
+    for name, factor, share in cases[:count][part[0] :: part[1]]:
         task = bench.task(name, (8 if bench.smoke else BATCHES[name]) * factor)
         limit = 15.0 if bench.smoke else 25.0
-        plan, seconds = bench.search(task, time_limit=limit, memory_budget=share, excluded=frozenset({"compile"}))
+        allowed = share if memory is None else int(share * memory)
+        plan, seconds = bench.search(task, time_limit=limit, memory_budget=allowed, excluded=frozenset({"compile"}))
         trials = (plan.search or {}).get("measured", [])
         is_out = any(item["outcome"] == "oom" for item in trials)
         done, out_of_memory = done + 1, out_of_memory + is_out
@@ -259,6 +263,8 @@ def short(bench: Bench, count: int) -> None:
                 "model": name,
                 "global_batch": task.global_batch_size,
                 "share": share,
+                "of_bytes": memory,
+                "beside": part[1] - 1,
                 "out_of_memory": is_out,
                 "measured": len(trials),
                 "evidence": plan.evidence,
@@ -278,6 +284,8 @@ def main() -> None:
     parser.add_argument("--parts", default="", help="comma-separated: exhaustive, hand, budget")
     parser.add_argument("--models", default="gpt2,resnet50,vit", help="models of the part 'exhaustive'")
     parser.add_argument("--short", type=int, default=0, metavar="N", help="so many short searches")
+    parser.add_argument("--slice", default="0/1", metavar="K/N", help="every N-th short search, from the K-th on")
+    parser.add_argument("--memory", type=parse_memory, help="what the budgets of short searches are shares of: '32GiB'")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one search")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--folder", type=Path, default=None, help="where the result goes instead of benchmarks/results")
@@ -296,7 +304,8 @@ def main() -> None:
         else:
             {"hand": hand, "budget": budget}[part](bench)
     if args.short:
-        short(bench, args.short)
+        first, every = (int(number) for number in args.slice.split("/"))
+        short(bench, args.short, (first, every), args.memory)
 
 
 if __name__ == "__main__":

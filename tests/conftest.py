@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from tests.workers import World
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's background job; tests interrupt themselves and their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import settings

@@ -49,6 +49,28 @@ def test_a_method_that_fails_costs_only_itself(tmp_path, capsys, monkeypatch):
     assert [run.get("error") for run in runs] == [None, "ValueError: broken", None]
 
 
+def test_a_grid_grows_where_its_edge_is_best():
+    def grid(**finals):
+        return [{"lr": float(name[1:]), "final": final} for name, final in finals.items()]
+
+    assert algorithms.beyond_edge(grid(r2=1.0, r4=2.0, r8=3.0), higher_is_better=True) == [16.0]
+    assert algorithms.beyond_edge(grid(r2=1.0, r4=2.0, r8=3.0), higher_is_better=False) == [1.0]
+    assert algorithms.beyond_edge(grid(r2=1.0, r4=3.0, r8=2.0), higher_is_better=True) == []
+    assert algorithms.beyond_edge(grid(r2=1.0, r4=2.0, r8=3.0, r16=4.0, r32=5.0), higher_is_better=True) == []
+    assert algorithms.beyond_edge(grid(r4=3.0), higher_is_better=True) == []
+
+
+def test_files_of_several_processes_are_put_together(tmp_path):
+    for name, method in (("a", "EMA"), ("b", "SWA"), ("c", "AGC")):
+        algorithms.write_results(
+            tmp_path / f"{name}.json", {"sittings": [{}], "runs": [{"method": method, "sitting": 0}]}
+        )
+    algorithms.merge(tmp_path / "a.json", [tmp_path / "b.json", tmp_path / "c.json"])
+    merged = algorithms.read_results(tmp_path / "a.json")
+    assert [(run["method"], run["sitting"]) for run in merged["runs"]] == [("EMA", 0), ("SWA", 1), ("AGC", 2)]
+    assert len(merged["sittings"]) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", METHODS)
 def test_every_method_runs(task, tmp_path, capsys, recwarn):
@@ -149,7 +171,7 @@ def test_cards_are_written_between_markers_and_a_second_run_changes_nothing(tmp_
     assert cards.update(folder, path) == ["mixup.md", "index.md"] and cards.update(folder, path) == []
     card = (folder / "mixup.md").read_text()
     assert "Not measured" not in card and "| helps |" in card and "0.9100" in card and card.endswith("More words.\n")
-    assert "| [`MixUp`](mixup.md) | a | helps (cifar) |" in (folder / "index.md").read_text()
+    assert "| [`MixUp`](mixup.md) | a | recommended: helps (cifar) |" in (folder / "index.md").read_text()
 
 
 def test_the_cards_of_the_project_are_up_to_date():

@@ -140,3 +140,28 @@ def test_generators_of_a_state_on_the_device_continue():
     live.load_state_dict(state.state_dict())
     draws = [torch.rand(3, generator=one.rng("drop", "cuda"), device="cuda") for one in (state, live)]
     assert torch.equal(*draws)
+
+
+def test_the_example_of_pystematic_runs_on_the_device_with_the_import_changed():
+    import drivetrain as pystematic
+
+    data = torch.utils.data.TensorDataset(torch.randn(6, 2), torch.rand(6, 1))
+    ctx = pystematic.torch.TorchContext()
+    ctx.model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Sigmoid())
+    # We use the smart dataloader so that batches are moved to the correct device
+    ctx.dataloader = pystematic.torch.SmartDataLoader(dataset=data, batch_size=2)
+    ctx.loss_function = torch.nn.BCELoss()
+    ctx.cuda()  # Move everything to cuda
+    # Remember to initialize the optimizer after moving
+    ctx.optimzer = torch.optim.SGD(ctx.model.parameters(), lr=0.01)
+    before = ctx.model[0].weight.clone()
+    seen = 0
+    for input, lbl in ctx.dataloader:
+        assert input.is_cuda and lbl.is_cuda
+        output = ctx.model(input)
+        loss = ctx.loss_function(output, lbl)
+        ctx.optimzer.zero_grad()
+        loss.backward()
+        ctx.optimzer.step()
+        seen += len(input)
+    assert seen == 6 and ctx.model[0].weight.is_cuda and not torch.equal(ctx.model[0].weight, before)

@@ -77,13 +77,14 @@ def test_autocast_decides_the_type_of_products(dtype):
 
 
 def test_float16_gradients_survive_a_mean_over_many_rows():
+    torch.manual_seed(0)
     hidden = torch.randn(4096, 4, dtype=torch.float16, requires_grad=True)
     weight = torch.randn(8, 4, dtype=torch.float16, requires_grad=True)
     target = torch.randint(8, (4096,))
     (linear_cross_entropy(hidden, weight, target, chunk=512) * 65536).backward()
     exact = hidden.detach().double().requires_grad_()
     (F.cross_entropy(exact @ weight.detach().double().t(), target) * 65536).backward()
-    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=2e-2, atol=4e-2)
+    assert (hidden.grad.double() - exact.grad).norm() < 2e-3 * exact.grad.norm()
     assert torch.isfinite(weight.grad).all()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.module import fp8
 from drivetrain.module.fp8 import (
     FORWARD,
     GRADIENT,
@@ -136,3 +137,44 @@ def test_the_kernel_agrees_with_the_emulation(recipe, rows):
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     assert torch.isfinite(x.grad).all() and torch.isfinite(layer.weight.grad).all()
+
+
+def gradients_of(layer, linear, x, grad, dtype):
+    x.grad = linear.weight.grad = None
+    with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
+        layer(x).backward(grad)
+    return x.grad.double(), linear.weight.grad.double()
+
+
+def check_compiled_gradients(device, recipe, dtype):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 128, device=device)
+    layer = Float8Linear.from_linear(linear, recipe=recipe)
+    x = torch.randn(48, 64, device=device, requires_grad=True)
+    grad = torch.randn(48, 128, device=device, dtype=dtype or torch.float32) * 1e-4
+    torch._dynamo.reset()
+    exact = gradients_of(linear, linear, x, grad, dtype)
+    eager = gradients_of(layer, linear, x, grad, dtype)
+    compiled = gradients_of(torch.compile(layer, fullgraph=True), linear, x, grad, dtype)
+    for one, two, three in zip(exact, eager, compiled):
+        assert (two - one).norm() < 0.1 * one.norm() and (three - two).norm() < 0.02 * two.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does that
+def test_compiled_gradients_are_those_of_the_library_s_kernel(monkeypatch):
+    monkeypatch.setattr(fp8, "supports_fp8", lambda device: True)  # torch's kernel for CPUs, where this one has it
+    try:
+        matmul_fp8(torch.ones(16, 16), torch.ones(16, 16), FORWARD, FORWARD, "tensorwise", torch.bfloat16)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"no 8-bit product on this CPU: {error}")
+    check_compiled_gradients("cpu", "tensorwise", None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_gradients_on_the_device(recipe, dtype):
+    if not supports_fp8("cuda"):
+        pytest.skip("no 8-bit matrix units")
+    check_compiled_gradients("cuda", recipe, dtype)

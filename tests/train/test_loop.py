@@ -215,6 +215,40 @@ def test_a_guest_who_comes_during_the_run_is_heard():
     assert seen == [2, 3, 4]
 
 
+def test_a_guest_who_comes_during_an_evaluation_is_heard_afterwards():
+    seen = []
+
+    class Late(TrainerCallback):
+        def after_forward(self, state, logger):
+            seen.append(state.clock.batch)
+
+    class Door(TrainerCallback):
+        def eval_start(self, state, logger):
+            if state.clock.epoch == 1:
+                trainer.callback_handler.add_callback(Late())
+
+    trainer = make_trainer(callbacks=[Door()])
+    train(trainer, make_data(16), num_epochs=2, eval_dataset=make_data(8), eval_interval="1ep")
+    assert seen == [2, 3]  # the second epoch's batches
+
+
+def test_an_optimizer_that_clears_its_own_way_is_asked_to():
+    cleared = []
+
+    class Counting(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            cleared.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    model = make_model()
+    trainer = Trainer(model, nn.functional.cross_entropy, Counting(model.parameters(), lr=0.1), callbacks=())
+    train(trainer, make_data(16))
+    assert cleared == [True, True]
+    trainer = make_trainer()
+    train(trainer, make_data(16))
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
 def test_a_hook_put_on_the_instance_is_called():
     trainer, called = make_trainer(), []
     trainer.optimizer_step = lambda: (called.append(1), trainer.optimizer.step())

@@ -33,6 +33,7 @@ def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_deca
 
     from drivetrain.context.context import Context
     from drivetrain.record.recorder import Recorder
+    from drivetrain.runtime.device import choose_device
     from drivetrain.train.callbacks import LearningRateMonitor, MoveModulesToDeviceCallback, TerminateOnNaNCallback
     from drivetrain.train.schedulers import CosineLrScheduler
     from drivetrain.train.trainer import Trainer
@@ -52,8 +53,10 @@ def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_deca
         callbacks=(MoveModulesToDeviceCallback, TerminateOnNaNCallback, LearningRateMonitor, epoch_line(epochs)),
         loggers=[recorder],
         state=Context(recorder=recorder),  # its place in the metrics file is saved and restored with the rest
-        strategy="auto",
-        strategy_time_limit=0,  # predicted and simulated only: measuring would take longer than the run
+        strategy="auto"
+        if choose_device().type == "cpu"
+        else None,  # an accelerator's plan would compile longer than this trains
+        strategy_time_limit=0,  # predicted and simulated only: measuring, too, would take longer than the run
     )
     history = trainer.train(
         train_set,

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from drivetrain.module.distributed_tensors import local_part
+
 Count = int | float | Tensor
 
 
@@ -85,8 +87,10 @@ class AccumulationWindow:
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
-    """Multiply all gradients by one factor; a tensor factor is not read back."""
-    grads = [p.grad for p in parameters if p.grad is not None]
+    """Multiply this rank's part of all gradients by one factor; a tensor factor is not read back."""
+    grads = [
+        local_part(p.grad) for p in parameters if p.grad is not None
+    ]  # whole and sharded ones may stand side by side
     if grads:
         torch._foreach_mul_(grads, factor)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain.core.event import Event
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker
 
 
@@ -43,12 +43,13 @@ def errors_told(trainer: Any) -> Iterator[None]:
 @contextmanager
 def own_events(trainer: Any, after_forward: Event) -> Iterator[None]:
     """Let `forward` fire the event of this phase, and the loss fire none."""
-    before = trainer._after_forward, trainer._before_loss, trainer._plain
+    before, plain = (trainer._after_forward, trainer._before_loss), trainer._plain
     trainer._after_forward, trainer._before_loss, trainer._plain = after_forward.value, False, PlainHooks()
     try:
         yield
     finally:
-        trainer._after_forward, trainer._before_loss, trainer._plain = before
+        trainer._after_forward, trainer._before_loss = before
+        trainer._plain = plain if plain == PlainHooks() else find_plain_hooks(trainer)  # guests may have come meanwhile
 
 
 @contextmanager

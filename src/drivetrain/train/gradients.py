@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ResumeError
-from drivetrain.module.accumulation import AccumulationWindow, Count
+from drivetrain.module.accumulation import AccumulationWindow, Count, scale_gradients
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.ranks import num_data_ranks
@@ -102,10 +102,7 @@ class Gradients:
         total = loaders.sum_over_ranks(window.items, trainer.device) if window.everywhere is None else None
         factor = window.correction(total)
         if factor is not None:
-            # What this rank holds of each gradient: with a tensor axis ordinary and distributed ones stand side by side.
-            grads = [local_part(p.grad) for p in trainer._parameters() if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, factor)
+            scale_gradients(trainer._parameters(), factor)
 
     def _count(self, output: Mapping[str, Any]) -> tuple[Count, Count | None]:
         """Return how many items this loss is a mean over, here and on all ranks (None: a reduction must tell)."""

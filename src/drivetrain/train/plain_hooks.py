@@ -8,6 +8,8 @@ listens in between, a scaler, an `OptimSet` or a repeated window bring the hook 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from drivetrain.core.event import Event
 
 
@@ -26,7 +28,7 @@ class PlainHooks:
     schedule: bool = False
     """Nothing, without a scheduler."""
     clear: bool = False
-    """`optimizer.zero_grad()`"""
+    """Torch's own `zero_grad()`: no gradients are left, without the profiler's mark that costs more than all of it."""
 
 
 def find_plain_hooks(trainer: Any) -> PlainHooks:
@@ -51,5 +53,10 @@ def find_plain_hooks(trainer: Any) -> PlainHooks:
         backward=passes_on and trainer._gradients.is_simple and is_default("backward_step"),
         step=passes_on and has_optimizer and not trainer._repeat.is_wanted and is_default("optimizer_step"),
         schedule=is_default("scheduler_step"),
-        clear=has_optimizer and is_default("optimizer_zero_grad"),
+        clear=has_optimizer and is_default("optimizer_zero_grad") and _clears_as_torch_does(trainer.optimizer),
     )
+
+
+def _clears_as_torch_does(optimizer: Any) -> bool:
+    own = getattr(type(optimizer), "zero_grad", None)
+    return own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)

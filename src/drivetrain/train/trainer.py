@@ -798,7 +798,9 @@ class Trainer:
         if self._schedules_each_step and (state.schedulers or not plain.schedule):
             self.scheduler_step()
         if plain.clear:
-            state.optimizers[0].zero_grad()
+            for group in state.optimizers[0].param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         else:
             self.optimizer_zero_grad()
         if not self._gradients.is_simple:

@@ -61,9 +61,9 @@ def on_a_terminal(program, **variables):
 def test_a_terminal_gets_bars_with_loss_rate_speed_and_time(tmp_path):
     written = on_a_terminal(PROGRAM, NO_COLOR="1")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    assert re.search(r"epoch 1/1 .*8/8 +0:00 +loss [\d.]+ +lr 0\.1 +[\d.]+k? samples/s", text)
+    assert re.search(r"epoch 1/1 .*8/8 +0:\d\d +loss [\d.]+ +lr 0\.1 +[\d.]+k? samples/s", text)
     assert re.search(r"evaluation .*2/2", text)
-    assert re.search(r"[1-7]/8 +0:00 < 0:00", text)
+    assert re.search(r"[1-7]/8 +0:\d\d < 0:\d\d", text)
     assert "\x1b[?25h" in written  # the cursor is back
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", written)  # NO_COLOR is obeyed
     assert text.rstrip().endswith("the end")

@@ -36,10 +36,15 @@ class GraphedDirections:
         self._graph.replay()
         return self._outputs
 
-    def fits(self, updates: Sequence[Tensor]) -> bool:
-        """Say whether these updates are of the recorded kind."""
-        return len(updates) == len(self._inputs) and all(
-            mine.shape == other.shape and mine.dtype == other.dtype for mine, other in zip(self._inputs, updates)
+    def fits(self, updates: Sequence[Tensor], steps: int, adjust_lr: str) -> bool:
+        """Say whether these updates are of the recorded kind, to be turned in the recorded way."""
+        is_same_way = (steps, adjust_lr) == (self._steps, self._adjust_lr)
+        return (
+            is_same_way
+            and len(updates) == len(self._inputs)
+            and all(
+                mine.shape == other.shape and mine.dtype == other.dtype for mine, other in zip(self._inputs, updates)
+            )
         )
 
     def _compute(self) -> None:

@@ -162,9 +162,10 @@ class MuonHybrid(Optimizer):
         if any(is_dtensor(parameter) or not parameter.is_cuda for parameter in parameters):
             raise ConfigError("MuonHybrid(cuda_graph=True) needs whole parameters on a CUDA device; leave it out here.")
         graphs = self.__dict__.setdefault("_graphs", {})  # a copied optimizer records its own
-        graph = graphs.get(id(group))
-        if graph is None or not graph.fits(ahead):
-            graph = graphs[id(group)] = GraphedDirections(ahead, parameters, group["ns_steps"], group["adjust_lr"])
+        key = id(parameters[0])  # groups are replaced when a state is loaded, parameters are not
+        graph, settings = graphs.get(key), (group["ns_steps"], group["adjust_lr"])
+        if graph is None or not graph.fits(ahead, *settings):
+            graph = graphs[key] = GraphedDirections(ahead, parameters, *settings)
         directions, lr = graph(ahead), group["lr"]
         shrink(parameters, lr * group["weight_decay"])
         if isinstance(lr, Tensor):

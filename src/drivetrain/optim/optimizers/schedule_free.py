@@ -113,6 +113,7 @@ class _ScheduleFree(Optimizer):
         return loss
 
     def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+        """Return what a step of one goes against, weight decay included; each optimizer has its own."""
         raise NotImplementedError
 
     def _advance(self, group: dict[str, Any]) -> tuple[float, float]:
