@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from drivetrain.core.errors import StopTrainingError
+from drivetrain.core.errors import DistributedError, StopTrainingError
 from drivetrain.train.callbacks import TrainerCallback
+from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
 
@@ -111,6 +112,44 @@ def early_stop_at_epoch_end():
 
 def test_a_stop_of_one_rank_at_an_epochs_end_ends_all(world2):
     assert world2(early_stop_at_epoch_end) == [2, 2]
+
+
+def stop_in_a_hook(name):
+    import torch.distributed as dist
+
+    def raises(self):
+        getattr(Trainer, name)(self)
+        if dist.get_rank() == 1:
+            raise StopTrainingError("rank 1 only")
+
+    trainer = make_trainer(cls=type("Stopping", (Trainer,), {name: raises}), callbacks=(), seed=1)
+    train(trainer, make_data(16), num_epochs=4, per_device_batch_size=4, eval_dataset=make_data(8))
+    return trainer.state.clock.batch
+
+
+def test_a_stop_of_one_rank_in_a_hook_between_steps_ends_all(world2):
+    names = ("train_epoch_start", "train_epoch_end", "eval_epoch_start", "eval_epoch_end", "training_run_epoch_end")
+    for name in names:
+        first, second = world2(stop_in_a_hook, name)
+        assert first == second <= 2, name
+
+
+def stop_in_a_step():
+    import torch.distributed as dist
+
+    class Stopping(Trainer):
+        def optimizer_step(self):
+            if self.state.clock.step == 1:
+                raise StopTrainingError("all at once, by chance")
+            super().optimizer_step()
+
+    with pytest.raises(DistributedError, match=r"request_stop\(reason\)") as caught:
+        train(make_trainer(cls=Stopping, callbacks=(), seed=1), make_data(16), per_device_batch_size=4)
+    return f"rank {dist.get_rank()}" in str(caught.value) and isinstance(caught.value.__cause__, StopTrainingError)
+
+
+def test_a_stop_inside_a_step_of_several_is_an_error_that_says_what_to_call(world2):
+    assert world2(stop_in_a_step) == [True, True]
 
 
 def token_weighted():

@@ -30,7 +30,7 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run."""
     settings = trainer.settings
     check_optimizer(trainer)
-    trainer._stop, trainer._first_batch = None, True
+    trainer._stop, trainer._first_batch, trainer._has_agreed = None, True, False
     loaders.use_data_ranks(trainer)
     is_searched = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
     if is_searched:  # a search asks the loader for its batch size, and makes every process a data rank

@@ -10,19 +10,20 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.context import Context
 from drivetrain.core.engine import Engine, Fire
-from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped, nearest_name
+from drivetrain.core.errors import ConfigError, DistributedError, StopTrainingError, TrainingStopped, nearest_name
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
@@ -655,6 +656,7 @@ class Trainer:
                     if self._run_epoch():
                         break
             except (StopTrainingError, TrainingStopped) as stop:
+                self._refuse_to_leave_alone(stop)
                 self._stop = stop
             self._inside_step = False
             if self._stop is not None:
@@ -679,13 +681,13 @@ class Trainer:
             self._loss_tracker.reset()
             self._train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
-        self.train_epoch_start()
+        self._between_steps(self.train_epoch_start)
         fire.epoch_start()
         resuming.apply_restored_rng(self)
         ended = self._run_train_epoch(self._train_dataloader)
         if not ended or clock.batch_in_epoch == self._batches_per_epoch:
             clock.next_epoch()
-        self.train_epoch_end()
+        self._between_steps(self.train_epoch_end)
         self._add_epoch_loss_to_run_history("train_loss_epoch")
         self._record_epoch_metrics("train")
         fire.epoch_end()
@@ -695,7 +697,7 @@ class Trainer:
             self._run_eval_epoch(self._eval_dataloader)
         if self.settings and self.settings.scheduler_interval == "epoch":
             self._step_epoch_scheduler()
-        self.training_run_epoch_end()
+        self._between_steps(self.training_run_epoch_end)
         fire.epoch_checkpoint()
         self.run_history._increment_epoch()
         if self._keeper is not None:
@@ -930,7 +932,7 @@ class Trainer:
         prefix = "eval" if is_training else "evaluation"
         with evaluation_mode(self, is_intermediate):
             fire.eval_before_all()
-            self.eval_epoch_start()
+            self._between_steps(self.eval_epoch_start)
             fire.eval_start()
             move = loaders.mover(self, dl)
             with torch.no_grad():
@@ -948,7 +950,7 @@ class Trainer:
                     fire.eval_batch_end()
             self._add_epoch_loss_to_run_history(name)
             recorded = self._record_epoch_metrics(prefix, is_intermediate)
-            self.eval_epoch_end()
+            self._between_steps(self.eval_epoch_end)
             fire.eval_end()
             fire.eval_after_all()
             recorded += self._record_means(prefix, is_intermediate)
@@ -1039,8 +1041,31 @@ class Trainer:
     def _obey(self, wish: int) -> None:
         """Stop because a rank asked for it, or act on a signal any rank received."""
         if wish == STOP:
-            raise self._stop or StopTrainingError("another process asked to stop")
+            self._stop_together()
         resuming.obey_signal(self, wish)
+
+    def _stop_together(self) -> NoReturn:
+        """Raise what ends the run, on all ranks at the same place."""
+        self._has_agreed = True
+        raise self._stop or StopTrainingError("another process asked to stop")
+
+    _has_agreed = False
+
+    def _refuse_to_leave_alone(self, stop: Exception) -> None:
+        """Turn a stop that only this rank knows of into an error, which ends the others too instead of leaving them to wait."""
+        if self._vote is not None and not self._has_agreed:
+            raise DistributedError(
+                f"rank {get_rank()}: a hook of {type(self).__name__} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
+                "of several processes, which the others cannot leave with it. Call trainer.request_stop(reason) there instead: all "
+                "ranks then stop after the step. A callback may raise it."
+            ) from stop
+
+    def _between_steps(self, hook: Callable[[], Any]) -> None:
+        """Call a hook outside the steps; on several processes a stop that it raises waits until all ranks meet."""
+        if self._vote is None:
+            hook()
+        else:
+            self._together(hook)
 
     def _agree_to_stop(self) -> bool:
         """Outside a step: raise on all ranks if any of them wants to stop."""
@@ -1048,7 +1073,7 @@ class Trainer:
         if self._vote is not None:
             wants = self._vote.now(STOP if wants else 0) == STOP
         if wants:
-            raise self._stop or StopTrainingError("another process asked to stop")
+            self._stop_together()
         return False
 
     def _fire_of_all_ranks(self) -> Fire:
