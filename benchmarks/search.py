@@ -98,7 +98,6 @@ def small_space(batch: int, smoke: bool) -> dict[str, list[Any]]:
         "bf16 compile": [bf16, whole],
         "bf16 compile fused": [bf16, whole, fused],
         "bf16 compile blocks fused": [bf16, blocks, fused],
-        "bf16 compile fused, half the batch": [bf16, whole, fused, ("micro_batch", batch // 2)],
         "bf16 fused, half the batch": [bf16, fused, ("micro_batch", batch // 2)],
     }
     return plans

@@ -3,6 +3,8 @@
 import json
 import time
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,14 +14,17 @@ from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, P
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
+from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
-from drivetrain.strategy.search import find
+from drivetrain.strategy.search import find, picture
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.find import Wishes, find_plan
+from drivetrain.strategy.search.known import Known, doubtful
 from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
+from drivetrain.strategy.search.memory import parts_read
 from drivetrain.strategy.search.place import Place
 from drivetrain.strategy.search.ranking import (
     Scored,
@@ -100,6 +105,29 @@ def test_a_cpu_is_searched_for_what_helps_there():
     assert {c.sharding for c in found} == {"none"} and not any(c.cpu_offload or c.graphs for c in found)
     assert {c.precision for c in found} == {"float32", "bfloat16"}
     assert "offload" not in {c.checkpoint for c in found}
+
+
+def test_on_a_cpu_numbers_of_threads_are_compared_and_none_is_trusted_without_a_trial():
+    here = replace(place(machine=CPU, model=make_model()), threads=(1, 4))
+    found = build_space(here)
+    assert {c.threads for c in found.candidates} == {None, 1, 4}
+    chosen = Candidate(micro=64, threads=4)
+    assert chosen in found.candidates and "cpu_threads" in found.plan(chosen)
+    assert found.plan(chosen)[0].config.threads == 4 and "threads 4" in chosen.kind
+    machine = replace(CPU, threads=2)
+    seconds = [predict(Candidate(micro=64, threads=n), make_profile(), machine).seconds for n in (1, None, 4)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert {c.threads for c in build_space(replace(here, machine=GPU)).candidates} == {None}
+    wanted = build_space(replace(here, wishes=Wishes(included=(("cpu_threads", 3),))))
+    assert {c.threads for c in wanted.candidates} == {3}
+    start = Strategy([("cpu_threads", 2), ("micro_batch", 8)])
+    again = build_space(replace(here, wishes=Wishes(start=start)))
+    assert again.plain.threads == 2 and {c.threads for c in again.candidates} == {1, 2, 4}
+    run = find._Search(make_task(), torch.device("cpu"), 1, Wishes(), None)
+    scored = [predict(c, make_profile(), machine) for c in (chosen, Candidate(micro=64))]
+    assert [item.candidate.threads for item in run._trusted(scored)] == [None]
+    asked = find._Search(make_task(), torch.device("cpu"), 1, Wishes(included=("cpu_threads",)), None)
+    assert len(asked._trusted(scored)) == 2
 
 
 def test_a_batch_is_never_split_under_batch_norm():
@@ -395,6 +423,93 @@ def test_a_process_that_must_be_started_anew_needs_time_for_it():
     assert not measuring._has_time(item, 3)
 
 
+@pytest.mark.parametrize(("seconds_now", "threads"), [(0.2, 4), (0.08, None)])
+def test_other_threads_are_chosen_only_if_the_same_plan_is_slower_with_those_of_now(seconds_now, threads):
+    here = build_space(replace(place(machine=CPU), threads=(4,)))
+    other, plain = scored(0.1, 1, micro=64, fused=True, threads=4), scored(0.3, 1, micro=64)
+    answers = {
+        ("fused_optimizer", "cpu_threads"): TrialResult(outcome="ok", step_seconds=0.1, steps=3),
+        ("fused_optimizer",): TrialResult(outcome="ok", step_seconds=seconds_now, steps=3),
+        (): TrialResult(outcome="ok", step_seconds=0.3, steps=3),
+    }
+    trials = Trials(answers, [])
+    measuring = Measuring(here, torch.device("cpu"), Clock(1000.0), 100.0, trials, lambda text: None)
+    measuring.round([other, plain])
+    assert len(trials.asked) == 2
+    measuring.refine()
+    assert choose(measuring.found).scored.candidate.threads == threads
+    assert any(one.scored.candidate == Candidate(micro=64, fused=True) for one in measuring.found)
+
+
+class CountingProfiler:
+    """Knows what it is asked for, and remembers it."""
+
+    def __init__(self):
+        self.parts, self.limits = [], []
+
+    def profile(self, parts=(), *, time_limit=None):
+        self.parts.append(set(parts))
+        self.limits.append(time_limit)
+        compiled = {part.partition("/")[0]: 1000.0 for part in set().union(*self.parts) if part.endswith("compiled")}
+        return make_profile(compiled_bytes=compiled or None)
+
+
+def known(clock=None, seconds=30.0, **values):
+    profiler = CountingProfiler()
+    clock = Clock(120.0) if clock is None else clock
+    return Known(make_profile(compiled_bytes=None), GPU, clock, seconds, profiler, **values), profiler
+
+
+def test_a_profile_grows_by_what_candidates_read_and_nothing_is_asked_twice():
+    about, profiler = known()
+    eager, compiled = Candidate(micro=64), Candidate(micro=64, precision="bfloat16", compile="model")
+    again = Candidate(micro=64, precision="bfloat16", compile="block", checkpoint="second")
+    assert parts_read(eager) == frozenset() and parts_read(compiled) == {"bfloat16/compiled"}
+    assert parts_read(again) == {"bfloat16/compiled", "bfloat16/full"}
+    assert parts_read(replace(again, checkpoint="selective", precision="tf32")) == {
+        "float32/compiled",
+        "float32/selective",
+    }
+    before = about.predicted([eager, compiled])
+    assert about.missing(before) == {"bfloat16/compiled"}
+    item = about.completed(next(one for one in before if one.candidate == compiled))
+    assert item.cost.memory["activations"] < 64 * make_profile().saved_bytes("bfloat16")
+    assert item == predict(compiled, about.profile, GPU)
+    assert profiler.parts == [{"bfloat16/compiled"}] and about.completed(item) is item
+    assert about.again(before, {"bfloat16/compiled"}) == about.predicted([eager, compiled])
+    assert about.missing([scored(1, 1), *about.predicted([again])]) == {"bfloat16/full"}
+    assert known(excluded=frozenset({"bfloat16/compiled"}))[0].missing(before) == set()
+
+
+def test_a_profile_takes_only_its_share_of_the_time():
+    about, profiler = known(seconds=2.0)
+    about.find_out({"float32/full"})
+    late, other = known(clock=Clock(10.0, time.monotonic() - 9.0))
+    late.find_out({"float32/full"})
+    assert profiler.limits[0] == 2.0 and about.seconds < 2.0 and 0.0 <= other.limits[0] < 0.5
+
+
+def test_plans_that_do_not_fit_as_far_as_is_known_are_looked_into_if_they_would_be_fast():
+    slow, fast, hopeless = scored(2.0, 1), scored(1.0, 9), scored(3.0, 9)
+    assert doubtful([fast, slow, hopeless], [slow], 5.0) == [fast]
+    assert doubtful([fast, hopeless], [], 5.0) == [fast, hopeless]
+
+
+def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
+    profiler = CountingProfiler()
+    wishes = Wishes(spec=H100, excluded=frozenset({"checkpoint"}))
+    run = find._Search(make_task(batch=64), torch.device("cpu"), 1, wishes, None)
+    run.reason = None  # as if the device were here
+    about = Known(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
+    found = build_space(run._place(about.profile, GPU))
+    candidates, top = run._promising(about.predicted(found.candidates), about, found, 1e15)
+    assert about.asked == {"bfloat16/compiled"} and profiler.parts == [about.asked]
+    assert top and len(candidates) == len(found.candidates)
+    assert any(parts_read(item.candidate) - about.asked for item in candidates)
+    run._promising(candidates, about, found, 1.0)
+    assert about.asked == {"bfloat16/compiled", "float32/compiled"}  # nothing fits: it matters what each of them keeps
+
+
 def learning(ratio, **first):
     """Measure one compiled plan in `ratio` times its predicted time; return the measuring, its experience and a maker of items."""
     profile, machine = make_profile(), GPU
@@ -460,16 +575,19 @@ def search(task=None, world=1, **wishes):
 
 def make_quick(patch):
     """Let a search use a machine from a table and a model's profile that is made once: both have tests of their own."""
-    original = find.profile_model
 
-    def profile(task, **how):
-        key = type(task.model), task.loss_func is None
-        if key not in _PROFILES:
-            _PROFILES[key] = original(task, compiled=False)
-        return _PROFILES[key]
+    class Profiler:
+        def __init__(self, task):
+            self.task = task
+
+        def profile(self, parts=(), **how):
+            key = type(self.task.model), self.task.loss_func is None
+            if key not in _PROFILES:
+                _PROFILES[key] = profile_model(self.task, compiled=False)
+            return _PROFILES[key]
 
     patch.setattr(find, "_SIMULATED", 2)
-    patch.setattr(find, "profile_model", profile)
+    patch.setattr(find, "ModelProfiler", Profiler)
     patch.setattr(find, "profile_machine", lambda device, **how: replace(CPU, reserve_bytes=2.0**20))
 
 
@@ -559,6 +677,17 @@ def test_the_picture_shows_candidates(tmp_path, simulated_plan):
     plan.picture(tmp_path / "search.png")
     assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
     Strategy.from_json(plan.to_json()).picture(tmp_path / "again.png")
+    axes = SimpleNamespace(
+        **{name: Mock() for name in ("scatter", "annotate", "axvline", "set_title", "grid", "legend")}
+    )
+    for peaks, scale in (
+        ([1.0, 9.0], "linear"),
+        ([1.0, 11.0], "log"),
+    ):  # the ticks of a narrow logarithmic axis are crooked
+        axes.set = Mock()
+        points = [f"0.1 {peak * 2**30} float32, eager" for peak in peaks]
+        picture._draw(axes, Strategy([]), {"points": points, "candidates": 2, "fitting": 2}, ["black"])
+        assert axes.set.call_args.kwargs["xscale"] == scale
     with pytest.raises(ConfigError, match="not found by a search"):
         Strategy(["checkpoint"]).picture(tmp_path / "none.png")
 

@@ -19,6 +19,7 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
+from drivetrain.strategy.trial import memory_kills
 from drivetrain.strategy.trial.nesting import MARK, refuse_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
@@ -106,6 +107,40 @@ def test_a_model_that_misbehaves_costs_its_trial_and_nothing_else(hurts, outcome
     result = attempt(make_task(hurts), patience=patience)
     assert result.outcome == outcome and message in result.message, result
     assert result.step_seconds is None
+
+
+def write_counts(folder, group=None, machine=0, gibibytes=64):
+    """Write what a Linux system says about kills for want of memory; `group` None: its control groups cannot be read."""
+    (folder / "own").write_text("3:cpu:/\n0::/job\n")
+    (folder / "job").mkdir(exist_ok=True)
+    if group is not None:
+        (folder / "job" / "memory.events").write_text(f"low 0\noom 9\noom_kill {group}\n")
+    (folder / "vmstat").write_text(f"nr_free 1\noom_kill {machine}\n")
+    (folder / "meminfo").write_text(f"MemTotal: {gibibytes << 20} kB\n")
+
+
+def test_a_killed_process_ran_out_of_memory_only_if_the_system_says_so_of_its_own_group(tmp_path, monkeypatch):
+    files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
+    for name, file in files.items():
+        monkeypatch.setattr(memory_kills, name, tmp_path / file)
+    write_counts(tmp_path, group=1, machine=5)
+    kills = memory_kills.MemoryKills()
+    write_counts(tmp_path, group=1, machine=8)  # another container of this machine ran out of memory
+    assert not kills.explain(resident=60 << 30)
+    write_counts(tmp_path, group=2, machine=8)
+    assert kills.explain(resident=0)
+
+
+def test_where_only_the_machine_counts_a_small_process_was_not_meant(tmp_path, monkeypatch):
+    files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
+    for name, file in files.items():
+        monkeypatch.setattr(memory_kills, name, tmp_path / file)
+    write_counts(tmp_path, machine=5)
+    kills = memory_kills.MemoryKills()
+    assert not kills.explain(resident=60 << 30)  # the count has not risen
+    write_counts(tmp_path, machine=6)
+    assert kills.explain(resident=60 << 30) and not kills.explain(resident=1 << 30)
+    assert memory_kills.resident_bytes_of(os.getpid()) > 50 << 20
 
 
 def test_a_pool_goes_on_after_a_failed_plan_and_a_registered_method_travels():

@@ -38,7 +38,7 @@ class PlanContext(Context):
         {
             *("plan", "mesh", "recipe", "loss_func", "prepare_input", "sample", "notes"),
             *("ddp_settings", "autocast_dtype", "scaler_dtype", "skip_nonfinite", "stepping"),
-            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole", "copies"),
+            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole", "copies", "undo"),
         }
     )
 
@@ -83,6 +83,8 @@ class PlanContext(Context):
         self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
         """What is done to the recipe after the methods of the optimizer's own stage."""
         self.stepping: Any = None
+        self.undo: list[Callable[[], None]] = []
+        """What puts settings of the process back, where the plan cannot be applied after all."""
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
@@ -181,6 +183,8 @@ def shape(ctx: PlanContext) -> PlanContext:
         _shape(ctx)
     except BaseException:
         before.restore()
+        for undo in reversed(ctx.undo):
+            undo()
         ctx.model, ctx.whole = model, None
         clear_data_ranks()
         raise

@@ -27,6 +27,7 @@ ROWS = {
     "channels_last": "ChannelsLast",
     "chunked_cross_entropy": "ChunkedCrossEntropy",
     "cpu_offload": "CpuOffload",
+    "cpu_threads": "CpuThreads",
 }
 
 

@@ -4,6 +4,9 @@ No device is touched and no memory is taken for the model: shapes alone flow thr
 code, while allocations and operations are written down. Everything that grows with the batch is linear in it, so two sizes give the
 figure for every other. Where a model cannot run on fake tensors (shapes that depend on values), closed forms from its parameters and
 layers take the place, and the profile says so.
+
+What only some plans ask for (compiled graphs, checkpointed blocks) are parts, found out when they are asked for: they take longer than
+all the rest.
 """
 
 import contextlib
@@ -12,7 +15,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +30,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
 from drivetrain.strategy.profile.closed_form import closed_form_profile
 from drivetrain.strategy.profile.compiled import compiled_saved_bytes, loss_of
+from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.depth import (
     BLOCKS_RUN,
     BlockMarks,
@@ -39,45 +43,63 @@ from drivetrain.strategy.profile.lines import line_through, steepest, upper_line
 from drivetrain.strategy.profile.optimizer_memory import optimizer_with_state, small_step, state_bytes, state_tensors
 from drivetrain.strategy.profile.torch_private import fake_mode
 from drivetrain.strategy.profile.tracker import MemoryTimeline, UnitRecorder, UnitTotals, saving_hooks
-from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, PARTS, ModelProfile, UnitProfile
 from drivetrain.strategy.task import TrainingTask
 
 SIZES = (2, 4)
 """Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
-CHECKPOINTS = ("full", "selective")
 MOST_CAPTURED = 3
 """A compiled graph of more equal blocks than this is captured with one and with two of them."""
+LEAST_SECONDS = 5.0
+"""What a run on fake tensors gets in any case, before closed forms take its place."""
+_CAPTURE_STEPS = 10
+"""How long the first capture is expected to take, in tracked steps."""
 
 
 def profile_model(task: TrainingTask, *, compiled: bool = True, time_limit: float | None = None) -> ModelProfile:
-    """Return what a task's model computes and keeps, per sample.
+    """Return what a task's model computes and keeps, per sample, with all its parts.
 
     `compiled` also captures what a compiled forward pass would keep, the slowest part. `time_limit` in seconds is looked at between
     parts: what was not found out in time is None, and `notes` name it. The caller's model and random streams stay as they are.
     """
-    deadline = Deadline(time_limit)
-    before = capture_rng()
-    try:
+    parts = [part for part in PARTS if compiled or not part.endswith(COMPILED)]
+    return ModelProfiler(task).profile(parts, time_limit=time_limit)
+
+
+class ModelProfiler:
+    """Profiles one model, and goes on where it was when more is asked for."""
+
+    def __init__(self, task: TrainingTask):
+        self.task = task
+        self._simulation: _Simulation | None = None
+        self._modelled: ModelProfile | None = None
+        """Closed forms, where a run on fake tensors failed or took too long."""
+
+    def profile(self, parts: Collection[str] = (), *, time_limit: float | None = None) -> ModelProfile:
+        """Return what is known with further parts: names of `PARTS`. What was asked for before is not tried again."""
+        before = capture_rng()
         try:
-            with accelerator_rules(), warnings.catch_warnings():
+            with accelerator_rules(), _no_cycles_collected(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the user's code warns in the real run
-                return _Simulation(task, deadline).profile(compiled)
+                return self._profile(parts, Deadline(time_limit))
+        finally:
+            restore_rng(before)
+
+    def _profile(self, parts: Collection[str], deadline: Deadline) -> ModelProfile:
+        if self._modelled is not None:
+            return self._modelled
+        try:
+            if self._simulation is None:
+                self._simulation = _Simulation(self.task, deadline)
+            self._simulation.deadline = deadline
+            return self._simulation.profile(parts)
+        except OutOfTime as late:
+            why = f"its run on fake tensors was stopped after {late.seconds:.1f} s"
         except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
-            note = f"the model could not run on fake tensors ({_short(error)}): closed forms from its parameters and layers instead"
-            return closed_form_profile(task, note)
-    finally:
-        restore_rng(before)
-
-
-class Deadline:
-    """A point in time that parts of the work ask for."""
-
-    def __init__(self, seconds: float | None):
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def allows(self, seconds: float = 0.0) -> bool:
-        """Say whether a part that takes so long would end in time."""
-        return self._end is None or time.monotonic() + seconds < self._end
+            why = f"the model could not run on fake tensors ({_short(error)})"
+        self._simulation = None
+        self._modelled = closed_form_profile(self.task, f"{why}: closed forms from its parameters and layers instead")
+        return self._modelled
 
 
 @dataclass
@@ -98,6 +120,11 @@ class _Simulation:
 
     def __init__(self, task: TrainingTask, deadline: Deadline):
         self.task, self.deadline, self.found = task, deadline, _Findings()
+        self.is_begun = False
+        self._tried: set[str] = set()
+        self._step_seconds = 0.0
+        """How long the last tracked step took."""
+        self._capture_seconds = 0.0
         if task.samples is None:
             raise ValueError("the task has no samples")
         self.mode = fake_mode()
@@ -111,30 +138,37 @@ class _Simulation:
         self.optimizer_bytes = self.optimizer_temporaries = 0
         self._add_optimizer()
 
-    def profile(self, compiled: bool) -> ModelProfile:
-        """Make the runs, the most useful first, and put the profile together."""
-        for arithmetic in ARITHMETICS:
-            self._record_units(arithmetic)
-        started = time.monotonic()
-        for arithmetic in ARITHMETICS:
-            if self.deadline.allows():
-                self._track_peak(arithmetic, arithmetic)
-            else:
-                self.found.notes.append(f"out of time before the peak in {arithmetic} was tracked")
-        took = time.monotonic() - started
-        if compiled:
-            self._capture("bfloat16")
-        if any(group.repeats for group in self.groups):
-            for mode in CHECKPOINTS:
-                if not self.deadline.allows(took):
-                    self.found.notes.append(f"out of time before the peak with {mode} checkpointing was tracked")
-                    continue
-                with _checkpointed(self.model, mode):
-                    for arithmetic in ARITHMETICS:
-                        self._track_peak(arithmetic, f"{arithmetic}/{mode}")
-        if compiled:
-            self._capture("float32")
+    def profile(self, parts: Collection[str]) -> ModelProfile:
+        """Make the runs that have not been made, the most useful first, and put the profile together."""
+        if not self.is_begun:
+            with self.deadline.at_least(LEAST_SECONDS):
+                for arithmetic in ARITHMETICS:
+                    self._record_units(arithmetic)
+            self.is_begun = True
+        for part in (*ARITHMETICS, *PARTS):
+            if part not in self._tried and (part in parts or part in ARITHMETICS):
+                self._tried.add(part)
+                self._find_out(part)
         return self._put_together()
+
+    def _find_out(self, part: str) -> None:
+        """Make the runs of one part, where there is time for it."""
+        arithmetic, _, what = part.partition("/")
+        if f"/{what}" == COMPILED:
+            self._capture(arithmetic)
+            return
+        if what and not any(group.repeats for group in self.groups):
+            return
+        name = f"the peak in {arithmetic}" + (f" with {what} checkpointing" if what else "")
+        if not self.deadline.allows(len(SIZES) * self._step_seconds):
+            self.found.notes.append(f"out of time before {name} was tracked")
+            return
+        try:
+            with _checkpointed(self.model, what) if what else contextlib.nullcontext():
+                self._track_peak(arithmetic, part)
+        except OutOfTime:
+            self.model.zero_grad(set_to_none=True)
+            self.found.notes.append(f"out of time while {name} was tracked")
 
     def _add_optimizer(self) -> None:
         if self.task.optim_func is None:
@@ -160,7 +194,9 @@ class _Simulation:
 
     def _record_units(self, arithmetic: str) -> None:
         for size in SIZES:
-            recorder, outputs = self._recorded(arithmetic, size)
+            is_first = (arithmetic, size) == (ARITHMETICS[0], SIZES[0])
+            run = self._recorded if is_first or not self._is_uniform() else self._continued
+            recorder, outputs = run(arithmetic, size)
             self.found.outputs.setdefault(arithmetic, {})[size] = outputs
             self.found.units.setdefault(arithmetic, {})[size] = recorder.totals
             self.found.recorders.setdefault(arithmetic, {})[size] = recorder
@@ -169,7 +205,7 @@ class _Simulation:
         """Return what one forward pass and its loss did and kept, and the bytes of the model's output."""
         members = {member: index for index, group in enumerate(self.groups) for member in group.members}
         known = [*self.model.parameters(), *self.model.buffers(), *_tensors(self.inputs[size])]
-        recorder = UnitRecorder(members, len(self.groups), known)
+        recorder = UnitRecorder(members, len(self.groups), known, self.deadline.check)
         handles = recorder.watch(self.model)
         try:
             with self.mode, _autocast(arithmetic), recorder, saving_hooks(recorder):
@@ -180,6 +216,28 @@ class _Simulation:
             for handle in handles:
                 handle.remove()
         return recorder, float(_bytes_behind(_tensors(outputs)))
+
+    def _continued(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
+        """Return the same from runs with two and with three of the blocks, continued."""
+        container = self._container()
+        assert container is not None
+        runs = []
+        for depth in (2, 3):
+            with with_depth(container, depth):
+                runs.append(self._recorded(arithmetic, size))
+        (recorder, outputs), (longer, _) = runs
+        recorder.continue_to(longer, len(container) - 2)
+        return recorder, outputs
+
+    @functools.cache  # noqa: B019 - as below
+    def _is_uniform(self) -> bool:
+        """Say whether what blocks do and keep is found from few of them as from all."""
+        container = self._container()
+        if container is None or len(container) <= 2 * (2 + 3):  # else nothing is saved
+            return False
+        whole = self.found.recorders[ARITHMETICS[0]][SIZES[0]]
+        few, _ = self._continued(ARITHMETICS[0], SIZES[0])
+        return few.amounts() == whole.amounts()
 
     def _track_peak(self, arithmetic: str, name: str) -> None:
         was_regular = self._is_regular
@@ -199,8 +257,8 @@ class _Simulation:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
         container = self._container()
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
-            return self._step(arithmetic, inputs, MemoryTimeline(), contextlib.nullcontext())
-        timeline = MemoryTimeline()
+            return self._step(arithmetic, inputs, MemoryTimeline(self.deadline.check), contextlib.nullcontext())
+        timeline = MemoryTimeline(self.deadline.check)
         marks = BlockMarks(timeline, list(container)[:BLOCKS_RUN])
         try:
             self._step(arithmetic, inputs, timeline, with_depth(container, BLOCKS_RUN))
@@ -214,8 +272,9 @@ class _Simulation:
         self, arithmetic: str, inputs: Any, timeline: MemoryTimeline, shortened: AbstractContextManager[None]
     ) -> MemoryTimeline:
         """Write down the allocations of a step that begins with optimizer state and without gradients."""
+        started = time.monotonic()
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())  # of the whole model
-        with _no_cycles_collected(), shortened, self.mode, timeline:
+        with shortened, self.mode, timeline:
             timeline.label(parameters, "parameters")
             timeline.label(buffers, "buffers")
             timeline.label(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
@@ -227,17 +286,20 @@ class _Simulation:
             timeline.label([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()
         self.model.zero_grad(set_to_none=True)
+        self._step_seconds = time.monotonic() - started
         return timeline
 
     def _capture(self, arithmetic: str) -> None:
         """Capture the forward graph at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
         saved: dict[int, float] = {}
-        started = time.monotonic()
+        expected = self._capture_seconds or _CAPTURE_STEPS * self._step_seconds
         for size in SIZES:
-            if not self.deadline.allows(time.monotonic() - started):
+            if not self.deadline.allows(expected):
                 break
+            started = time.monotonic()
             try:
                 saved[size] = self._captured(arithmetic, size)
+                expected = self._capture_seconds = time.monotonic() - started
             except Exception as error:  # code that ahead-of-time capture cannot follow
                 self.found.notes.append(
                     f"compiled {arithmetic}: the forward graph could not be captured ({_short(error)})"
@@ -278,6 +340,8 @@ class _Simulation:
         try:
             with with_depth(container, 2):
                 short = self._recorded(ARITHMETICS[0], SIZES[0])[0].totals
+        except OutOfTime:
+            raise
         except Exception:  # the forward asks for blocks by number, or counts them
             return None
         share = 2 / len(container)
@@ -413,9 +477,8 @@ def _checkpointed(model: nn.Module, mode: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_cycles_collected() -> Iterator[None]:
-    """Keep the order of releases the same in every run: nothing is collected in between."""
+    """Keep the order of releases the same in every run: nothing is collected in between. It also saves a third of a second each time."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -56,6 +56,7 @@ _LEFT_OUT = {
     "module_replace": "replaced modules are compared by their values, and fake tensors have none",
     "fp8": "it needs the device itself",
     "tf32": "it does not change memory",
+    "cpu_threads": "it does not change memory",
 }
 _ROUNDING = {"cuda": 512}
 """What allocators round sizes up to."""

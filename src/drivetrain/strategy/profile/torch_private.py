@@ -6,6 +6,7 @@ closed forms. Nothing else in this folder imports a name with an underscore from
 
 import importlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -132,7 +133,6 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
     does; nothing is compiled or run. `inputs` are fake tensors, those that require gradients are leaves.
     """
     try:
-        importlib.import_module("torch._inductor.lowering")  # what convolutions decompose with looks it up unimported
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -154,7 +154,13 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
         decompositions=select_decomp_table(),
     )
     try:
-        captured(*inputs)
+        try:
+            captured(*inputs)
+        except AttributeError:  # what poolings decompose with looks this up unimported; it takes a second to load
+            if "torch._inductor.lowering" in sys.modules:
+                raise
+            importlib.import_module("torch._inductor.lowering")
+            captured(*inputs)
     except _Captured as found:
         return found.saved
     raise PrivateFeatureMissing(

@@ -7,7 +7,7 @@ operations of a forward pass to the block that runs them.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +38,10 @@ class Event:
 class MemoryTimeline(TorchDispatchMode):
     """Records what is allocated and released while it is entered, beside the storages known from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called before every operation; what it raises ends the run."""
         super().__init__()
+        self._check = check
         self.events: list[Event] = []
         self.labels: dict[int, str] = {}
         self.phase = "activations"
@@ -52,6 +54,7 @@ class MemoryTimeline(TorchDispatchMode):
             self.labels[self._seen(tensor)] = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check()
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
             for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -112,12 +115,33 @@ class UnitTotals:
     heads: int | None = None
     saved_by_member: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 
+    def amounts(self) -> tuple[float, ...]:
+        """Return everything that adds up."""
+        return self.flops, self.traffic, self.operations, self.saved, self.inputs, self.expensive
+
+    def continue_to(self, longer: "UnitTotals", more: int) -> None:
+        """Become what would be there with `more` further blocks, each of which adds as much as the one that `longer` has more."""
+        steps = [after - before for before, after in zip(self.amounts(), longer.amounts())]
+        flops, traffic, operations, saved, inputs, expensive = (
+            before + more * step for before, step in zip(self.amounts(), steps)
+        )
+        self.flops, self.traffic, self.operations = flops, traffic, int(operations)
+        self.saved, self.inputs, self.expensive = saved, inputs, expensive
+
 
 class UnitRecorder(TorchDispatchMode):
     """Charges a forward pass to units: the index of the unit whose member runs, or `rest` outside of all."""
 
-    def __init__(self, members: dict[nn.Module, int], rest: int, known: Iterable[Tensor]):
+    def __init__(
+        self,
+        members: dict[nn.Module, int],
+        rest: int,
+        known: Iterable[Tensor],
+        check: Callable[[], None] = lambda: None,
+    ):
+        """`check` is called before every operation; what it raises ends the run."""
         super().__init__()
+        self._check = check
         self.totals: dict[int, UnitTotals] = defaultdict(UnitTotals)
         self.loss = UnitTotals()
         """What the loss did, also charged to the rest."""
@@ -144,6 +168,16 @@ class UnitRecorder(TorchDispatchMode):
     def current(self) -> UnitTotals:
         """The unit that runs now."""
         return self.totals[self._stack[-1][0]]
+
+    def amounts(self) -> dict[int, tuple[float, ...]]:
+        """Return everything that adds up, by unit; the loss counts as one more."""
+        return {-1: self.loss.amounts()} | {index: unit.amounts() for index, unit in self.totals.items()}
+
+    def continue_to(self, longer: "UnitRecorder", more: int) -> None:
+        """Become the record with `more` further blocks."""
+        for index in {*self.totals, *longer.totals}:
+            self.totals[index].continue_to(longer.totals[index], more)
+        self.loss.continue_to(longer.loss, more)
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Put hooks on the members and on Linear layers; return their handles."""
@@ -191,6 +225,7 @@ class UnitRecorder(TorchDispatchMode):
         return tensor.detach()  # the tensor itself would keep its own node alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check()
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim" or is_view_operation(func):

@@ -9,6 +9,13 @@ from dataclasses import dataclass, field
 ARITHMETICS = ("float32", "bfloat16")
 """In what a forward pass computes: as the parameters are, or under 16-bit autocast."""
 
+COMPILED = "/compiled"
+PARTS = (
+    "bfloat16/compiled", "float32/full", "bfloat16/full", "float32/selective", "bfloat16/selective", "float32/compiled",
+)  # fmt: skip
+"""Parts of a profile that only some plans ask for, the most useful first: what a compiled forward pass keeps, and the peak with all blocks
+checkpointed; each in one arithmetic."""
+
 CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
 """What matrix products allocate on recent CUDA devices beside tensors, once for the forward and once for the backward thread."""
 

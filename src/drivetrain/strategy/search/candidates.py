@@ -47,6 +47,8 @@ class Candidate:
     fused: bool = False
     channels_last: bool = False
     cpu_offload: bool = False
+    threads: int | None = None
+    """On a CPU; None leaves them as they are."""
     extra: tuple[tuple[str, Any], ...] = ()
     """Further methods with their settings: a user's own, and those that were asked for."""
     given: Strategy | None = field(default=None, compare=False)
@@ -88,7 +90,8 @@ class Candidate:
     def kind(self) -> str:
         """The part of it that decides which kernels run; plans of one kind mispredict alike."""
         how = "eager" if self.compile == "none" else f"compiled {self.compile}"
-        return f"{self.precision}, {how}{' with graphs' if self.graphs else ''}"
+        threads = "" if self.threads is None else f", threads {self.threads}"
+        return f"{self.precision}, {how}{' with graphs' if self.graphs else ''}{threads}"
 
     @property
     def near_kinds(self) -> tuple[str, ...]:
@@ -126,6 +129,7 @@ class Candidate:
             ("fused_optimizer", self.fused),
             ("channels_last", self.channels_last),
             ("cpu_offload", self.cpu_offload),
+            ("cpu_threads", self.threads is not None),
             ("tensor_parallel", self.tensor > 1),
             ("sequence_parallel", self.sequence > 1),
             ("pipeline_parallel", self.pipe > 1),
@@ -149,6 +153,8 @@ class Candidate:
             found["micro_batch"] = {"size": self.micro}
         if self.compile != "none":
             found["native_dynamo"] = {"scope": self.compile}
+        if self.threads is not None:
+            found["cpu_threads"] = {"threads": self.threads}
         if self.pipe > 1:
             found["pipeline_parallel"] = {"microbatches": self.microbatches}
         return found
@@ -190,5 +196,6 @@ def label_of(candidate: Candidate) -> str:
     words += [] if candidate.checkpoint == "none" else [f"checkpoint {candidate.checkpoint}"]
     flags = ("graphs", "chunked_loss", "fused", "channels_last", "cpu_offload")
     words += [flag.replace("_", " ") for flag in flags if getattr(candidate, flag)]
+    words += [] if candidate.threads is None else [f"threads {candidate.threads}"]
     words += [name for name, _ in candidate.extra]
     return ", ".join([*words, f"{candidate.micro} x {candidate.accumulation}"])

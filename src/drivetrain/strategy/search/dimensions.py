@@ -44,6 +44,7 @@ class Dimensions:
         self.chunked = self._flag("chunked_cross_entropy", profile.cross_entropy_head is not None and place.has_loss)
         self.offload = self._flag("cpu_offload", not self.is_cpu and self._state_is_large())
         self.graphs = self._flag("cuda_graphs", not self.is_cpu and "native_dynamo" in method_names())
+        self.threads = self._threads()
         self.splits_batches = not profile.has_batchnorm
         if profile.has_batchnorm:
             self.notes.append(
@@ -148,6 +149,16 @@ class Dimensions:
         needs = any(members <= set(group) for members in asked.wanted)
         allowed = [name for name in group if self.usable(name) and (not self.is_cpu or needs)]
         return allowed if needs else ["none", *allowed]
+
+    def _threads(self) -> list[int | None]:
+        """Return numbers of threads; None, which changes nothing, where the method may be left out."""
+        place, kept = self.place, self.asked.kept.get("cpu_threads")
+        if self.asked.must("cpu_threads"):
+            given = None if kept is None else kept.threads
+            found = (given,) if given is not None else place.threads or (place.machine.threads,)
+            return list(found[-1:] if kept is not None else found)
+        is_sensible = self.is_cpu and place.wishes.spec is None and self.usable("cpu_threads")
+        return [None, *(place.threads if is_sensible else ())]
 
     def _fused(self) -> tuple[bool, ...]:
         place = self.place

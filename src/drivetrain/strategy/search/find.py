@@ -5,9 +5,10 @@ Nothing runs in this process but arithmetic and shapes; models, random states an
 `find_plan` with the same arguments; rank 0 finds out and decides.
 """
 
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +19,11 @@ from drivetrain.core.errors import PlanInfeasible, StrategyError
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
-from drivetrain.strategy.profile.model import profile_model
+from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.simulate import Simulation, simulate_plans
 from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
-from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
+from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.search.agreement import master_does
 from drivetrain.strategy.search.decision import (
     Measurement,
@@ -32,9 +34,10 @@ from drivetrain.strategy.search.decision import (
     report_of,
 )
 from drivetrain.strategy.search.experience import Experience
+from drivetrain.strategy.search.known import Known, doubtful, with_compilation
 from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
 from drivetrain.strategy.search.place import Place
-from drivetrain.strategy.search.ranking import TIE, Scored, order, predict, preferred, promising
+from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
 from drivetrain.strategy.search.wishes import Wishes, budget_bytes, shown_bytes
 from drivetrain.strategy.task import TrainingTask
@@ -51,6 +54,8 @@ _NO_PROFILING_BELOW = 15.0
 """With less time than this the machine is not profiled: its cached figures or those of a data sheet serve."""
 _UNTIMED = 60.0
 """How long a search may think that is not allowed to measure."""
+_PROFILE_SHARE = 0.25
+"""Up to which share of a search's time its model is profiled; what is not known by then is predicted in closed form."""
 _SIMULATION_SHARE, _LEAST_SIMULATION = 0.3, 0.5
 """Up to which share of its time a search thinks before it measures, and the seconds below which simulating is not begun."""
 
@@ -87,6 +92,8 @@ class _Search:
         self._refused = ""
         self.reason = self._why_nothing_is_measured()
         self._on_progress = on_progress
+        self._profiler: ModelProfiler | None = None
+        self._profile_took = 0.0
 
     def run(self) -> Strategy:
         with remembered_tensor_plans(), self._trials() as trials:  # their process starts while the model is profiled
@@ -95,28 +102,28 @@ class _Search:
     def _found(self, trials: TrialPool | None) -> Strategy:
         wishes = self.wishes
         with self._timed("profile"):
-            profile, machine = self._known()
-        self.notes += [f"profile: {note}" for note in profile.notes]
+            known = self._known()
+        machine = known.machine
         budget = budget_bytes(wishes.memory_budget, machine.free)
         with self._timed("predict"):
-            space = build_space(self._place(profile, machine))
-            scored = order(predict(candidate, profile, machine) for candidate in space.candidates)
+            space = build_space(self._place(known.profile, machine))
+            scored = known.predicted(space.candidates)
+        scored, top = self._promising(scored, known, space, budget)
         fitting = [item for item in scored if item.peak <= budget]
         self.notes += space.notes
         self._tell(f"{len(scored)} candidates, {len(fitting)} fit into {shown_bytes(budget)}")
         if not fitting:
             seconds = broadcast_from_master(self.seconds)
             return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
+        if not top:
+            raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._refused}")
         with self._timed("simulate"):
-            pool = fitting if self.reason is None else self._trusted(fitting) or fitting
-            top = promising(pool, _SIMULATED, lambda candidate: self._is_valid(space.plan(candidate)))
-            if not top:
-                raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._refused}")
             ranked, simulated = self._simulate(top, space, machine, budget)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
         ranked = ranked or top[-1:]
         with self._timed("measure"):
-            measuring = self._measure(ranked, plain, space, budget, trials, Experience(profile, machine))
+            measuring = self._measure(ranked, plain, space, budget, trials, known)
+        self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
         found = [] if measuring is None else measuring.found
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
         best = choose(found, tie=TIE if wishes.start is None else 0.0)
@@ -131,16 +138,19 @@ class _Search:
 
     # What is known.
 
-    def _known(self) -> tuple[ModelProfile, MachineProfile]:
+    def _known(self) -> Known:
         """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
         profile, machine = master_does(self._profiled)
-        if self.wishes.spec is not None:
-            return profile, machine
-        if self.device.type == "cpu":  # processes of one machine share its memory
-            free = machine.free // max(1, min(self.world, get_num_processes()))
-        else:
-            free = int(min(all_gather_values(_free_bytes(self.device, machine.free))))
-        return profile, replace(machine, free=free)
+        if self.wishes.spec is None:
+            if self.device.type == "cpu":  # processes of one machine share its memory
+                free = machine.free // max(1, min(self.world, get_num_processes()))
+            else:
+                free = int(min(all_gather_values(_free_bytes(self.device, machine.free))))
+            machine = replace(machine, free=free)
+        slow = {part for part in PARTS if part.endswith(COMPILED)}
+        excluded = slow if self.thinking.limit < _NO_PROFILING_BELOW else set[str]()
+        left = self._profile_seconds() - self._profile_took
+        return Known(profile, machine, self.thinking, left, self._profiler, frozenset(excluded))
 
     def _profiled(self) -> tuple[ModelProfile, MachineProfile]:
         """Profile model and machine: at once where the machine is not the processor that shapes are computed on."""
@@ -152,8 +162,15 @@ class _Search:
 
     def _profile_model(self) -> ModelProfile:
         self._tell("profiling the model")
-        compiled = self.thinking.limit >= _NO_PROFILING_BELOW and "native_dynamo" not in self.wishes.unwanted()
-        return profile_model(self.task, compiled=compiled, time_limit=max(1.0, self.thinking.limit / 4))
+        self._profiler = ModelProfiler(self.task)
+        begin = time.monotonic()
+        profile = self._profiler.profile(time_limit=self._profile_seconds())
+        self._profile_took = time.monotonic() - begin
+        return profile
+
+    def _profile_seconds(self) -> float:
+        """Return how long the model's profile may take in all."""
+        return max(1.0, _PROFILE_SHARE * self.thinking.limit)
 
     def _profile_machine(self) -> MachineProfile:
         if self.wishes.spec is not None:
@@ -168,8 +185,15 @@ class _Search:
         return Place(
             profile=profile, machine=machine, device=self.device, world=self.world, global_batch=task.global_batch_size,
             wishes=self.wishes, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
-            has_loss=task.loss_func is not None,
+            has_loss=task.loss_func is not None, threads=broadcast_from_master(self._thread_counts()),
         )  # fmt: skip
+
+    def _thread_counts(self) -> tuple[int, ...]:
+        """Return the numbers of threads that are compared with the present one, on a CPU at hand."""
+        if self.device.type != "cpu" or self.wishes.spec is not None:
+            return ()
+        configs = find_method("cpu_threads").candidates(None, self.device, self.world)
+        return tuple(config.threads for config in configs if config.threads != torch.get_num_threads())
 
     def _is_valid(self, plan: Strategy) -> bool:
         """Say whether a plan can be applied: what its methods refuse together is known only to them."""
@@ -182,7 +206,34 @@ class _Search:
                 return False
         return True
 
+    def _promising(
+        self, scored: list[Scored], known: Known, space: Space, budget: float
+    ) -> tuple[list[Scored], list[Scored]]:
+        """Return all candidates and the promising ones, after finding out what the predictions of those that matter read."""
+        is_valid = functools.cache(lambda candidate: self._is_valid(space.plan(candidate)))
+        while True:
+            fitting = [item for item in scored if item.peak <= budget]
+            pool = fitting if self.reason is None else self._trusted(fitting) or fitting
+            top = promising(pool, _SIMULATED, is_valid) if pool else []
+            first = top if self.reason is not None else top[:_SIMULATED_IF_MEASURED]  # others when they are tried
+            missing = known.missing([*first, *doubtful(scored, top, budget)])
+            if not missing:
+                return scored, top
+            self._tell(f"profiling the model further: {', '.join(sorted(missing))}")
+            with self._timed("profile"):
+                known.find_out(missing)
+            with self._timed("predict"):
+                scored = known.again(scored, missing)
+
     # What is simulated.
+
+    def _close(self, top: Sequence[Scored], budget: float) -> tuple[list[Scored], list[Scored]]:
+        """Return the candidates to look at closely before anything is measured, and the others."""
+        if self.reason is not None:
+            return preferred(top), []
+        if self.world == 1 and all(item.peak <= budget / 2 for item in top):
+            return list(top[:_SIMULATED_IF_MEASURED]), list(top[_SIMULATED_IF_MEASURED:])
+        return list(top), []
 
     def _simulate(
         self, top: Sequence[Scored], space: Space, machine: MachineProfile, budget: float
@@ -195,9 +246,7 @@ class _Search:
         if left < _LEAST_SIMULATION:
             self.notes.append("simulation: left out, because the time limit is too short for it")
             return list(top), []
-        close, rest = list(top) if self.reason is None else preferred(top), list[Scored]()
-        if self.reason is None and self.world == 1 and all(item.peak <= budget / 2 for item in top):
-            close, rest = close[:_SIMULATED_IF_MEASURED], close[_SIMULATED_IF_MEASURED:]
+        close, rest = self._close(top, budget)
         self._tell(f"simulating {len(close)} plans")
         outcomes = master_does(lambda: self._outcomes(close, space, machine, budget, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
@@ -206,7 +255,7 @@ class _Search:
         failures: dict[str, list[str]] = {}
         for item, found in zip(close, outcomes):
             if found.failure is None:
-                item = item.with_memory(_corrected(item, found.memory, machine))
+                item = item.with_memory(with_compilation(item, found.memory, machine))
                 simulated.append(item)
             else:
                 failures.setdefault(found.failure, []).append(item.label)
@@ -239,7 +288,9 @@ class _Search:
                 break
             outcomes += simulated([item])
             memory = outcomes[-1].memory
-            is_settled |= outcomes[-1].failure is None and sum(_corrected(item, memory, machine).values()) <= budget
+            is_settled |= (
+                outcomes[-1].failure is None and sum(with_compilation(item, memory, machine).values()) <= budget
+            )
         return outcomes
 
     # What is measured.
@@ -262,13 +313,15 @@ class _Search:
         space: Space,
         budget: float,
         trials: TrialPool | None,
-        experience: Experience,
+        known: Known,
     ) -> Measuring | None:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
             return None
+        experience = Experience(known.profile, known.machine)
         measuring = Measuring(
-            space, self.device, self.clock, budget, trials, self._tell, learn=experience.learn, corrected=experience.corrected
+            space, self.device, self.clock, budget, trials, self._tell,
+            learn=experience.learn, corrected=experience.corrected, completed=known.completed,
         )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.wishes.start is not None))
         measuring.refine()
@@ -294,12 +347,12 @@ class _Search:
         return next(iter(preferred(self._trusted(left))), plain or ranked[0])
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Return what may be used without a trial: on a CPU nothing that pays only sometimes there (16 bits, compilation)."""
+        """Return what may be used without a trial: on a CPU nothing that pays only sometimes (16 bits, compilation, threads)."""
         if self.device.type != "cpu" or self.wishes.spec is not None:
             return list(scored)
         asked = set().union(*self.wishes.wanted(), set(self.wishes.start.opt_names() if self.wishes.start else ()))
-        doubtful = {"native_dynamo", "amp_native", "half"} - asked
-        return [item for item in scored if not doubtful & set(item.candidate.names())]
+        unproved = {"native_dynamo", "amp_native", "half", "cpu_threads"} - asked
+        return [item for item in scored if not unproved & set(item.candidate.names())]
 
     # What is told.
 
@@ -320,19 +373,6 @@ def _all_failed(found: Sequence[Measurement], plain: Scored | None) -> bool:
     """Say whether trials showed that training itself fails: the simplest plan that fits was among them, and none ended for want of time."""
     is_plain_tried = plain is None or any(one.scored.candidate == plain.candidate for one in found)
     return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)
-
-
-def _corrected(item: Scored, memory: Mapping[str, float], machine: MachineProfile) -> dict[str, float]:
-    """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves."""
-    found = {name: float(value) for name, value in memory.items()}
-    if item.candidate.compile != "none":
-        predicted = item.cost.memory.get("activations", 0.0)
-        found["activations"] = min(found.get("activations", 0.0), predicted)
-        if item.candidate.compile == "model":  # else head and loss run as they are
-            found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
-    found.pop("reserve", None)
-    found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())
-    return found
 
 
 def _free_bytes(device: torch.device, known: int) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.mesh import AXES
+from drivetrain.strategy.methods.cpu_threads import cpu_share
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.search.candidates import SHARDINGS, Candidate
 from drivetrain.strategy.search.place import SEARCHED, Place
@@ -42,6 +43,7 @@ def candidate_of(plan: Strategy, place: Place) -> Candidate:
         fused="fused_optimizer" in config,
         channels_last="channels_last" in config,
         cpu_offload="cpu_offload" in config,
+        threads=(config["cpu_threads"].threads or cpu_share()) if "cpu_threads" in config else None,
         extra=tuple((name, settings) for name, settings in config.items() if name not in SEARCHED),
         given=Strategy(
             [(name, settings) for name, settings, _ in plan],

@@ -8,7 +8,7 @@ put in order anew, and what can no longer win is not tried. An `oom` rules out w
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +20,9 @@ from drivetrain.strategy.search.space import Space
 from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.trial.values import TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.trial.running import TrialPool
 
 FEW_STEPS, MORE_STEPS = 3, 10
 MOST_PLANS = 4
@@ -33,27 +36,6 @@ _END, _END_SHARE = 2.0, 0.05
 """Seconds (or the share of a short limit) that are kept for ending processes and putting the plan together."""
 _DOUBT, _LITTLE_DOUBT = 0.6, 0.85
 """How far below its prediction a plan may be, of a kind that nobody has tried and of one that was tried in this search."""
-
-
-class Pool(Protocol):
-    """What tries a plan on all ranks; `drivetrain.strategy.trial.running.TrialPool` does."""
-
-    @property
-    def pid(self) -> int | None:
-        """The process that is ready for the next plan, None where one must be started first."""
-
-    def run(
-        self,
-        plan: Strategy,
-        *,
-        steps: int,
-        deadline: float,
-        predicted: float | None = None,
-        yardstick: Yardstick | None = None,
-        verify: bool = True,
-        memory_share: float | None = None,
-    ) -> TrialResult:
-        """Try one plan."""
 
 
 @dataclass
@@ -90,7 +72,7 @@ class Measuring:
     device: torch.device
     clock: Clock
     budget: float
-    pool: Pool
+    pool: "TrialPool"
     tell: Callable[[str], None]
     found: list[Measurement] = field(default_factory=list)
     failed: list[Candidate] = field(default_factory=list)
@@ -104,6 +86,8 @@ class Measuring:
     """Is told of every trial."""
     corrected: Callable[[Scored], Scored] = lambda item: item
     """Predicts a candidate's time anew, with what was learnt."""
+    completed: Callable[[Scored], Scored] = lambda item: item
+    """Predicts the memory of a candidate that is about to be tried, if not all was known that its prediction reads."""
 
     def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
         """Try plans in their order until enough worked or the time is up."""
@@ -150,6 +134,7 @@ class Measuring:
 
     def refine(self) -> None:
         """Give the fastest plans more steps, if there are several that close, and the time for it."""
+        self._prove_threads()
         best = choose(self.found)
         if best is None:
             return
@@ -160,6 +145,17 @@ class Measuring:
             if self._has_time(one.scored, MORE_STEPS):
                 self.found.remove(one)
                 self._try(one.scored, one.plan, MORE_STEPS, earlier=one)
+
+    def _prove_threads(self) -> None:
+        """Try the fastest plan with the threads of now, if it has others: it is chosen for them only where they are faster."""
+        best = choose(self.found)
+        if best is None or best.scored.candidate.threads is None:
+            return
+        same = replace(best.scored.candidate, threads=None)
+        if same in self.space.candidates and all(one.scored.candidate != same for one in self.found):
+            item = self.corrected(Scored(same, best.scored.cost))
+            if self._has_time(item, FEW_STEPS):
+                self._try(item, self.space.plan(same), FEW_STEPS)
 
     def _has_time(self, item: Scored, steps: int) -> bool:
         """Say whether a trial can be expected to end in time; rank 0's answer counts."""
@@ -175,6 +171,7 @@ class Measuring:
         return broadcast_from_master(self.clock.left() > startup + (steps + 2) * item.seconds)
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
+        item = self.completed(item)
         self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}")
         result = self.pool.run(
             plan,

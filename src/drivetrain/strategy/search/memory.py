@@ -9,7 +9,7 @@ update. Gradients arrive as activations leave, so they count at the first two on
 inside an accumulation window.
 """
 
-from drivetrain.strategy.profile.values import MachineProfile, ModelProfile, UnitProfile
+from drivetrain.strategy.profile.values import COMPILED, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.search.candidates import Candidate
 
 _KEPT_BY_TENSOR_PARALLEL = 10 / 34
@@ -39,7 +39,7 @@ def tracked_excess(c: Candidate, profile: ModelProfile) -> float:
     """
     if c.compile == "model" or c.cpu_offload:
         return 0.0
-    mode = {"none": "", "selective": "/selective"}.get(c.checkpoint, "/full")
+    mode = _tracked_mode(c)
     micro = c.micro / c.microbatches if c.pipe > 1 else c.micro
     tracked = profile.peak(c.arithmetic + mode, micro)
     if tracked is None:
@@ -51,6 +51,18 @@ def tracked_excess(c: Candidate, profile: ModelProfile) -> float:
         fused=True,
     )
     return (tracked - sum(_largest_moment(alone, profile).values())) / (c.tensor * c.sequence * c.pipe)
+
+
+def _tracked_mode(c: Candidate) -> str:
+    return {"none": "", "selective": "/selective"}.get(c.checkpoint, "/full")
+
+
+def parts_read(c: Candidate) -> frozenset[str]:
+    """Return the parts of a model's profile that the prediction for a candidate reads, beside those that every one does."""
+    found = {c.arithmetic + COMPILED} if c.compile != "none" else set()
+    if c.checkpoint != "none" and c.compile != "model" and not c.cpu_offload:
+        found.add(c.arithmetic + _tracked_mode(c))
+    return frozenset(found)
 
 
 def _largest_moment(c: Candidate, profile: ModelProfile) -> dict[str, float]:

@@ -8,6 +8,8 @@ from drivetrain.core.errors import ConfigError, MissingExtra
 from drivetrain.strategy.value import Strategy
 
 _GIB = 2**30
+_WIDE = 10.0
+"""From this ratio of the largest to the smallest on, an axis is logarithmic; below, its ticks would be few and crooked."""
 
 
 def draw(plan: Strategy, path: str | os.PathLike[str]) -> None:
@@ -39,6 +41,7 @@ def _draw(axes: Any, plan: Strategy, search: Mapping[str, Any], colours: Any) ->
         by_kind.setdefault(kind, []).append((float(peak) / _GIB, size / float(seconds)))
     for (kind, points), colour in zip(sorted(by_kind.items()), [*colours] * 3):
         axes.scatter(*zip(*points), s=14, alpha=0.6, linewidths=0, color=colour, label=kind)
+    memory = [peak for points in by_kind.values() for peak, _ in points]
     measured = [item for item in search.get("measured", ()) if "step_seconds" in item]
     for number, item in enumerate(measured, start=1):
         place = item["predicted_bytes"] / _GIB, size / item["step_seconds"]
@@ -54,13 +57,15 @@ def _draw(axes: Any, plan: Strategy, search: Mapping[str, Any], colours: Any) ->
         )
     if "budget_bytes" in predicted:
         budget = predicted["budget_bytes"] / _GIB
-        largest = max(peak for points in by_kind.values() for peak, _ in points)
+        largest = max(memory)
         if budget <= 4 * largest:  # a budget far beyond all candidates would only squeeze them together
+            memory.append(budget)
             axes.axvline(budget, color="crimson", linestyle="--", linewidth=1)
             where = {"xycoords": ("data", "axes fraction"), "xytext": (-4, -12), "textcoords": "offset points"}
             axes.annotate("budget", (budget, 1), ha="right", color="crimson", fontsize=9, **where)
+    is_narrow = max(memory) < _WIDE * min(memory)
     axes.set(
-        xscale="log",
+        xscale="linear" if is_narrow else "log",
         yscale="log",
         xlabel="memory of one rank at its peak (GiB, predicted)",
         ylabel="samples per second",

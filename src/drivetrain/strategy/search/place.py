@@ -14,7 +14,8 @@ from drivetrain.strategy.search.wishes import Wishes
 
 SEARCHED = frozenset(
     "parallel_mode auto_ddp zero1 zero2 fsdp amp_native half fp8 tf32 checkpoint micro_batch native_dynamo cuda_graphs "
-    "chunked_cross_entropy fused_optimizer channels_last cpu_offload tensor_parallel sequence_parallel pipeline_parallel".split()
+    "chunked_cross_entropy fused_optimizer channels_last cpu_offload tensor_parallel sequence_parallel pipeline_parallel "
+    "cpu_threads".split()
 )
 """Methods that a dimension of the space expresses; others take part through their own `candidates()`."""
 _IN_ANY_CASE = frozenset({"micro_batch", "parallel_mode", "auto_ddp"})
@@ -38,6 +39,8 @@ class Place:
     optim_func: Any = None
     optim_args: Mapping[str, Any] = field(default_factory=dict)
     has_loss: bool = True
+    threads: tuple[int, ...] = ()
+    """On a CPU: numbers of threads to compare with the present one."""
 
 
 class Asked:

@@ -77,7 +77,7 @@ def _of_mesh(mesh: dict[str, int], micro: int, accumulation: int, d: Dimensions,
     parts = _pipeline_parts(micro, pipe)
     if pipe > 1 and (not parts or accumulation > 1):
         return
-    for sharding in d.shardings:
+    for sharding, threads in itertools.product(d.shardings, d.threads):
         if not _fits_mesh(sharding, sizes):
             continue
         by_block = sharding in ("zero2", "fsdp") or tensor > 1 or pipe > 1 or sizes["sequence"] > 1
@@ -99,7 +99,7 @@ def _of_mesh(mesh: dict[str, int], micro: int, accumulation: int, d: Dimensions,
             candidate = Candidate(
                 **sizes, sharding=sharding, precision=precision, checkpoint=checkpoint, micro=micro, accumulation=accumulation,
                 microbatches=part, compile=compile_, graphs=graphs, chunked_loss=chunked, fused=fused, channels_last=last,
-                cpu_offload=offload, extra=extra,
+                cpu_offload=offload, threads=threads, extra=extra,
             )  # fmt: skip
             if asked.allows(candidate):
                 yield candidate

@@ -6,6 +6,8 @@ dispatching its operations takes, if that is longer; backward counts twice. Coll
 exposed is what compute cannot hide. A pipeline of p stages and m micro-batches stands still for (p - 1)/(m + p - 1) of the time.
 """
 
+from dataclasses import replace
+
 from drivetrain.strategy.profile.values import Link, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.search.candidates import Candidate
 
@@ -22,6 +24,9 @@ _SELECTIVE_SHARE = 0.3
 """What is computed again when products and attention are kept, as a share of a block's forward pass."""
 _CHANNELS_LAST = {"cuda": 0.75, "cpu": 0.95}
 """What convolutions in 16 bits take with channels last, as a share of before; in float32 nothing is won."""
+_THREAD_GAIN = 0.5
+"""Twice the threads take the square root of a half of the time: a prior between large products, which gain all of it, and memory traffic,
+which gains little; a trial decides."""
 _UNFUSED_UPDATE = 2.5
 """Passes over memory of an update that is not fused, over those of a fused one."""
 _EXTRA_CHUNKED = 1.0
@@ -62,7 +67,13 @@ def _forward_time(unit: UnitProfile, c: Candidate, machine: MachineProfile, micr
     arithmetic = unit.forward_flops * share / rate
     if c.channels_last and c.arithmetic == "bfloat16":
         arithmetic *= _CHANNELS_LAST.get(machine.kind, 1.0)
-    return unit.count * max(arithmetic + traffic * share / machine.bandwidth, launches * machine.launch)
+    work = (arithmetic + traffic * share / machine.bandwidth) * thread_factor(c, machine)
+    return unit.count * max(work, launches * machine.launch)
+
+
+def thread_factor(c: Candidate, machine: MachineProfile) -> float:
+    """Return the time of an operation with a plan's threads, over that with those the machine was measured with."""
+    return 1.0 if c.threads is None else (max(1, machine.threads) / c.threads) ** _THREAD_GAIN
 
 
 def correction_of(c: Candidate, machine: MachineProfile) -> float:
@@ -70,7 +81,8 @@ def correction_of(c: Candidate, machine: MachineProfile) -> float:
     known = machine.corrections
     if not known or c.kind in known:
         return known.get(c.kind, 1.0)
-    return next((known[kind] for kind in c.near_kinds if kind in known), 1.0)
+    others = (*c.near_kinds, *(() if c.threads is None else (replace(c, threads=None).kind,)))
+    return next((known[kind] for kind in others if kind in known), 1.0)
 
 
 def weight_time(c: Candidate, profile: ModelProfile, machine: MachineProfile) -> float:
@@ -168,4 +180,4 @@ def _update_time(c: Candidate, profile: ModelProfile, machine: MachineProfile) -
     bandwidth = machine.bandwidth
     if c.cpu_offload:
         bandwidth = min(bandwidth, 2 * machine.host_bandwidth)
-    return moved / bandwidth * (1.0 if c.fused else _UNFUSED_UPDATE)
+    return moved / bandwidth * (1.0 if c.fused else _UNFUSED_UPDATE) * thread_factor(c, machine)

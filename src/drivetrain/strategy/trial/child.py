@@ -35,7 +35,7 @@ LEFT_ON_HOST = 512 << 20
 
 LEAVES_NO_TRACE = frozenset(
     "parallel_mode auto_ddp zero1 zero2 fsdp amp_native half tf32 checkpoint module_replace native_dynamo micro_batch fused_optimizer "
-    "channels_last chunked_cross_entropy".split()
+    "channels_last chunked_cross_entropy cpu_threads".split()
 )
 """Methods after which a process is as before, once its settings are put back and its memory is given back."""
 

@@ -6,10 +6,10 @@ import os
 import signal
 from contextlib import suppress
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from drivetrain.strategy.trial.child import Place, serve
+from drivetrain.strategy.trial.memory_kills import MemoryKills, resident_bytes_of
 from drivetrain.strategy.trial.nesting import marked_environment
 from drivetrain.strategy.trial.report import Report
 
@@ -26,7 +26,7 @@ class TrialProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, place), name="drivetrain trial", daemon=True)
-        self._kills_before = _out_of_memory_kills()
+        self._kills, self._resident = MemoryKills(), 0
         self.is_ready = False
         """Whether it has begun to listen."""
         self.is_received = False
@@ -59,6 +59,7 @@ class TrialProcess:
     def hear(self, report: Report, seconds: float) -> None:
         """Take the lines that come within some seconds into a report; return after the first ones, or the process's end."""
         ready = wait([self._pipe, self._process.sentinel], seconds)
+        self._resident = max(self._resident, resident_bytes_of(self.pid))
         try:
             while self._pipe.poll():
                 self._take(json.loads(self._pipe.recv_bytes()), report)
@@ -90,7 +91,7 @@ class TrialProcess:
         how = f"with exit code {code}"
         if code is not None and code < 0:
             how = f"by signal {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL and _out_of_memory_kills() > self._kills_before:
+            if -code == signal.SIGKILL and self._kills.explain(self._resident):
                 report.fail("oom", "the system ended the process, because the machine ran out of memory")
                 return
         report.fail("error", f"the process ended {how} in phase {report.phase!r}")
@@ -105,12 +106,3 @@ class TrialProcess:
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
         self._process.close()
-
-
-def _out_of_memory_kills() -> int:
-    """Return how many processes Linux has ended for want of memory; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

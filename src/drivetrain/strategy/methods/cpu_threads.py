@@ -1,0 +1,60 @@
+"""How many threads one operation on the CPU uses: all of them for large products, few where starting them costs more than it saves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.environment import launched_world
+from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.strategy.method import Method, Stage, is_whole
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuThreadsConfig:
+    threads: int | None = None
+    """Threads of each process; None: this process's share of the CPUs that it may use."""
+
+
+class CpuThreads(Method):
+    """`torch.set_num_threads`, for the whole process."""
+
+    name, group, stage = "cpu_threads", "threads", Stage.MESH
+    Config = CpuThreadsConfig
+    short = "threads"
+    why = "so many threads work on one operation, in the whole process"
+
+    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+        given = values.get("threads")
+        if given is not None and not is_whole(given):
+            raise self.bad("threads", given, "a whole number of at least 1, or None for this process's share")
+        return values
+
+    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+        return None if device.type == "cpu" else f"operations run on {device.type}, not on the CPU's threads"
+
+    def candidates(self, profile: Any, device: torch.device, world: int) -> list[Any]:
+        """Return one thread, half of this process's CPUs, and all of them."""
+        if self.requires(profile, device, world) is not None:
+            return []
+        share = cpu_share()
+        return [CpuThreadsConfig(threads=count) for count in sorted({1, max(1, share // 2), share})]
+
+    def apply(self, ctx: "PlanContext", config: CpuThreadsConfig) -> None:
+        before: Callable[[], None] = partial(torch.set_num_threads, torch.get_num_threads())
+        ctx.undo.append(before)
+        torch.set_num_threads(config.threads or cpu_share())
+        ctx.note("cpu_threads: holds for the whole process")
+
+
+def cpu_share() -> int:
+    """Return how many CPUs each process of this machine may use, when they share them."""
+    world = launched_world()
+    around = None if world is None else world.local_world_size
+    return max(1, usable_cpus() // (around or get_num_processes()))
