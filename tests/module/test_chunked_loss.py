@@ -99,6 +99,20 @@ def test_it_is_the_same_compiled():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler has much to say
+def test_it_is_the_same_compiled_on_the_device():
+    hidden, weight, offset, target, _ = parts(torch.float32)
+    tensors = [tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight, offset)]
+    torch._dynamo.reset()
+    for dtype in (None, torch.bfloat16):
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            plain = linear_cross_entropy(tensors[0], tensors[1], target.cuda(), tensors[2], chunk=6)
+            fast = torch.compile(linear_cross_entropy)(tensors[0], tensors[1], target.cuda(), tensors[2], chunk=6)
+        for ours, theirs in zip(torch.autograd.grad(fast, tensors), torch.autograd.grad(plain, tensors)):
+            assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
 def saved_bytes(function):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain.strategy.profile import model as profiling
+from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.lines import line_through, upper_edge
 from drivetrain.strategy.profile.model import ModelProfiler, profile_model
 from drivetrain.strategy.profile.tracker import MemoryTimeline
@@ -523,6 +524,42 @@ def test_the_upper_edge_is_the_largest_of_all_lines_everywhere():
             highest = max(fixed + batch * each for fixed, each in lines)
             assert max(fixed + batch * each for fixed, each in edge) == pytest.approx(highest)
     assert line_through((2, 4), (5.0, 5.0)) == (5.0, 0.0)
+
+
+def test_a_run_that_is_stopped_at_any_operation_ends_in_closed_forms(monkeypatch):
+    """Questions for a device are no place to stop at: torch asks where no exception may leave, and the process would end."""
+
+    class Countdown(Deadline):
+        left = 0
+
+        def check(self):
+            Countdown.left -= 1
+            if Countdown.left == 0:
+                raise OutOfTime(1.0)
+
+    monkeypatch.setattr(profiling, "Deadline", Countdown)
+    block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    samples = torch.randn(4, 3, 8, 8), torch.randn(4, 3)
+    for number in range(1, 40):
+        Countdown.left = number
+        profile = profile_model(mlp_task(block, samples=samples), compiled=False)
+        if Countdown.left > 0:
+            break
+        assert profile.evidence == "modelled" and "stopped after 1.0 s" in " ".join(profile.notes)
+
+
+def test_a_model_compiles_as_before_after_a_profile():
+    """Torch remembers which kernels it found while the rules of an accelerator held."""
+    profile_model(gpt_task())
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(2, 2, 8, 4, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(x)  # a warning would be an error here
+    ours, theirs = torch.autograd.grad(compiled.sum(), x)[0], torch.autograd.grad(attend(x).sum(), x)[0]
+    torch.testing.assert_close(ours, theirs)
 
 
 # On a device.

@@ -109,14 +109,5 @@ def _keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_EXPENSIVE = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::convolution",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-        "drivetrain::scaled_product",
-    }
-)
+_EXPENSIVE = frozenset({"aten::mm", "aten::addmm", "aten::convolution", "aten::_scaled_mm", "aten::_grouped_mm"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})

@@ -96,7 +96,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             logits = F.linear(part, matrix, offset)
             loss, gradient = step(logits, target[first : first + chunk], ignore_index, label_smoothing)
             del logits
-            total += loss
+            total = total + loss  # in place, torch 2.11 would compile it without gradients (pytorch/pytorch#180642)
             if grad_hidden is not None and scale == 1.0:
                 torch.mm(gradient, matrix, out=grad_hidden[first : first + chunk])
             elif grad_hidden is not None:

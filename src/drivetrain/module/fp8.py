@@ -60,27 +60,13 @@ def matmul_fp8(
     if inner:
         low_a = nn.functional.pad(low_a.view(torch.uint8), (0, inner)).view(a_dtype)
         low_b = nn.functional.pad(low_b.view(torch.uint8), (0, 0, 0, inner)).view(b_dtype)
-    # The units want the first factor row by row and the second column by column. Eight bits are worth no more than 16 in the result.
+    # The units want the first factor row by row and the second column by column.
     low_a, low_b = low_a.contiguous(), low_b.t().contiguous().t()
-    multiply = _scaled_product if torch.compiler.is_compiling() else torch._scaled_mm
-    half = out_dtype if out_dtype == torch.float16 and not rowwise else torch.bfloat16
-    out: Any = multiply(low_a, low_b, factor_a, factor_b, out_dtype=half)
-    return out.to(out_dtype)
-
-
-@torch.library.custom_op("drivetrain::scaled_product", mutates_args=())
-def _scaled_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Multiply with the library's kernel also in compiled code.
-
-    The compiler would choose a kernel of its own making, whose products of e5m2 with e4m3 came out as nothing (torch 2.11, H200): a
-    model then trains without the gradients of its 8-bit layers, and no error says so.
-    """
-    return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), factor_a, factor_b, out_dtype=out_dtype)
-
-
-@_scaled_product.register_fake
-def _shape_of_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    kernel_dtype = torch.bfloat16 if rowwise else out_dtype
+    out: Any = torch._scaled_mm(low_a, low_b, factor_a, factor_b, out_dtype=kernel_dtype)
+    # Not `out.to(...)` where that does nothing: torch 2.11 compiles a function that returns a tensor it has named before without its
+    # gradients (pytorch/pytorch#180642).
+    return out if kernel_dtype == out_dtype else out.to(out_dtype)
 
 
 class _LinearInFp8(torch.autograd.Function):

@@ -89,16 +89,19 @@ def operation_rules(rules: Iterable[tuple[str, str, Rule]]) -> Iterator[None]:
     Kernels are registered for the time of the context and removed after it. An operation
     that this torch does not have, or has such a kernel for, is left out.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library, changed = torch.library.Library("aten", "IMPL"), []
     try:
         for name, key, rule in rules:
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
             if operation is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                changed.append(operation)
                 library.impl(name, _kernel(operation, key, rule), key)
         yield
     finally:
         library._destroy()
+        for operation in changed:  # tracing remembers which kernel it found, and would look for one that is gone
+            operation._dispatch_cache.clear()
 
 
 def _kernel(operation: Any, key: str, rule: Rule) -> Callable[..., Any]:

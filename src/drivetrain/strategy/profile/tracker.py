@@ -54,7 +54,8 @@ class MemoryTimeline(TorchDispatchMode):
             self.labels[self._seen(tensor)] = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._check()
+        if func.namespace != "prim":  # torch asks for a device where an exception would end the process
+            self._check()
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
             for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -225,10 +226,12 @@ class UnitRecorder(TorchDispatchMode):
         return tensor.detach()  # the tensor itself would keep its own node alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._check()
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # torch asks for a device where an exception would end the process
+            return func(*args, **kwargs)
+        self._check()
         result = func(*args, **kwargs)
-        if func.namespace == "prim" or is_view_operation(func):
+        if is_view_operation(func):
             return result
         unit = self.current
         flops = operation_flops(func, args, kwargs, result)
