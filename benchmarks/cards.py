@@ -117,7 +117,7 @@ def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | N
 def verdict(method: Outcome, baseline: Outcome, higher_is_better: bool) -> str:
     """Say in a word what the runs show: helps, hurts, mixed, or no clear effect; with fewer than three seeds nothing."""
     if min(len(method.finals), len(baseline.finals)) < 3:
-        return NO_EVIDENCE
+        return "too few runs"
     gain = (method.mean - baseline.mean) * (1 if higher_is_better else -1)
     noise = 2 * math.hypot(method.error, baseline.error)
     is_faster = baseline.time is not None and method.time is not None and baseline.time / method.time >= FASTER

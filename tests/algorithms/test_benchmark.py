@@ -144,7 +144,7 @@ def test_verdicts_weigh_quality_and_time(tmp_path):
         "CutOut": "no clear effect",
         "ChannelsLast": "helps",
         "SAM": "mixed",
-        "Muon": "no evidence",
+        "Muon": "too few runs",
     }
 
 

@@ -404,6 +404,18 @@ def test_nothing_is_begun_without_the_time_for_it():
     assert not trials.asked and not measuring.found
 
 
+def test_what_may_win_gets_the_time_that_nobody_else_needs():
+    quick = {(): TrialResult(outcome="ok", step_seconds=0.4, steps=3, startup_seconds=2.0)}
+    items = [scored(0.1, 1, micro=64, compile="model"), scored(0.5, 1, micro=64)]
+    _, trials = measure(items, quick, limit=30.0)  # a compiled plan is expected to take longer than that
+    assert [plan.opt_names() for plan, _, _ in trials.asked] == [[], ["native_dynamo"]]
+    _, trials = measure(items, quick, limit=14.0)  # less than half of it
+    assert [plan.opt_names() for plan, _, _ in trials.asked] == [[]]
+    slow = [scored(0.45, 1, micro=64, compile="model"), items[1]]
+    _, trials = measure(slow, quick, limit=30.0)  # it would not win
+    assert [plan.opt_names() for plan, _, _ in trials.asked] == [[]]
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(120.0, 2.0), (20.0, 1.0)])
 def test_trials_end_before_the_search_must(limit, kept):
     before = time.monotonic()

@@ -109,5 +109,7 @@ def _keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_EXPENSIVE = frozenset({"aten::mm", "aten::addmm", "aten::convolution", "aten::_scaled_mm", "aten::_grouped_mm"})
+_EXPENSIVE = frozenset(
+    "aten::mm aten::addmm aten::convolution aten::_grouped_mm aten::_scaled_mm drivetrain::scaled_product".split()
+)
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})

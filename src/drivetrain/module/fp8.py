@@ -63,10 +63,22 @@ def matmul_fp8(
     # The units want the first factor row by row and the second column by column.
     low_a, low_b = low_a.contiguous(), low_b.t().contiguous().t()
     kernel_dtype = torch.bfloat16 if rowwise else out_dtype
-    out: Any = torch._scaled_mm(low_a, low_b, factor_a, factor_b, out_dtype=kernel_dtype)
+    multiply = _scaled_product if torch.compiler.is_compiling() else torch._scaled_mm
+    out: Any = multiply(low_a, low_b, factor_a, factor_b, out_dtype=kernel_dtype)
     # Not `out.to(...)` where that does nothing: torch 2.11 compiles a function that returns a tensor it has named before without its
     # gradients (pytorch/pytorch#180642).
     return out if kernel_dtype == out_dtype else out.to(out_dtype)
+
+
+@torch.library.custom_op("drivetrain::scaled_product", mutates_args=())
+def _scaled_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply by the library's kernel also in compiled code, which would choose one of the compiler's own making."""
+    return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), factor_a, factor_b, out_dtype=out_dtype)
+
+
+@_scaled_product.register_fake
+def _shape_of_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 class _LinearInFp8(torch.autograd.Function):

@@ -32,6 +32,8 @@ _CLOSE = 0.1
 _START = {"cuda": 12.0, "cpu": 8.0}
 """Seconds to expect before the first step of a trial, before one has been seen."""
 _COMPILING = {"cuda": 30.0, "cpu": 30.0}
+_HOPE = 0.5
+"""A plan that may win is begun with this share of the time it is expected to take, when nothing else can be tried any more."""
 _END, _END_SHARE = 2.0, 0.05
 """Seconds (or the share of a short limit) that are kept for ending processes and putting the plan together."""
 _DOUBT, _LITTLE_DOUBT = 0.6, 0.85
@@ -91,18 +93,35 @@ class Measuring:
 
     def round(self, ranked: Sequence[Scored], most: int = MOST_PLANS) -> None:
         """Try plans in their order until enough worked or the time is up."""
-        waiting = list(ranked)
+        waiting, late = list(ranked), []
         while waiting:
             item = waiting.pop(0)
             usable = sum(one.is_usable for one in self.found)
             if self.obstacle is not None or usable >= most or len(self.found) >= 2 * most:
-                return
-            plan = self.space.plan(item.candidate)
-            if any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed):
+                break
+            if self._is_known(item) or self._cannot_win(item):
                 continue
-            if not self._cannot_win(item) and self._has_time(item, FEW_STEPS):
-                self._try(item, plan, FEW_STEPS)
+            if self._has_time(item, FEW_STEPS):
+                self._try(item, self.space.plan(item.candidate), FEW_STEPS)
                 waiting = self._in_new_order(waiting)
+            else:
+                late.append(item)
+        self._hope(late)
+
+    def _hope(self, late: Sequence[Scored]) -> None:
+        """Try the best of what was too late in the time that is left, if it may win: nobody else needs that time."""
+        best = choose(self.found)
+        for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
+            if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
+                return
+            if not self._is_known(item) and not self._cannot_win(item) and self._has_time(item, FEW_STEPS, _HOPE):
+                self._try(item, self.space.plan(item.candidate), FEW_STEPS)
+                return
+
+    def _is_known(self, item: Scored) -> bool:
+        """Say whether a plan was tried, or cannot work because another did not."""
+        plan = self.space.plan(item.candidate)
+        return any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed)
 
     def _in_new_order(self, waiting: Sequence[Scored]) -> list[Scored]:
         """Return what is left as it is predicted now: the plain plan first, then untried kinds, each from the fastest on."""
@@ -157,8 +176,8 @@ class Measuring:
             if self._has_time(item, FEW_STEPS):
                 self._try(item, self.space.plan(same), FEW_STEPS)
 
-    def _has_time(self, item: Scored, steps: int) -> bool:
-        """Say whether a trial can be expected to end in time; rank 0's answer counts."""
+    def _has_time(self, item: Scored, steps: int, share: float = 1.0) -> bool:
+        """Say whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
         is_compiled = item.candidate.compile != "none"
         kind = self.device.type
         startup = self.startups.get(is_compiled)
@@ -168,7 +187,7 @@ class Measuring:
             )
         elif self.pool.pid is None:  # the last process could not be used again
             startup += _START.get(kind, 10.0) / 2
-        return broadcast_from_master(self.clock.left() > startup + (steps + 2) * item.seconds)
+        return broadcast_from_master(self.clock.left() > share * (startup + (steps + 2) * item.seconds))
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
         item = self.completed(item)
