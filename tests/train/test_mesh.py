@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from drivetrain.algorithms.mixup import MixUp
 from drivetrain.core.errors import ConfigError, ConflictError, DrivetrainError
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Algorithm
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, num_data_ranks
@@ -22,6 +23,7 @@ from tests.strategy.tasks import VOCAB, TinyGPT
 TENSOR = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]
 SEQUENCE = [("parallel_mode", [("sequence", 2)]), "sequence_parallel"]
 TENSOR_DATA = [("parallel_mode", [("tensor", 2), ("data", 2)]), "tensor_parallel"]
+TENSOR_ZERO = [("parallel_mode", [("tensor", 2), ("zero", 2)]), "tensor_parallel", "fsdp"]
 SEQUENCE_DATA = [("parallel_mode", [("sequence", 2), ("data", 2)]), "sequence_parallel"]
 
 
@@ -150,21 +152,41 @@ def test_two_processes_follow_the_plain_run(world2):
             assert found["ranks"] == 1 and ("logits stay split" in found["notes"]) == (not watched)
 
 
-def refused_on_four(folder):
-    trainer = make_trainer(TENSOR_DATA)
-    with pytest.raises(DrivetrainError, match="cannot be saved") as refusal:
-        train(trainer, checkpoint_dir=folder)
-    clear_data_ranks()
-    return str(refusal.value)
-
-
-def test_four_processes_follow_the_plain_run(world4, tmp_path):
+def test_four_processes_follow_the_plain_run(world4):
     for plan in (TENSOR_DATA, SEQUENCE_DATA):
         expected, others = run(None), world4(run, plan)
         for found in others:
             check_against_plain(found, others, expected)
             assert found["ranks"] == 2
-    assert "checkpoint_dir=" in world4(refused_on_four, tmp_path)[0]
+
+
+class Noise(Algorithm):
+    """Replaces a few tokens of every batch by random ones."""
+
+    events, writes = frozenset({Event.AFTER_DATALOADER}), ("batch",)
+
+    def apply(self, event, state, logger):
+        tokens, targets = state.batch
+        drawn = torch.randint(0, 3 * VOCAB, tokens.shape, generator=state.rng("noise"))
+        state.batch = torch.where(drawn < VOCAB, drawn, tokens), targets
+
+
+def run_with_noise(strategy):
+    trainer = make_trainer(strategy, algorithms=[Noise()])
+    train(trainer)
+    weights = weights_of(trainer)
+    clear_data_ranks()
+    return weights
+
+
+def test_ranks_of_one_group_change_a_batch_alike(world2):
+    plain, expected = run_with_noise(None), make_trainer(None)
+    train(expected)
+    assert any(not torch.allclose(plain[name], value, atol=1e-3) for name, value in weights_of(expected).items())
+    for plan in (TENSOR, SEQUENCE):
+        for found in world2(run_with_noise, plan):
+            for name, value in plain.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-3, msg=name)
 
 
 def save_and_resume(plan, folder):
@@ -201,13 +223,26 @@ def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path):
     assert trainer.state.clock.batch == 18
 
 
+def test_a_run_on_columns_of_a_mesh_is_saved_once_and_goes_on_exactly(world4, tmp_path):
+    """Parameters outside the tensor plan are sharded in each column anew: equal ones are written by the first column."""
+    for name, plan in (("replicas", TENSOR_DATA), ("shards", TENSOR_ZERO)):
+        answers = world4(save_and_resume, plan, tmp_path / name)
+        for (weights, history), (resumed, same), held in answers:
+            assert history == same
+            for key, value in weights.items():
+                assert torch.equal(resumed[key], value) and torch.equal(held[key], value), (name, key)
+    trainer = make_trainer(None, dropout=0.3)
+    train(trainer, num_epochs=2, resume_from=tmp_path / "shards" / "whole" / "checkpoint-ep2-ba12")
+    for key, value in weights_of(trainer).items():  # nothing is left to train: these are the weights that were saved
+        torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-6)
+
+
 def refusals():
     """Return what the Trainer says to what it cannot do on a mesh, by name; nothing has been trained then."""
     sequence = ("sequence_parallel", {"batch_sp_processing_fn": lambda batch, size, rank: batch})
     cases = {
         "pipe": ([("parallel_mode", [("pipe", 2)]), "pipeline_parallel"], {}),
         "batch_sp_processing_fn": ([SEQUENCE[0], sequence], {}),
-        "MixUp": (TENSOR, {"algorithms": [MixUp()]}),
         "LBFGS": (TENSOR, {"optimizer": torch.optim.LBFGS}),
         "float16": ([*TENSOR, ("amp_native", "fp16")], {}),
         "loss_parallel": (

@@ -65,7 +65,7 @@ def take_snapshot(
         from drivetrain.checkpoint.sharded import own_parts
 
         snapshot.is_sharded = True
-        snapshot.shards, snapshot.shard_metadata = own_parts(flat.sharded)
+        snapshot.shards, snapshot.shard_metadata = own_parts(_written_here(flat.sharded, exchange))
     if is_context:
         snapshot.local_tensors, snapshot.local_metadata = rank_tensors(flat.local)
     return snapshot
@@ -77,8 +77,7 @@ def _is_alike(flat: FlatState, exchange: Exchange) -> bool:
         return True
     whole = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}
     sharded = {
-        name: (tuple(tensor.shape), str(tensor.dtype), tensor.device_mesh.mesh.tolist())  # type: ignore[attr-defined]
-        for name, tensor in flat.sharded.items()
+        name: (tuple(tensor.shape), str(tensor.dtype), _whole_mesh(tensor)) for name, tensor in flat.sharded.items()
     }
     digest = hashlib.sha256(repr(sorted((whole | sharded).items())).encode()).hexdigest()
     exchange.meet("saving a checkpoint")
@@ -93,6 +92,26 @@ def _is_alike(flat: FlatState, exchange: Exchange) -> bool:
                     f"{first[name]} (shape, type, ranks). Give the parts of the model different names."
                 )
     return False
+
+
+def _whole_mesh(tensor: Any) -> Any:
+    """Return the ranks of the mesh that a sharded tensor's is a column of: equal columns hold equal tensors."""
+    mesh = tensor.device_mesh
+    find = getattr(mesh, "_get_root_mesh", None)  # without it every mesh is whole
+    root = mesh if find is None else find()
+    return root.mesh.tolist() if root is mesh else [root.mesh.tolist(), list(mesh.mesh_dim_names or ())]
+
+
+def _written_here(sharded: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+    """Return the sharded tensors that this rank's mesh writes: of equal ones on several columns of a larger mesh, the first column's."""
+    if exchange.size == 1:
+        return dict(sharded)
+    own = {name: sorted(tensor.device_mesh.mesh.flatten().tolist()) for name, tensor in sharded.items()}  # type: ignore[attr-defined]
+    first: dict[str, Any] = {}
+    for theirs in exchange.gather(own):
+        for name, ranks in theirs.items():
+            first[name] = min(first.get(name, ranks), ranks)
+    return {name: tensor for name, tensor in sharded.items() if first[name] == own[name]}
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

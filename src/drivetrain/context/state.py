@@ -20,7 +20,7 @@ from drivetrain.context.plugins import PluginsKind
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
-from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import derive_seed
 
@@ -250,7 +250,7 @@ class State(Context):
         key = name if kind == "cpu" else f"{name}@{kind}"
         generator = self.generators.get(key)
         if generator is None or generator.device.type != kind:
-            generator = torch.Generator(device=device).manual_seed(derive_seed(self.seed, name, get_rank()))
+            generator = torch.Generator(device=device).manual_seed(derive_seed(self.seed, name, data_rank()))
             self.generators[key] = generator
         return generator
 

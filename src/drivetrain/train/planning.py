@@ -27,7 +27,6 @@ from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
-from drivetrain.train.callbacks.saving import SaveTrainingStateCallback, WSDCheckpointCallback
 from drivetrain.train.closures import requires_closure
 from drivetrain.train.metrics import _is_torchmetrics
 from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, looks_at_outputs, search_plan
@@ -202,19 +201,8 @@ def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
             f"a tensor or sequence axis needs a torch optimizer, and the Trainer has a {type(optimizer).__name__}, whose units average "
             "gradients over all processes. Use one torch optimizer, or a data axis."
         )
-    drawing = [algorithm for algorithm in trainer._algorithms if "batch" in getattr(algorithm, "writes", ())]
-    if drawing:
-        raise UnsupportedMethodError(
-            f"{drawing[0]} changes batches by random numbers of its own on each process, and ranks along a tensor or sequence axis must "
-            "see the same batch. Leave it out, or use a data axis."
-        )
     if resolved.site.axis("tensor") == 1:
         return
-    if resolved.data_ranks > 1 and (keeps := _kept_as(trainer)) is not None:
-        raise UnsupportedMethodError(
-            f"{keeps}: runs with a tensor axis beside a data or zero axis cannot be saved, because parameters outside the tensor plan are "
-            "sharded in each column of the mesh anew. Use a tensor or a data axis alone, or leave the checkpoints out."
-        )
     dtypes = [
         m.chosen_dtype(config, resolved.site.device) for _, m, config in resolved.steps if hasattr(m, "chosen_dtype")
     ]
@@ -233,21 +221,6 @@ def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
             "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, and train_metrics, an algorithm, a "
             "callback or an overridden hook looks at them. Leave loss_parallel out."
         )
-
-
-def _kept_as(trainer: Any) -> str | None:
-    """Return which setting makes the run write or read its whole state, or None."""
-    settings = trainer.settings
-    if settings is None:
-        return None
-    if settings.resume_from is not None:
-        return f"resume_from={settings.resume_from!r}"
-    if settings.checkpoint_dir is not None and settings.checkpoint_every is not None:
-        return f"checkpoint_dir={str(settings.checkpoint_dir)!r}"
-    saving = next(
-        (c for c in trainer.callback_handler if isinstance(c, SaveTrainingStateCallback | WSDCheckpointCallback)), None
-    )
-    return None if saving is None else type(saving).__name__
 
 
 def _join_metrics(trainer: Any) -> None:
