@@ -9,6 +9,7 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
-from drivetrain.strategy.trial import memory_kills
+from drivetrain.strategy.trial import measuring, memory_kills
 from drivetrain.strategy.trial.nesting import MARK, refuse_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
@@ -464,3 +465,16 @@ def test_on_a_gpu_all_memory_is_given_back():
             if missing[-1] <= limit:
                 break
         assert min(missing) <= limit, missing
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_finds_its_batch_on_the_device():
+    device, batch = torch.device("cuda", 0), {"x": torch.ones(2), "more": (torch.zeros(3),)}
+
+    def at_hand(prepare_input):
+        trial = SimpleNamespace(task=SimpleNamespace(prepare_input=prepare_input), device=device)
+        return measuring._Trial._at_hand(trial, batch)
+
+    moved, pinned = at_hand(None), at_hand(lambda batch, device: batch)
+    assert moved["x"].is_cuda and moved["more"][0].is_cuda
+    assert pinned["x"].is_pinned() and pinned["more"][0].is_pinned() and not pinned["x"].is_cuda

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
@@ -212,6 +214,7 @@ class _Trial:
     def _train(self, ctx: PlanContext, batch: Any) -> None:
         ctx.model.train()
         self._tidy()
+        batch = self._at_hand(batch)
         for step in range(WARM_UP_STEPS + (1 if "cuda_graphs" in self.order.plan.opt_names() else 0)):
             value = plain_number(train_window(ctx, batch, self.task.call))
             if not math.isfinite(value):
@@ -222,6 +225,18 @@ class _Trial:
         distributed_barrier()
         self.tell("phase", name="steps")
         (self._timed_by_events if self.device.type == "cuda" else self._timed_by_clock)(ctx, batch)
+
+    def _at_hand(self, batch: Any) -> Any:
+        """Return a batch where a loader has put it by the time of its step.
+
+        That is on the device, which loaders copy to ahead of time: a copy inside the step would hide what plans differ in. A
+        `prepare_input` of the user's own may want it on the host, and gets it there, pinned.
+        """
+        if self.task.prepare_input is None:
+            return move_to_device(self.device, batch)
+        if self.device.type != "cuda":
+            return batch
+        return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)
 
     def _timed_by_clock(self, ctx: PlanContext, batch: Any) -> None:
         for index in range(self.order.steps):
