@@ -15,16 +15,14 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from drivetrain.module.blocks import BlockGroup, find_blocks
+from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
@@ -39,15 +37,14 @@ from drivetrain.strategy.profile.depth import (
     with_depth,
 )
 from drivetrain.strategy.profile.fake_model import fake_model, prepared_inputs
-from drivetrain.strategy.profile.lines import line_through, steepest, upper_lines
+from drivetrain.strategy.profile.findings import SIZES, Findings, bytes_behind, tensors_of
+from drivetrain.strategy.profile.lines import line_through, upper_lines
 from drivetrain.strategy.profile.optimizer_memory import optimizer_with_state, small_step, state_bytes, state_tensors
 from drivetrain.strategy.profile.torch_private import fake_mode
-from drivetrain.strategy.profile.tracker import MemoryTimeline, UnitRecorder, UnitTotals, saving_hooks
-from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, PARTS, ModelProfile, UnitProfile
+from drivetrain.strategy.profile.tracker import MemoryTimeline, UnitRecorder, saving_hooks
+from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
 
-SIZES = (2, 4)
-"""Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
 MOST_CAPTURED = 3
 """A compiled graph of more equal blocks than this is captured with one and with two of them."""
 LEAST_SECONDS = 5.0
@@ -102,24 +99,11 @@ class ModelProfiler:
         return self._modelled
 
 
-@dataclass
-class _Findings:
-    """What the runs gave, by arithmetic and batch size."""
-
-    units: dict[str, dict[int, dict[int, UnitTotals]]] = field(default_factory=dict)
-    recorders: dict[str, dict[int, UnitRecorder]] = field(default_factory=dict)
-    outputs: dict[str, dict[int, float]] = field(default_factory=dict)
-    lines: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    compiled: dict[str, tuple[float, float]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 class _Simulation:
     """One fake model and the runs that are made with it."""
 
     def __init__(self, task: TrainingTask, deadline: Deadline):
-        self.task, self.deadline, self.found = task, deadline, _Findings()
+        self.task, self.deadline, self.found = task, deadline, Findings()
         self.is_begun = False
         self._tried: set[str] = set()
         self._step_seconds = 0.0
@@ -149,7 +133,9 @@ class _Simulation:
             if part not in self._tried and (part in parts or part in ARITHMETICS):
                 self._tried.add(part)
                 self._find_out(part)
-        return self._put_together()
+        return self.found.profile(
+            self.model, self.groups, self.inputs, self.optimizer_bytes, self.optimizer_temporaries
+        )
 
     def _find_out(self, part: str) -> None:
         """Make the runs of one part, where there is time for it."""
@@ -204,7 +190,7 @@ class _Simulation:
     def _recorded(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
         """Return what one forward pass and its loss did and kept, and the bytes of the model's output."""
         members = {member: index for index, group in enumerate(self.groups) for member in group.members}
-        known = [*self.model.parameters(), *self.model.buffers(), *_tensors(self.inputs[size])]
+        known = [*self.model.parameters(), *self.model.buffers(), *tensors_of(self.inputs[size])]
         recorder = UnitRecorder(members, len(self.groups), known, self.deadline.check)
         handles = recorder.watch(self.model)
         try:
@@ -215,7 +201,7 @@ class _Simulation:
         finally:
             for handle in handles:
                 handle.remove()
-        return recorder, float(_bytes_behind(_tensors(outputs)))
+        return recorder, float(bytes_behind(tensors_of(outputs)))
 
     def _continued(self, arithmetic: str, size: int) -> tuple[UnitRecorder, float]:
         """Return the same from runs with two and with three of the blocks, continued."""
@@ -278,7 +264,7 @@ class _Simulation:
             timeline.label(parameters, "parameters")
             timeline.label(buffers, "buffers")
             timeline.label(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
-            timeline.label(_tensors(inputs), "inputs")
+            timeline.label(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
             timeline.phase = "temporaries"
@@ -350,108 +336,6 @@ class _Simulation:
             math.isclose(short[index].flops, whole[index].flops, rel_tol=1e-6) for index in whole if index != block
         )
         return container if is_same and others else None
-
-    def _put_together(self) -> ModelProfile:
-        found, model = self.found, self.model
-        parameters = list(model.parameters())
-        compiled = found.compiled
-        input_sizes = {size: float(_bytes_behind(_tensors(self.inputs[size]))) for size in SIZES}
-        recorder = found.recorders[ARITHMETICS[0]][SIZES[0]]
-        plain = {
-            arithmetic: steepest(found.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in found.lines
-        }
-        return ModelProfile(
-            units=tuple(self._units()),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-            input_bytes=_slope(lambda size: input_sizes[size]),
-            logits_bytes={arithmetic: self._logits(arithmetic) for arithmetic in ARITHMETICS},
-            sequence_length=recorder.sequence_length,
-            compiled_bytes={name: each for name, (_, each) in compiled.items()} or None,
-            compiled_fixed_bytes={name: fixed for name, (fixed, _) in compiled.items()} or None,
-            peak_bytes=plain or None,
-            peak_lines=found.lines,
-            peak_parts=found.parts,
-            optimizer_bytes=self.optimizer_bytes,
-            optimizer_temporary_bytes=self.optimizer_temporaries,
-            has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
-            has_convolution=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
-            has_dropout=recorder.has_dropout,
-            cross_entropy_head=recorder.cross_entropy_head,
-            notes=tuple(found.notes),
-        )
-
-    def _units(self) -> Iterator[UnitProfile]:
-        inside = {
-            id(parameter) for group in self.groups for member in group.members for parameter in member.parameters()
-        }
-        for index, group in enumerate(self.groups):
-            yield self._unit(index, group.path, group.cls.__name__, group)
-        rest = sum(parameter.numel() for parameter in self.model.parameters() if id(parameter) not in inside)
-        yield self._unit(len(self.groups), "", type(self.model).__name__, None, rest)
-
-    def _unit(self, index: int, path: str, cls: str, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
-        count = len(group.members) if group is not None else 1
-        if group is not None:
-            held = {id(p): p.numel() for member in group.members for p in member.parameters()}
-            parameters = round(sum(held.values()) / count)
-
-        def each(arithmetic: str, read: Callable[[UnitTotals], float]) -> float:
-            return _slope(lambda size: read(self.found.units[arithmetic][size][index])) / count
-
-        def by_arithmetic(read: Callable[[UnitTotals], float]) -> Mapping[str, float]:
-            return {arithmetic: each(arithmetic, read) for arithmetic in ARITHMETICS}
-
-        saved = by_arithmetic(lambda unit: unit.saved)
-        first = self.found.units[ARITHMETICS[0]][SIZES[0]][index]
-        return UnitProfile(
-            path=path,
-            cls=cls,
-            count=count,
-            parameters=parameters,
-            forward_flops=each(ARITHMETICS[0], lambda unit: unit.flops),
-            saved_bytes=saved,
-            input_bytes=by_arithmetic(lambda unit: unit.inputs),
-            selective_bytes=by_arithmetic(lambda unit: unit.inputs + unit.expensive) if group is not None else saved,
-            traffic_bytes=by_arithmetic(lambda unit: unit.traffic),
-            operations=round(first.operations / count),
-            saved_fixed_bytes={name: self._fixed(name, index) / count for name in ARITHMETICS},
-            largest_saved_bytes={name: self._largest(name, index) for name in ARITHMETICS},
-            heads=next((heads for heads in self._heads(index) if heads is not None), None),
-        )
-
-    def _heads(self, index: int) -> Iterator[int | None]:
-        """Yield heads as each arithmetic shows them; attention that no fused kernel takes does not show any."""
-        for arithmetic in ARITHMETICS:
-            yield self.found.units[arithmetic][SIZES[0]][index].heads
-
-    def _fixed(self, arithmetic: str, index: int) -> float:
-        units = self.found.units[arithmetic]
-        return max(0.0, line_through(SIZES, [units[size][index].saved for size in SIZES])[0])
-
-    def _largest(self, arithmetic: str, index: int) -> float:
-        small, large = (self.found.units[arithmetic][size][index].saved_by_member for size in SIZES)
-        return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
-
-    def _logits(self, arithmetic: str) -> float:
-        """Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps."""
-        recorders, outputs = self.found.recorders[arithmetic], self.found.outputs[arithmetic]
-        return _slope(lambda size: outputs[size] + 2 * recorders[size].loss.saved)
-
-
-def _slope(read: Callable[[int], float]) -> float:
-    return (read(SIZES[1]) - read(SIZES[0])) / (SIZES[1] - SIZES[0])
-
-
-def _bytes_behind(tensors: list[Tensor]) -> int:
-    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _autocast(arithmetic: str) -> Any:

@@ -1,0 +1,136 @@
+"""What runs on fake tensors gave, and the profile that is made of it: straight lines through two batch sizes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.module.blocks import BlockGroup
+from drivetrain.strategy.profile.lines import line_through, steepest
+from drivetrain.strategy.profile.tracker import UnitRecorder, UnitTotals
+from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+
+SIZES = (2, 4)
+"""Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
+
+
+@dataclass
+class Findings:
+    """What the runs gave, by arithmetic and batch size."""
+
+    units: dict[str, dict[int, dict[int, UnitTotals]]] = field(default_factory=dict)
+    recorders: dict[str, dict[int, UnitRecorder]] = field(default_factory=dict)
+    outputs: dict[str, dict[int, float]] = field(default_factory=dict)
+    lines: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    compiled: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def profile(
+        self,
+        model: nn.Module,
+        groups: Sequence[BlockGroup],
+        inputs: Mapping[int, Any],
+        optimizer_bytes: int,
+        optimizer_temporaries: int,
+    ) -> ModelProfile:
+        """Return the profile of a model with these blocks, as far as it is known."""
+        parameters = list(model.parameters())
+        compiled = self.compiled
+        input_sizes = {size: float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES}
+        recorder = self.recorders[ARITHMETICS[0]][SIZES[0]]
+        plain = {arithmetic: steepest(self.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in self.lines}
+        return ModelProfile(
+            units=tuple(self._unit_profiles(model, groups)),
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+            input_bytes=_slope(lambda size: input_sizes[size]),
+            logits_bytes={arithmetic: self._logits(arithmetic) for arithmetic in ARITHMETICS},
+            sequence_length=recorder.sequence_length,
+            compiled_bytes={name: each for name, (_, each) in compiled.items()} or None,
+            compiled_fixed_bytes={name: fixed for name, (fixed, _) in compiled.items()} or None,
+            peak_bytes=plain or None,
+            peak_lines=self.lines,
+            peak_parts=self.parts,
+            optimizer_bytes=optimizer_bytes,
+            optimizer_temporary_bytes=optimizer_temporaries,
+            has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
+            has_convolution=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
+            has_dropout=recorder.has_dropout,
+            cross_entropy_head=recorder.cross_entropy_head,
+            notes=tuple(self.notes),
+        )
+
+    def _unit_profiles(self, model: nn.Module, groups: Sequence[BlockGroup]) -> Iterator[UnitProfile]:
+        inside = {id(parameter) for group in groups for member in group.members for parameter in member.parameters()}
+        for index, group in enumerate(groups):
+            yield self._unit(index, group.path, group.cls.__name__, group)
+        rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+        yield self._unit(len(groups), "", type(model).__name__, None, rest)
+
+    def _unit(self, index: int, path: str, cls: str, group: BlockGroup | None, parameters: int = 0) -> UnitProfile:
+        count = len(group.members) if group is not None else 1
+        if group is not None:
+            held = {id(p): p.numel() for member in group.members for p in member.parameters()}
+            parameters = round(sum(held.values()) / count)
+
+        def each(arithmetic: str, read: Callable[[UnitTotals], float]) -> float:
+            return _slope(lambda size: read(self.units[arithmetic][size][index])) / count
+
+        def by_arithmetic(read: Callable[[UnitTotals], float]) -> Mapping[str, float]:
+            return {arithmetic: each(arithmetic, read) for arithmetic in ARITHMETICS}
+
+        saved = by_arithmetic(lambda unit: unit.saved)
+        first = self.units[ARITHMETICS[0]][SIZES[0]][index]
+        return UnitProfile(
+            path=path,
+            cls=cls,
+            count=count,
+            parameters=parameters,
+            forward_flops=each(ARITHMETICS[0], lambda unit: unit.flops),
+            saved_bytes=saved,
+            input_bytes=by_arithmetic(lambda unit: unit.inputs),
+            selective_bytes=by_arithmetic(lambda unit: unit.inputs + unit.expensive) if group is not None else saved,
+            traffic_bytes=by_arithmetic(lambda unit: unit.traffic),
+            operations=round(first.operations / count),
+            saved_fixed_bytes={name: self._fixed(name, index) / count for name in ARITHMETICS},
+            largest_saved_bytes={name: self._largest(name, index) for name in ARITHMETICS},
+            heads=next((heads for heads in self._heads(index) if heads is not None), None),
+        )
+
+    def _heads(self, index: int) -> Iterator[int | None]:
+        """Yield heads as each arithmetic shows them; attention that no fused kernel takes does not show any."""
+        for arithmetic in ARITHMETICS:
+            yield self.units[arithmetic][SIZES[0]][index].heads
+
+    def _fixed(self, arithmetic: str, index: int) -> float:
+        units = self.units[arithmetic]
+        return max(0.0, line_through(SIZES, [units[size][index].saved for size in SIZES])[0])
+
+    def _largest(self, arithmetic: str, index: int) -> float:
+        small, large = (self.units[arithmetic][size][index].saved_by_member for size in SIZES)
+        return max(((large[key] - small[key]) / (SIZES[1] - SIZES[0]) for key in large), default=0.0)
+
+    def _logits(self, arithmetic: str) -> float:
+        """Output, what the loss keeps of it, and the gradient that the loss sends back, which is as large as what it keeps."""
+        recorders, outputs = self.recorders[arithmetic], self.outputs[arithmetic]
+        return _slope(lambda size: outputs[size] + 2 * recorders[size].loss.saved)
+
+
+def _slope(read: Callable[[int], float]) -> float:
+    return (read(SIZES[1]) - read(SIZES[0])) / (SIZES[1] - SIZES[0])
+
+
+def bytes_behind(tensors: list[Tensor]) -> int:
+    """Return the bytes of all storages, each once."""
+    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the tensors inside nested values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
