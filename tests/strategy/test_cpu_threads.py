@@ -39,18 +39,21 @@ class Fails(Method):
 
     def apply(self, ctx, config):
         assert torch.get_num_threads() == ctx.plan.config("cpu_threads").threads
+        torch.set_float32_matmul_precision("high")  # as tf32 does
         raise RuntimeError("no")
 
 
-def test_a_plan_that_fails_puts_the_threads_back(threads):
+def test_a_plan_that_fails_puts_threads_and_precision_back(threads):
     register_method(Fails())
+    precision = torch.get_float32_matmul_precision()
+    assert precision != "high"
     try:
         model = make_model()
         with pytest.raises(RuntimeError, match="no"):
             Strategy([("cpu_threads", threads + 1), "fails_at_last"]).apply(Context(model=model))
     finally:
         del _methods["fails_at_last"]
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == threads and torch.get_float32_matmul_precision() == precision
 
 
 def test_the_number_survives_json_and_an_unknown_key_is_refused():

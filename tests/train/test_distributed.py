@@ -5,6 +5,7 @@ import torch
 
 from drivetrain.core.errors import DistributedError, StopTrainingError
 from drivetrain.train.callbacks import TrainerCallback
+from drivetrain.train.stopping import STOP, StopVote
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -134,22 +135,41 @@ def test_a_stop_of_one_rank_in_a_hook_between_steps_ends_all(world2):
         assert first == second <= 2, name
 
 
-def stop_in_a_step():
+def stop_in_a_step(name):
+    def raises(self, *args):
+        if self.state.clock.step == 1:
+            raise StopTrainingError("all at once")
+        return getattr(Trainer, name)(self, *args)
+
+    trainer = make_trainer(cls=type("Stopping", (Trainer,), {name: raises}), callbacks=(), seed=1)
+    train(trainer, make_data(16), num_epochs=4, per_device_batch_size=4)
+    return trainer.state.clock.step
+
+
+def test_a_hook_that_stops_inside_a_step_on_all_ranks_ends_the_run_in_good_order(world2):
+    for name in ("calculate_train_batch_loss", "optimizer_step"):
+        assert world2(stop_in_a_step, name) == [1, 1]
+
+
+def leave_alone():
+    """One rank leaves inside a step; the other comes to its boundary."""
     import torch.distributed as dist
 
-    class Stopping(Trainer):
-        def optimizer_step(self):
-            if self.state.clock.step == 1:
-                raise StopTrainingError("all at once, by chance")
-            super().optimizer_step()
+    vote = StopVote()
+    vote.open(0)
+    trainer = make_trainer(callbacks=())
+    if dist.get_rank() == 0:
+        vote.close()
+        vote.open(0)
+        return vote.close() == STOP
+    trainer._vote = vote
+    with pytest.raises(DistributedError, match=r"rank 1: .*request_stop\(reason\)") as caught:
+        trainer._refuse_to_leave_alone(StopTrainingError("enough"))
+    return "enough" in str(caught.value)
 
-    with pytest.raises(DistributedError, match=r"request_stop\(reason\)") as caught:
-        train(make_trainer(cls=Stopping, callbacks=(), seed=1), make_data(16), per_device_batch_size=4)
-    return f"rank {dist.get_rank()}" in str(caught.value) and isinstance(caught.value.__cause__, StopTrainingError)
 
-
-def test_a_stop_inside_a_step_of_several_is_an_error_that_says_what_to_call(world2):
-    assert world2(stop_in_a_step) == [True, True]
+def test_a_rank_that_leaves_a_step_alone_is_told_what_to_call(world2):
+    assert world2(leave_alone) == [True, True]
 
 
 def token_weighted():

@@ -26,6 +26,7 @@ from drivetrain.runtime.ranks import clear_data_ranks, is_master
 from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
+from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.snapshot import ModelSnapshot
 from drivetrain.strategy.value import Strategy
@@ -38,7 +39,7 @@ class PlanContext(Context):
         {
             *("plan", "mesh", "recipe", "loss_func", "prepare_input", "sample", "notes"),
             *("ddp_settings", "autocast_dtype", "scaler_dtype", "skip_nonfinite", "stepping"),
-            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole", "copies", "undo"),
+            *("input_changes", "loss_changes", "recipe_changes", "output_position", "whole", "copies"),
         }
     )
 
@@ -83,8 +84,6 @@ class PlanContext(Context):
         self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
         """What is done to the recipe after the methods of the optimizer's own stage."""
         self.stepping: Any = None
-        self.undo: list[Callable[[], None]] = []
-        """What puts settings of the process back, where the plan cannot be applied after all."""
 
     def state_dict(self, *, full: bool = False) -> dict[str, Any]:
         """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
@@ -176,15 +175,14 @@ def check_model(model: Any, where: str = "auto_accelerate") -> None:
 
 
 def shape(ctx: PlanContext) -> PlanContext:
-    """Apply a resolved plan to a context: model and optimizer. On an error the model is as before."""
-    before = ModelSnapshot(ctx.model)
+    """Apply a resolved plan to a context: model and optimizer. On an error the model and the process's settings are as before."""
+    before, settings = ModelSnapshot(ctx.model), ProcessSettings.capture()
     model = ctx.model
     try:
         _shape(ctx)
     except BaseException:
         before.restore()
-        for undo in reversed(ctx.undo):
-            undo()
+        settings.restore()
         ctx.model, ctx.whole = model, None
         clear_data_ranks()
         raise

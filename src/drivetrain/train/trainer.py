@@ -1052,8 +1052,8 @@ class Trainer:
     _has_agreed = False
 
     def _refuse_to_leave_alone(self, stop: Exception) -> None:
-        """Turn a stop that only this rank knows of into an error, which ends the others too instead of leaving them to wait."""
-        if self._vote is not None and not self._has_agreed:
+        """Turn a stop that not all ranks raise into an error, which ends the others too instead of leaving them to wait."""
+        if self._vote is not None and not self._has_agreed and not self._vote.everyone_leaves():
             raise DistributedError(
                 f"rank {get_rank()}: a hook of {type(self).__name__} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
                 "of several processes, which the others cannot leave with it. Call trainer.request_stop(reason) there instead: all "

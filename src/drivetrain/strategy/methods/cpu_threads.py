@@ -1,8 +1,6 @@
 """How many threads one operation on the CPU uses: all of them for large products, few where starting them costs more than it saves."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,8 +45,6 @@ class CpuThreads(Method):
         return [CpuThreadsConfig(threads=count) for count in sorted({1, max(1, share // 2), share})]
 
     def apply(self, ctx: "PlanContext", config: CpuThreadsConfig) -> None:
-        before: Callable[[], None] = partial(torch.set_num_threads, torch.get_num_threads())
-        ctx.undo.append(before)
         torch.set_num_threads(config.threads or cpu_share())
         ctx.note("cpu_threads: holds for the whole process")
 

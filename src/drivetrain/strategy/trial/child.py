@@ -22,11 +22,11 @@ from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.runtime.workers import _lost_a_peer
+from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import method_names, register_method
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.memory import MemoryMeter
-from drivetrain.strategy.trial.settings import ProcessSettings
 
 LEFT_BYTES = {"cuda": 128 << 20}
 """How much a trial may leave in use for the process to be used again; matrix libraries keep workspaces of some ten MiB."""

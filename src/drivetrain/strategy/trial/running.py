@@ -19,6 +19,7 @@ from drivetrain.runtime.collectives import all_gather_values, broadcast_from_mas
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.child import Place
@@ -26,7 +27,6 @@ from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.nesting import refuse_inside_trial
 from drivetrain.strategy.trial.process import TrialProcess
 from drivetrain.strategy.trial.report import Report, cause_of, merge
-from drivetrain.strategy.trial.settings import ProcessSettings
 from drivetrain.strategy.trial.values import PLAIN, TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
 

@@ -1,7 +1,7 @@
 """Settings that hold for a whole process and change what a step computes or costs.
 
-A trial must run under the caller's settings, or it would measure another program; and what a plan changes must be gone before the next
-plan is tried in the same process.
+A trial must run under the caller's settings, or it would measure another program; what a plan changes must be gone before the next
+plan is tried in the same process, and after a plan that could not be applied.
 """
 
 import sys
