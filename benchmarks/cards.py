@@ -4,7 +4,8 @@ table.
     python -m benchmarks.cards [--check]
 
 Reads `results/algorithms.json`. The target of a task is the mean final quality of its tuned baseline less a margin;
-time to target is read from each run's curve, between two evaluations in a straight line. A card whose algorithm was not
+time to target is read from each run's curve, between two evaluations in a straight line. A method is compared with the
+baseline of its own sitting, because times of two machines say nothing about each other. A card whose algorithm was not
 measured says so. Nothing outside the markers changes, and a second run changes nothing. `--check` only says whether a
 card is out of date.
 """
@@ -33,6 +34,8 @@ TASKS = {
     "text": ("small GPT on bytes, loss", False, 0.02),
 }
 """What a task is called, whether more is better, and the margin of its target."""
+SEEDS = 3
+"""The fewest runs that say something."""
 FASTER = 1.05
 """By how much a mean time must differ to count."""
 
@@ -81,10 +84,19 @@ def time_to(target: float, curve: Sequence[Sequence[float]], higher_is_better: b
     return None
 
 
-def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | None, dict[str, Outcome]]:
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A method and what it is compared with."""
+
+    method: Outcome
+    baseline: Outcome
+
+
+def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | None, dict[str, Comparison]]:
     """Return the target of a task on a device and every method's outcome there; later sittings replace equal runs."""
     _, higher, margin = TASKS[task]
     runs: dict[tuple[str, float, int], dict[str, Any]] = {}
+    baselines: list[dict[str, Any]] = []
     smoke = {number for number, sitting in enumerate(results["sittings"]) if sitting.get("smoke")}
     for run in results["runs"]:
         if (
@@ -94,6 +106,8 @@ def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | N
             and run.get("final") is not None
         ):
             runs[run["method"], run["lr"], run["seed"]] = run
+            if run["method"] == "baseline":
+                baselines.append(run)
     chosen: dict[str, tuple[float, list[dict[str, Any]]]] = {}
     for method in dict.fromkeys(name for name, _, _ in runs):
         grid = [run for (name, _, seed), run in runs.items() if name == method and seed == 0]
@@ -102,21 +116,31 @@ def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | N
             chosen[method] = lr, [run for (name, rate, _), run in runs.items() if name == method and rate == lr]
     if "baseline" not in chosen:
         return None, {}
-    target = statistics.mean(run["final"] for run in chosen["baseline"][1]) - (margin if higher else -margin)
-    return target, {
-        method: Outcome(
+    baselines = [run for run in baselines if run["lr"] == chosen["baseline"][0]]
+    target = statistics.mean(run["final"] for run in baselines) - (margin if higher else -margin)
+
+    def outcome(lr: float, own: Sequence[dict[str, Any]]) -> Outcome:
+        return Outcome(
             lr=lr,
             finals=tuple(run["final"] for run in own),
             times=tuple(time_to(target, run["curve"], higher) for run in own),
             was_cut=any(run.get("stopped") for run in own),
         )
+
+    def beside(own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        sittings = {run["sitting"] for run in own}
+        same = [run for run in baselines if run["sitting"] in sittings]
+        return same if len({run["seed"] for run in same}) >= SEEDS else baselines
+
+    return target, {
+        method: Comparison(method=outcome(lr, own), baseline=outcome(chosen["baseline"][0], beside(own)))
         for method, (lr, own) in chosen.items()
     }
 
 
 def verdict(method: Outcome, baseline: Outcome, higher_is_better: bool) -> str:
     """Say in a word what the runs show: helps, hurts, mixed, or no clear effect; with fewer than three seeds nothing."""
-    if min(len(method.finals), len(baseline.finals)) < 3:
+    if min(len(method.finals), len(baseline.finals)) < SEEDS:
         return "too few runs"
     gain = (method.mean - baseline.mean) * (1 if higher_is_better else -1)
     noise = 2 * math.hypot(method.error, baseline.error)
@@ -146,7 +170,7 @@ def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
             target, found = outcomes(results, task, device)
             if name not in found or target is None:
                 continue
-            own, base = found[name], found["baseline"]
+            own, base = found[name].method, found[name].baseline
             said = verdict(own, base, higher)
             verdicts.append(f"{said} ({task})")
             lines.append(

@@ -15,7 +15,7 @@ import functools
 import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,13 +103,14 @@ def small_space(batch: int, smoke: bool) -> dict[str, list[Any]]:
     return plans
 
 
-def exhaustive(bench: Bench, name: str) -> None:
+def exhaustive(bench: Bench, name: str, without: Sequence[str] = ()) -> None:
     """Measure all plans of the small space and the one that a search chooses, alike."""
     task = bench.task(name)
     plan, seconds = bench.search(task)
     plans = {key: Strategy(methods) for key, methods in small_space(task.global_batch_size, bench.smoke).items()}
     if "resnet" in name:  # a batch under batch norm is not split
         plans = {key: found for key, found in plans.items() if "micro_batch" not in found}
+    plans = {key: found for key, found in plans.items() if key not in without}
     measured: dict[str, float | None] = {}
     with TrialPool(task, device=bench.device) as pool:
         for key, candidate in {"chosen": Strategy(list(plan), batch=plan.batch), **plans}.items():
@@ -128,6 +129,7 @@ def exhaustive(bench: Bench, name: str) -> None:
             "chosen_seconds": chosen,
             "search_seconds": seconds,
             "measured": measured,
+            "left_out": list(without),
             "explained": plan.explain(),
             "trials": plan.search and plan.search["measured"],
         },
@@ -282,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="", help="comma-separated: exhaustive, hand, budget")
     parser.add_argument("--models", default="gpt2,resnet50,vit", help="models of the part 'exhaustive'")
+    parser.add_argument("--without", default="", help="comma-separated plans that the part 'exhaustive' leaves out")
     parser.add_argument("--short", type=int, default=0, metavar="N", help="so many short searches")
     parser.add_argument("--slice", default="0/1", metavar="K/N", help="every N-th short search, from the K-th on")
     parser.add_argument("--memory", type=parse_memory, help="what the budgets of short searches are shares of: '32GiB'")
@@ -299,7 +302,7 @@ def main() -> None:
     for part in parts:
         if part == "exhaustive":
             for name in args.models.split(","):
-                exhaustive(bench, name)
+                exhaustive(bench, name, [plan for plan in args.without.split(",") if plan])
         else:
             {"hand": hand, "budget": budget}[part](bench)
     if args.short:

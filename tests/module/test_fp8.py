@@ -174,6 +174,9 @@ def test_compiled_gradients_are_those_of_the_library_s_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
+)  # a thread's first product
 def test_compiled_gradients_on_the_device(recipe, dtype):
     if not supports_fp8("cuda"):
         pytest.skip("no 8-bit matrix units")

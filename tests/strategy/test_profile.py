@@ -15,6 +15,8 @@ from drivetrain.strategy.profile import model as profiling
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.lines import line_through, upper_edge
 from drivetrain.strategy.profile.model import ModelProfiler, profile_model
+from drivetrain.strategy.profile.step_memory import StepMemory
+from drivetrain.strategy.profile.torch_private import fake_mode
 from drivetrain.strategy.profile.tracker import MemoryTimeline
 from drivetrain.strategy.profile.values import ARITHMETICS, PARTS
 from drivetrain.strategy.task import CallModel, TrainingTask
@@ -561,6 +563,56 @@ def test_a_model_compiles_as_before_after_a_profile():
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(x)  # a warning would be an error here
     ours, theirs = torch.autograd.grad(compiled.sum(), x)[0], torch.autograd.grad(attend(x).sum(), x)[0]
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer", "shape", "mebibytes"),
+    [
+        (torch.bfloat16, nn.Conv2d(64, 64, 3, padding=1), (128, 64, 56, 56), 98),
+        (torch.float32, nn.Conv2d(64, 64, 3, padding=1), (128, 64, 56, 56), 196),
+        (torch.bfloat16, nn.Conv2d(256, 512, 1, 2), (128, 256, 56, 56), 294),
+        (torch.bfloat16, nn.Conv2d(256, 64, 1), (128, 256, 56, 56), 0),  # a product
+        (torch.bfloat16, nn.Conv2d(64, 64, 3, padding=1, groups=64), (128, 64, 56, 56), 0),
+    ],
+)
+def test_convolutions_borrow_what_they_did_on_an_h200(dtype, layer, shape, mebibytes):
+    for layout, borrowed in ((torch.contiguous_format, mebibytes * 2**20), (torch.channels_last, 0)):
+        with fake_mode(), MemoryTimeline() as timeline:
+            x = torch.empty(shape, dtype=dtype).to(memory_format=layout).requires_grad_()
+            weight = torch.empty(layer.weight.shape, dtype=dtype).to(memory_format=layout).requires_grad_()
+            y = torch.conv2d(x, weight, None, layer.stride, layer.padding, 1, layer.groups)
+            y.backward(torch.empty_like(y))
+        there_and_back = [
+            one.size for one, two in zip(timeline.events, timeline.events[1:]) if one.key == two.key and one.size > 0
+        ]
+        assert there_and_back.count(borrowed) == (2 if borrowed else 0)
+
+
+LOSSES = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "soft margin": F.soft_margin_loss,
+    "binary cross entropy": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+    "the same with logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "cross entropy": lambda x, y: F.cross_entropy(x, y.argmax(1)),
+    "each one": lambda x, y: F.mse_loss(x, y, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_holds_in_a_profile_what_it_holds_in_torch(name):
+    x, y = torch.randn(8, 100), torch.randn(8, 100)
+    real = LOSSES[name](x, y).untyped_storage().nbytes()
+    with fake_mode() as mode, MemoryTimeline(), torch.no_grad():
+        assert LOSSES[name](mode.from_tensor(x), mode.from_tensor(y)).untyped_storage().nbytes() == real
+    memory = StepMemory()
+    with fake_mode() as mode, memory.watching(), torch.no_grad():
+        loss = LOSSES[name](mode.from_tensor(x), mode.from_tensor(y))
+        assert loss.untyped_storage().nbytes() == real
+        held = memory.record().segments["start"]
+    assert held["activations"] >= real and held["gathered"] == 0
 
 
 # On a device.

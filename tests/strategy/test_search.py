@@ -416,6 +416,39 @@ def test_what_may_win_gets_the_time_that_nobody_else_needs():
     assert [plan.opt_names() for plan, _, _ in trials.asked] == [[]]
 
 
+@pytest.mark.parametrize(("limit", "compilations"), [(150.0, 1), (250.0, 2)])
+def test_where_a_compilation_took_too_long_another_needs_as_long(limit, compilations, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("drivetrain.strategy.search.measure.time.monotonic", lambda: now[0])
+
+    class Slow(Trials):
+        def run(self, plan, **how):
+            now[0] += 90.0 if plan.opt_names() else 2.0
+            return super().run(plan, **how)
+
+    late = TrialResult(outcome="timeout", message="compiling took more than 90 s")
+    plain = TrialResult(outcome="ok", step_seconds=0.4, steps=3, startup_seconds=2.0)
+    trials = Slow({("native_dynamo",): late, (): plain}, [])
+    space = build_space(place(machine=CPU))
+    measuring = Measuring(space, torch.device("cpu"), Clock(limit, 0.0), 1e12, trials, lambda text: None)
+    items = [scored(0.1, 1, micro=64, compile=scope) for scope in ("model", "block")]
+    measuring.round(measuring_order([*items, scored(0.5, 1, micro=64)], None))
+    assert sum(bool(plan.opt_names()) for plan, _, _ in trials.asked) == compilations
+
+
+def test_what_needs_no_compiler_is_tried_first():
+    fast = TrialResult(outcome="ok", step_seconds=0.01, steps=3)
+    items = [
+        scored(0.1, 1, micro=64, compile="model", precision="bfloat16"),
+        scored(0.2, 1, micro=64, compile="block", precision="bfloat16"),
+        scored(0.3, 1, micro=64, precision="bfloat16"),
+        scored(0.5, 1, micro=64),
+    ]
+    _, trials = measure(items, {("amp_native", "native_dynamo"): fast})
+    names = [plan.opt_names() for plan, _, _ in trials.asked]
+    assert names[:3] == [["amp_native"], [], ["amp_native", "native_dynamo"]]
+
+
 @pytest.mark.parametrize(("limit", "kept"), [(120.0, 2.0), (20.0, 1.0)])
 def test_trials_end_before_the_search_must(limit, kept):
     before = time.monotonic()
@@ -515,6 +548,8 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     about = Known(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
     found = build_space(run._place(about.profile, GPU))
     candidates, top = run._promising(about.predicted(found.candidates), about, found, 1e15)
+    assert top and not about.asked  # all of them fit easily, and will be measured
+    candidates, top = run._promising(candidates, about, found, 1.5 * max(item.peak for item in top))
     assert about.asked == {"bfloat16/compiled"} and profiler.parts == [about.asked]
     assert top and len(candidates) == len(found.candidates)
     assert any(parts_read(item.candidate) - about.asked for item in candidates)

@@ -17,7 +17,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.seeds import capture_rng
+from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.trial import measuring, memory_kills
@@ -56,13 +56,6 @@ def attempt(task, plan=(), device=CPU, steps=2, seconds=90.0, **kwargs):
     return result
 
 
-def equal_states(left, right):
-    """Say whether two captured random states are the same."""
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal_states(left[key], right[key]) for key in left)
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-
-
 def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
     task = make_task()
     before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
@@ -87,7 +80,7 @@ def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
     assert "plain" in dict(first.phases) and "plain" not in dict(second.phases)  # it is run once for all plans
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
     assert not any(parameter.is_shared() for parameter in task.model.parameters())
-    assert equal_states(random, capture_rng())
+    assert same_rng(random, capture_rng())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -175,7 +168,7 @@ def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when
     assert result.outcome == "ok" and result.is_in_process and result.is_verified and result.steps == 2
     assert any("own process" in note and "Local" in note for note in result.notes)
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
-    assert equal_states(random, capture_rng())
+    assert same_rng(random, capture_rng())
     assert settings == (torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision)
     for one in refused:
         assert one.outcome == "error" and "not tried" in one.message and "model_fn" in one.message
@@ -325,7 +318,7 @@ def test_on_one_process_a_given_plan_is_verified_on_the_spot():
     assert verify_plan(Strategy(["checkpoint"]), task, device=CPU).notes[0].startswith("dry run: loss")
     assert verify_plan(Strategy([]), make_task(trial_tasks.runs_out), device=CPU).failure.kind == "oom"
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
-    assert equal_states(random, capture_rng())
+    assert same_rng(random, capture_rng())
     assert "meta" in verify_plan(Strategy([]), make_task(model=nn.Linear(2, 2, device="meta")), device=CPU).notes[0]
 
 
@@ -357,14 +350,20 @@ def test_a_compiled_plan_is_checked_as_it_trains_and_the_real_run_finds_it_in_th
 
 
 @pytest.mark.slow
-def test_dropout_and_batch_statistics_are_compared_in_evaluation_mode():
+def test_dropout_is_compared_in_evaluation_mode_and_batch_statistics_in_that_of_training():
     dropout = make_task(model=None, model_fn=build_randomly)
     plan = [("compile", {"backend": "aot_eager"})]
     result = attempt(dropout, plan)
     assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
     norm = make_task(model=trial_tasks.Wrapped(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))))
+    before = {name: value.clone() for name, value in norm.model.state_dict().items()}
     result = attempt(norm, plan)
-    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
+    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is True, result
+    seen = result.yardstick
+    assert result.plain_loss == seen.training_loss != seen.loss  # what was compared is what is told
+    assert result.loss == pytest.approx(seen.training_loss, rel=1e-5)
+    assert result.gradient_norm == pytest.approx(seen.training_norm, rel=1e-4)
+    assert all(torch.equal(value, before[name]) for name, value in norm.model.state_dict().items())
 
 
 def pipelined():

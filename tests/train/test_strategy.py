@@ -65,3 +65,17 @@ def test_a_failed_plan_leaves_the_model_alone():
     with pytest.raises(ConfigError, match="NoSuchBlock"):
         train(trainer)
     assert all(map(torch.equal, weights(trainer.model), before))
+
+
+@pytest.mark.parametrize("plan", [[("half", "bf16")], ["cpu_offload"], ["fused_optimizer"]])
+def test_a_second_run_goes_on_with_the_planned_optimizer(plan):
+    trainer = make_trainer(strategy=plan)
+    train(trainer)
+    optimizer, before = trainer.optimizer, [p.detach().clone() for p in trainer.get_model().parameters()]
+    train(trainer)
+    assert trainer.optimizer is optimizer
+    assert not all(torch.equal(p, q) for p, q in zip(before, trainer.get_model().parameters()))
+    stranger = make_model()
+    trainer.optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="none of which belongs to the model"):
+        train(trainer)

@@ -3,7 +3,8 @@
 Values are scaled so that the largest magnitude of a tensor (or of each row) is the largest number of the 8-bit type: e4m3 for
 inputs and weights, e5m2, which has more range, for gradients. Scales are computed anew for each product, so there is no history to
 save. Parameters stay in their own precision. Where the device has no 8-bit matrix product, the rounded values are multiplied in
-float32: the same numbers, to test with and not to train with.
+float32: the same numbers, to test with and not to train with. Forward products add up with the fewer bits that the matrix units are
+fast with, those of gradients with all of float32's.
 """
 
 from collections.abc import Sequence
@@ -52,54 +53,100 @@ def matmul_fp8(
 ) -> Tensor:
     """Return `a @ b` computed with 8-bit values; `rowwise` scales the rows of `a` and the columns of `b`."""
     rowwise = recipe == "rowwise"
-    low_a, factor_a = quantize(a, a_dtype, 1 if rowwise else None)
-    low_b, factor_b = quantize(b, b_dtype, 0 if rowwise else None)
+    low_a, low_b = quantize(a, a_dtype, 1 if rowwise else None), quantize(b, b_dtype, 0 if rowwise else None)
+    return scaled_product(*low_a, *low_b, out_dtype)
+
+
+def scaled_product(
+    a: Tensor, factor_a: Tensor, b: Tensor, factor_b: Tensor, out_dtype: torch.dtype, *, is_fast: bool = False
+) -> Tensor:
+    """Return the product of 8-bit matrices, brought back by their factors: one each, or one for every row of `a` and column of `b`.
+
+    `is_fast` lets the matrix units add up with fewer bits, which is faster and exact enough for forward passes.
+    """
     if not supports_fp8(a.device):
-        return ((low_a.float() * factor_a) @ (low_b.float() * factor_b)).to(out_dtype)
+        return ((a.float() * factor_a) @ (b.float() * factor_b)).to(out_dtype)
     inner = -a.shape[1] % _MULTIPLE  # zeros add nothing to a sum
     if inner:
-        low_a = nn.functional.pad(low_a.view(torch.uint8), (0, inner)).view(a_dtype)
-        low_b = nn.functional.pad(low_b.view(torch.uint8), (0, 0, 0, inner)).view(b_dtype)
+        a = nn.functional.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
+        b = nn.functional.pad(b.view(torch.uint8), (0, 0, 0, inner)).view(b.dtype)
     # The units want the first factor row by row and the second column by column.
-    low_a, low_b = low_a.contiguous(), low_b.t().contiguous().t()
-    kernel_dtype = torch.bfloat16 if rowwise else out_dtype
-    multiply = _scaled_product if torch.compiler.is_compiling() else torch._scaled_mm
-    out: Any = multiply(low_a, low_b, factor_a, factor_b, out_dtype=kernel_dtype)
+    a, b = a.contiguous(), b.t().contiguous().t()
+    kernel_dtype = torch.bfloat16 if factor_a.ndim else out_dtype
+    multiply = _opaque_product if torch.compiler.is_compiling() else _kernel_product
+    out = multiply(a, b, factor_a, factor_b, kernel_dtype, is_fast)
     # Not `out.to(...)` where that does nothing: torch 2.11 compiles a function that returns a tensor it has named before without its
     # gradients (pytorch/pytorch#180642).
     return out if kernel_dtype == out_dtype else out.to(out_dtype)
 
 
+def _kernel_product(
+    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
+) -> Tensor:
+    out: Any = torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=out_dtype, use_fast_accum=is_fast)
+    return out
+
+
 @torch.library.custom_op("drivetrain::scaled_product", mutates_args=())
-def _scaled_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _opaque_product(
+    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
+) -> Tensor:
     """Multiply by the library's kernel also in compiled code, which would choose one of the compiler's own making."""
-    return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), factor_a, factor_b, out_dtype=out_dtype)
+    return _kernel_product(a.contiguous(), b.t().contiguous().t(), factor_a, factor_b, out_dtype, is_fast)
 
 
-@_scaled_product.register_fake
-def _shape_of_product(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+@_opaque_product.register_fake
+def _shape_of_product(
+    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
+) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-class _LinearInFp8(torch.autograd.Function):
-    """`x @ weight.T` and its two gradients, each product in 8 bits."""
+class _TensorwiseProduct(torch.autograd.Function):
+    """`x @ weight.T` and its two gradients, each product in 8 bits; one factor serves a tensor in all its products.
+
+    The rounded input is kept. Of the weight the parameter itself is: a sharded one is then gathered again instead of held whole.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, gradient: torch.dtype, out_dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: torch.dtype, out_dtype: torch.dtype) -> Tensor:
+        low_x, factor_x = quantize(x, FORWARD)
+        low_weight, factor_weight = quantize(weight, FORWARD)
+        ctx.save_for_backward(low_x, factor_x, weight)
+        ctx.gradient, ctx.x_dtype = gradient, x.dtype
+        return scaled_product(low_x, factor_x, low_weight.t(), factor_weight, out_dtype, is_fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        low_x, factor_x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        low_grad, factor = quantize(grad, ctx.gradient)
+        grad_x = grad_weight = None
+        if needs_x:
+            grad_x = scaled_product(low_grad, factor, *quantize(weight, FORWARD), ctx.x_dtype)
+        if needs_weight:
+            grad_weight = scaled_product(low_grad.t(), factor, low_x, factor_x, weight.dtype)
+        return grad_x, grad_weight, None, None
+
+
+class _RowwiseProduct(torch.autograd.Function):
+    """The same with a factor for every row and column: each product needs other ones, so nothing rounded is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: torch.dtype, out_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.gradient = recipe, gradient
-        return matmul_fp8(x, weight.t(), FORWARD, FORWARD, recipe, out_dtype)
+        ctx.gradient = gradient
+        low_x, low_weight = quantize(x, FORWARD, 1), quantize(weight.t(), FORWARD, 0)
+        return scaled_product(*low_x, *low_weight, out_dtype, is_fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        kind, recipe = ctx.gradient, ctx.recipe
-        grad_x = matmul_fp8(grad, weight, kind, FORWARD, recipe, x.dtype) if needs_x else None
-        grad_weight = matmul_fp8(grad.t(), x, kind, FORWARD, recipe, weight.dtype) if needs_weight else None
-        return grad_x, grad_weight, None, None, None
+        kind = ctx.gradient
+        grad_x = matmul_fp8(grad, weight, kind, FORWARD, "rowwise", x.dtype) if needs_x else None
+        grad_weight = matmul_fp8(grad.t(), x, kind, FORWARD, "rowwise", weight.dtype) if needs_weight else None
+        return grad_x, grad_weight, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -114,7 +161,8 @@ class Float8Linear(nn.Linear):
         out_dtype = torch.get_autocast_dtype(device) if autocasts else input.dtype
         rows = input.reshape(-1, self.in_features)
         gradient = GRADIENT if self.format == "HYBRID" else FORWARD
-        out = _LinearInFp8.apply(rows, self.weight, self.recipe, gradient, out_dtype)
+        product = _RowwiseProduct if self.recipe == "rowwise" else _TensorwiseProduct
+        out = product.apply(rows, self.weight, gradient, out_dtype)
         if self.bias is not None:
             out = out + self.bias.to(out_dtype)
         return out.reshape(*input.shape[:-1], self.out_features)

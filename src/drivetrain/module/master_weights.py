@@ -114,6 +114,12 @@ class MasterCopies:
         return [p for group in self.param_groups for p in group["params"]]  # type: ignore[attr-defined]
 
 
+def served_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer trains: a model's own also where it holds copies of them."""
+    originals = {id(master): parameter for parameter, master in getattr(optimizer, "_served", ())}
+    return [originals.get(id(p), p) for group in optimizer.param_groups for p in group["params"]]
+
+
 _generated: dict[type, type] = {}
 
 

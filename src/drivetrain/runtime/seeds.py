@@ -114,6 +114,13 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
+def same_rng(one: Any, other: Any) -> bool:
+    """Say whether two results of `capture_rng` are the same: then no number was drawn between them."""
+    if isinstance(one, Mapping):
+        return set(one) == set(other) and all(same_rng(value, other[name]) for name, value in one.items())
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Put back what `capture_rng` returned; an accelerator's part is skipped where that accelerator is absent."""
     missing = {"python", "torch"} - set(state)

@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
+from drivetrain.module.master_weights import served_parameters
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
 
@@ -23,7 +24,7 @@ def check_optimizer(trainer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for p in served_parameters(optimizer)}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     missing = [name for name, p in trainable.items() if id(p) not in held]
     if held and not any(id(p) in held for p in model.parameters()):

@@ -23,6 +23,46 @@ _FLOAT32_RESULT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum",
 _LOW = (torch.bfloat16, torch.float16)
 
 
+# Reductions whose result keeps the memory of what it is the mean or the sum of.
+_UNREDUCED = frozenset(
+    {"aten::mse_loss", "aten::smooth_l1_loss", "aten::soft_margin_loss", "aten::binary_cross_entropy"}
+)
+
+
+def hold_as_torch_does(operation: Any, args: Any, result: Any) -> None:
+    """Give a fake result the memory that it really holds.
+
+    Some losses are written in the shape of their input first and are then shrunk to one number, but their storage is not: as long as
+    somebody holds the loss, it is as large as what the model returned.
+    """
+    if operation._schema.name in _UNREDUCED and result.ndim == 0:
+        result.untyped_storage().resize_(args[0].numel() * args[0].element_size())
+
+
+def borrowed_bytes(operation: Any, args: Any, result: Any) -> int:
+    """Return what a kernel borrows while it runs.
+
+    cuDNN's convolutions compute with channels last. For tensors that have them first they copy input and output, as an H200 showed for all
+    kernels but those of one pixel without strides, in 32 bits and in 16.
+    """
+    name = operation._schema.name
+    if name == "aten::convolution":
+        output, x, weight, stride, groups = result, args[0], args[1], args[3], args[8]
+    elif name == "aten::convolution_backward":
+        output, x, weight, stride, groups = args[0], args[1], args[2], args[4], args[9]
+    else:
+        return 0
+    is_product = all(size == 1 for size in (*weight.shape[2:], *stride))
+    if groups > 1 or is_product or _has_channels_last(x) or _has_channels_last(weight):
+        return 0
+    return (x.numel() + output.numel()) * x.element_size()
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()
+
+
 def accelerator_rules() -> AbstractContextManager[None]:
     """Return a context in which fake CPU tensors take the ways of an accelerator."""
     rules = [(name, "AutocastCPU", _in_float32) for name in _FLOAT32]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "gathered", "temporary")
 """Parameters and buffers; gradients; optimizer state; what forward passes make; gathered parameters; what else backward passes
@@ -156,6 +157,8 @@ class StepMemory(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, "gathered" if gathers else self.phase)
+        hold_as_torch_does(func, args, result)
+        self._borrow(borrowed_bytes(func, args, result))
         if gathers:
             for leaf in tree_leaves((args, kwargs or {})):
                 if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() > 0:
@@ -170,6 +173,12 @@ class StepMemory(TorchDispatchMode):
         counts = self._collectives.setdefault(self.part, {})
         count, size = counts.get(name, (0, 0.0))
         counts[name] = (count + 1, size + max(sizes))
+
+    def _borrow(self, size: int) -> None:
+        if size:
+            self._count += 1
+            self._kinds[self._count] = "temporary"
+            self._events += [(self.segment, self._count, size), (self.segment, self._count, 0)]
 
     def _mark_gathered(self, tensor: Tensor) -> None:
         number = self._see(tensor, "gathered")

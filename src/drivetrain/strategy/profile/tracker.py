@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
 from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
 
 ROUNDING = 512
@@ -58,13 +59,22 @@ class MemoryTimeline(TorchDispatchMode):
             self._check()
         result = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
+            hold_as_torch_does(func, args, result)
             for leaf in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(leaf, Tensor):
                     self._seen(leaf)
                 elif isinstance(leaf, list):
                     for tensor in leaf:
                         self._seen(tensor)
+            self._borrow(borrowed_bytes(func, args, result))
         return result
+
+    def _borrow(self, size: int) -> None:
+        """Write down what was taken for the time of one operation, while its results were there already."""
+        if size:
+            key = len(self.labels)
+            self.labels[key] = self.phase
+            self.events += [Event(key, rounded(size)), Event(key, -rounded(size))]
 
     def _seen(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -35,7 +35,7 @@ from drivetrain.strategy.search.decision import (
 )
 from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.known import Known, doubtful, with_compilation
-from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
+from drivetrain.strategy.search.measure import PLENTY, Clock, Measuring, measuring_order
 from drivetrain.strategy.search.place import Place
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
@@ -58,6 +58,8 @@ _PROFILE_SHARE = 0.25
 """Up to which share of a search's time its model is profiled; what is not known by then is predicted in closed form."""
 _SIMULATION_SHARE, _LEAST_SIMULATION = 0.3, 0.5
 """Up to which share of its time a search thinks before it measures, and the seconds below which simulating is not begun."""
+_COMPLETING = 15.0
+"""Seconds that must be left at the end for a closer look at what was chosen."""
 
 
 def find_plan(
@@ -126,7 +128,7 @@ class _Search:
         self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
         found = [] if measuring is None else measuring.found
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
-        best = choose(found, tie=TIE if wishes.start is None else 0.0)
+        best = self._completed(choose(found, tie=TIE if wishes.start is None else 0.0), known)
         if best is None and _all_failed(found, plain):
             return failed_plan(found, report)
         chosen = best.scored if best is not None else self._unmeasured(ranked, plain, fitting, found)
@@ -135,6 +137,17 @@ class _Search:
         return finished_plan(
             chosen, best, space, scored=scored, measurements=found, budget=budget, evidence=evidence, notes=self.notes, report=report,
         )  # fmt: skip
+
+    def _completed(self, best: Measurement | None, known: Known) -> Measurement | None:
+        """Return the best with all that its prediction reads, if there is time for it: it is shown beside what was measured."""
+        if best is None or not known.missing([best.scored]):
+            return best
+        if broadcast_from_master(self.clock.left() > _COMPLETING):
+            return replace(best, scored=known.completed(best.scored))
+        self.notes.append(
+            "profile: predicted memory is that of eager mode, which fits easily; a compiled graph keeps less"
+        )
+        return best
 
     # What is known.
 
@@ -216,6 +229,8 @@ class _Search:
             pool = fitting if self.reason is None else self._trusted(fitting) or fitting
             top = promising(pool, _SIMULATED, is_valid) if pool else []
             first = top if self.reason is not None else top[:_SIMULATED_IF_MEASURED]  # others when they are tried
+            if self.reason is None:  # what fits easily is measured soon
+                first = [item for item in first if item.peak > PLENTY * budget]
             missing = known.missing([*first, *doubtful(scored, top, budget)])
             if not missing:
                 return scored, top
@@ -231,7 +246,7 @@ class _Search:
         """Return the candidates to look at closely before anything is measured, and the others."""
         if self.reason is not None:
             return preferred(top), []
-        if self.world == 1 and all(item.peak <= budget / 2 for item in top):
+        if self.world == 1 and all(item.peak <= PLENTY * budget for item in top):
             return list(top[:_SIMULATED_IF_MEASURED]), list(top[_SIMULATED_IF_MEASURED:])
         return list(top), []
 
@@ -301,7 +316,7 @@ class _Search:
         if self.reason is not None:
             yield None
             return
-        with TrialPool(self.task, device=self.device, budget=self.clock.limit) as trials:
+        with TrialPool(self.task, device=self.device) as trials:
             if self.clock.limit >= _NO_PROFILING_BELOW:
                 trials.start()
             yield trials

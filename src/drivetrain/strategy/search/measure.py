@@ -1,8 +1,9 @@
 """The measuring part of a search: which plans are tried, in which order, and when to stop.
 
 Three steps each for a few plans in order of predicted time, with the plain one among them; then ten for those that came close to each
-other. Each plan is measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is
-put in order anew, and what can no longer win is not tried. An `oom` rules out whatever must need as much. Rank 0's clock decides for all.
+other. What takes a second comes before what takes a compilation, which then may have nearly all the time that is left. Each plan is
+measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is put in order anew, and
+what can no longer win is not tried. An `oom` rules out whatever must need as much. Rank 0's clock decides for all.
 """
 
 import time
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 FEW_STEPS, MORE_STEPS = 3, 10
 MOST_PLANS = 4
 """Plans measured in the first round."""
+PLENTY = 0.5
+"""A plan that is predicted to need no more than this share of the memory needs no closer look before it is tried."""
 _CLOSE = 0.1
 """Plans this close to the fastest are measured again with more steps."""
 _START = {"cuda": 12.0, "cpu": 8.0}
@@ -111,6 +114,8 @@ class Measuring:
     def _hope(self, late: Sequence[Scored]) -> None:
         """Try the best of what was too late in the time that is left, if it may win: nobody else needs that time."""
         best = choose(self.found)
+        too_slow = {one.scored.candidate.compile != "none" for one in self.found if one.result.outcome == "timeout"}
+        late = [item for item in late if (item.candidate.compile != "none") not in too_slow]
         for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
             if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
                 return
@@ -124,12 +129,18 @@ class Measuring:
         return any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed)
 
     def _in_new_order(self, waiting: Sequence[Scored]) -> list[Scored]:
-        """Return what is left as it is predicted now: the plain plan first, then untried kinds, each from the fastest on."""
-        tried = {one.scored.candidate.kind for one in self.found}
+        """Return what is left as it is predicted now.
 
-        def place(item: Scored) -> tuple[bool, bool, float, int, float]:
+        The plain plan comes first, then one that needs no compiler, then untried kinds, each from the fastest on.
+        """
+        plain, tried = self.space.plain, {one.scored.candidate.kind for one in self.found}
+        others = [one.scored.candidate for one in self.found if one.scored.candidate != plain]
+        has_quick = any(c.compile == "none" for c in others)
+
+        def place(item: Scored) -> tuple[bool, bool, bool, float, int, float]:
             c = item.candidate
-            return (c != self.space.plain, c.kind in tried, item.seconds, item.methods, item.peak)
+            waits = c.compile != "none" and not has_quick
+            return (c != plain, waits, c.kind in tried, item.seconds, item.methods, item.peak)
 
         return sorted(map(self.corrected, waiting), key=place)
 
@@ -190,8 +201,10 @@ class Measuring:
         return broadcast_from_master(self.clock.left() > share * (startup + (steps + 2) * item.seconds))
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
-        item = self.completed(item)
+        if item.peak > PLENTY * self.budget:
+            item = self.completed(item)
         self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}")
+        began = time.monotonic()
         result = self.pool.run(
             plan,
             steps=steps,
@@ -226,6 +239,9 @@ class Measuring:
             self.failed.append(item.candidate)
         elif result.outcome == "ok":
             self.startups[item.candidate.compile != "none"] = result.startup_seconds
+        elif result.outcome == "timeout":  # whatever is like it will take at least as long
+            is_compiled = item.candidate.compile != "none"
+            self.startups[is_compiled] = max(self.startups.get(is_compiled, 0.0), time.monotonic() - began)
         told = f"{result.step_seconds * 1e3:.4g} ms" if result.step_seconds is not None else result.message
         self.tell(f"  {result.outcome}: {told}")
 
@@ -244,15 +260,15 @@ def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:
 
 
 def measuring_order(ranked: Sequence[Scored], plain: Scored | None, plain_first: bool = False) -> list[Scored]:
-    """Return what to try: the best prediction, then the plain plan (or before it), then the best of other kinds, then the rest."""
+    """Return what to try: the best that needs no compiler, the plain plan (or before it), the best of all, of each kind, and the rest."""
     if not ranked:
         return [] if plain is None else [plain]
     kinds: dict[str, Scored] = {}
     for item in ranked:
         kinds.setdefault(item.candidate.kind, item)
-    heads = [item for item in kinds.values() if item is not ranked[0]]
-    first = [ranked[0], *([] if plain is None else [plain])]
-    order = [*(first[::-1] if plain_first else first), *heads, *ranked]
+    quick = next((item for item in ranked if item.candidate.compile == "none"), ranked[0])
+    first = [quick, *([] if plain is None else [plain])]
+    order = [*(first[::-1] if plain_first else first), ranked[0], *kinds.values(), *ranked]
     found: dict[Candidate, Scored] = {}
     for item in order:
         found.setdefault(item.candidate, item)

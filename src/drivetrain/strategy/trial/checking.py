@@ -101,7 +101,9 @@ def verdict(
         return "error", f"the loss is not finite without the plan either: {numbers}"
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "nonfinite", numbers
-    tolerance = max((TOLERANCES[method.numerics] for _, method, _ in plan.steps), default=TOLERANCES["exact"])
+    least = TOLERANCES["mixed" if expected.is_magnified else "exact"]
+    tolerance = max((TOLERANCES[method.numerics] for _, method, _ in plan.steps), default=least)
+    tolerance = max(tolerance, least)
     if abs(loss - expected.loss) > tolerance * max(1.0, abs(expected.loss)):
         return "wrong", f"the plan changes the loss: {numbers} (allowed {tolerance:g})"
     allowed = min(10 * tolerance, 0.1)

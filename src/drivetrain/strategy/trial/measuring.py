@@ -7,7 +7,8 @@ trial fails by an exception; which outcome that is, `failure_of` decides.
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
+from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.apply import PlanContext
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.method import Method
@@ -39,6 +41,8 @@ from drivetrain.strategy.value import Strategy
 
 WARM_UP_STEPS = 2
 """Updates before the clock runs: the first compiles and makes the optimizer's state, the second meets DDP's final buckets."""
+_STEADY = 5e-3
+"""By how much the loss of repeated samples may differ: kernels for another size round differently, and batch statistics magnify it."""
 
 Tell = Callable[..., None]
 
@@ -159,32 +163,36 @@ class _Trial:
         inputs = task.prepared(task.batch(samples), self.device)
         model.eval()
         loss, norm = loss_and_norm(model, inputs, task.call, task.loss)
-        model.train()
-        is_steady = self._is_steady(model, samples, loss) if self.is_compiled else None
+        found = Yardstick(loss=loss, gradient_norm=norm, samples=samples)
+        if self.is_compiled:
+            model.zero_grad()
+            model.train()
+            with _buffers_kept(model):
+                steady = self._numbers_of_training(model, inputs, samples)
+            if steady is None:
+                found = replace(found, is_steady=False)
+            else:
+                found = replace(found, is_steady=True, training_loss=steady[0], training_norm=steady[1])
         model.train(mode)
-        return Yardstick(loss=loss, gradient_norm=norm, samples=samples, is_steady=is_steady)
+        return found
 
-    def _is_steady(self, model: nn.Module, samples: int, loss: float) -> bool:
-        """Say whether training mode, and every sample twice, give the same loss: no dropout, no batch statistics, a mean.
+    def _numbers_of_training(self, model: nn.Module, inputs: Any, samples: int) -> tuple[float, float] | None:
+        """Return loss and gradient norm in training mode if they are the same for every sample twice: no dropout, and a mean.
 
-        Then a compiled plan can be compared in the mode and the shape of training, and is compiled once instead of twice.
+        Then a compiled plan can be compared in the mode and the shape of training, and is compiled once instead of twice. Batch
+        statistics are no obstacle: those of repeated samples are the same.
         """
-        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        twice = replace(self.task, samples=self.task.batch(samples)).batch(2 * samples)
+        task, random = self.task, capture_rng()
+        twice = replace(task, samples=task.batch(samples)).batch(2 * samples)
         try:
+            loss, norm = loss_and_norm(model, inputs, task.call, task.loss)
             with torch.no_grad():
-                for batch in (self.task.batch(samples), twice):
-                    inputs = self.task.prepared(batch, self.device)
-                    other = plain_number(first_loss(self.task.loss(inputs, self.task.call(model, inputs))))
-                    if not abs(other - loss) <= 1e-5 * max(1.0, abs(loss)):
-                        return False
+                more = task.prepared(twice, self.device)
+                other = plain_number(first_loss(task.loss(more, task.call(model, more))))
         except Exception:  # a model that cannot do this is compared in the ordinary way
-            return False
-        finally:
-            with torch.no_grad():
-                for buffer, value in kept:
-                    buffer.copy_(value)
-        return True
+            return None
+        is_same = abs(other - loss) <= _STEADY * max(1.0, abs(loss)) and same_rng(random, capture_rng())
+        return (loss, norm) if is_same else None
 
     def _check(self, ctx: PlanContext, expected: Yardstick | None, samples: int, batch: BatchPlan) -> None:
         check = self.task.batch(samples)
@@ -194,17 +202,25 @@ class _Trial:
         if as_trained:
             check = replace(self.task, samples=check).batch(batch.micro)
         found = planned_loss_and_norm(ctx, check, self.task.call, training=as_trained)
+        aim = expected.trained() if expected is not None and as_trained else expected
         own = Yardstick(loss=found[0], gradient_norm=found[1], samples=samples, source="first plan that fits")
         if self.is_compiled and not as_trained and self.may_reset:
             # The compiler has seen another batch size and would now compile for any: slower than in the real run.
             torch._dynamo.reset()
-        if expected is None:
-            self.tell("checked", loss=found[0], norm=found[1], is_verified=False, yardstick=vars(own))
+        if expected is None or aim is None:
+            self.tell("checked", loss=found[0], norm=found[1], is_verified=False, aim=found, yardstick=vars(own))
             if not (math.isfinite(found[0]) and math.isfinite(found[1])):
                 raise TrialFailed("nonfinite", f"loss {found[0]:.6g}, gradient norm {found[1]:.4g}")
             return
-        kind, numbers = verdict(found, expected, ctx.plan, ctx.scaler is not None)
-        self.tell("checked", loss=found[0], norm=found[1], is_verified=kind == "ok", yardstick=vars(expected))
+        kind, numbers = verdict(found, aim, ctx.plan, ctx.scaler is not None)
+        self.tell(
+            "checked",
+            loss=found[0],
+            norm=found[1],
+            is_verified=kind == "ok",
+            aim=(aim.loss, aim.gradient_norm),
+            yardstick=vars(expected),
+        )
         if kind != "ok":
             raise TrialFailed(kind, numbers)
         self.tell("note", text=numbers)
@@ -276,6 +292,18 @@ class _Trial:
 
     def _tidy(self) -> None:
         tidy(self.device)
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put running statistics and the like back afterwards."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
 
 
 def tidy(device: torch.device) -> None:

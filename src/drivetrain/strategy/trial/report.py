@@ -32,6 +32,8 @@ class Report:
     loss: float | None = None
     norm: float | None = None
     is_verified: bool = False
+    aim: tuple[float, float] | None = None
+    """What loss and norm were compared with."""
     yardstick: dict[str, Any] | None = None
     is_clean: bool = False
     notes: list[str] = field(default_factory=list)
@@ -50,7 +52,7 @@ class Report:
             self.notes.append(line["text"])
         elif event == "checked":
             self.loss, self.norm = line["loss"], line["norm"]
-            self.is_verified, self.yardstick = line["is_verified"], line["yardstick"]
+            self.is_verified, self.aim, self.yardstick = line["is_verified"], line["aim"], line["yardstick"]
         elif event == "step":
             self.seconds.append(line["seconds"])
             self.peak, self.reserved = line["peak"], line["reserved"]
@@ -92,11 +94,8 @@ def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResu
         "phases": tuple(first.phases),
         "yardstick": None if first.yardstick is None else Yardstick(**first.yardstick),
     }
-    if first.yardstick is not None and first.yardstick["source"] == PLAIN:
-        common |= {
-            "plain_loss": first.yardstick["loss"],
-            "plain_gradient_norm": first.yardstick["gradient_norm"],
-        }
+    if first.aim is not None and first.yardstick is not None and first.yardstick["source"] == PLAIN:
+        common["plain_loss"], common["plain_gradient_norm"] = first.aim
     if (failed := cause_of(reports)) is not None:
         report = reports[failed]
         return TrialResult(

@@ -36,6 +36,8 @@ START_SECONDS = 120.0
 """How long a process may take to start and to take the task."""
 ECHO_SECONDS = 1.5
 """How long to wait for the cause after a rank lost its connection to another."""
+RESTART_SECONDS = 15.0
+"""What a compilation leaves of the time: enough for a new process and another plan. Half done, it would have been for nothing."""
 IN_PROCESS_SHARE = 0.7
 """A plan is tried in the caller's own process only below this share of the memory budget."""
 _TICK = 0.1
@@ -71,19 +73,11 @@ class TrialPool:
     All methods are collective, except `start` and `close`.
     """
 
-    def __init__(
-        self,
-        task: TrainingTask,
-        *,
-        device: torch.device,
-        patience: float = SILENCE_SECONDS,
-        budget: float | None = None,
-    ):
-        """`budget` is the time for the whole search in seconds, a third of which one compilation may take; None: the trial's own."""
+    def __init__(self, task: TrainingTask, *, device: torch.device, patience: float = SILENCE_SECONDS):
         refuse_inside_trial("a trial of a plan")
         if task.loss_func is None or task.samples is None:
             raise ConfigError("a trial needs the task's loss_func and samples: there is nothing to train on otherwise.")
-        self.task, self.device, self.patience, self.budget = task, device, patience, budget
+        self.task, self.device, self.patience = task, device, patience
         self._process: TrialProcess | None = None
         self._obstacle: str | None = None
         self._yardsticks: dict[int, Yardstick] = {}
@@ -255,10 +249,10 @@ class TrialPool:
         assert self._process is not None
         report = Report(began=began)
         silence = max(self.patience, 5 * (predicted or 0.0))
-        third = (self.budget if self.budget is not None else deadline - began) / 3
+        compiling = max(silence, deadline - time.monotonic() - RESTART_SECONDS)
         try:
             self._process.send(pickle.dumps(order))
-            self._watch(report, lambda: report.check_time(deadline, silence, max(silence, third)))
+            self._watch(report, lambda: report.check_time(deadline, silence, compiling))
             reports = all_gather_values(report)
         except BaseException:
             self.close()

@@ -1,6 +1,6 @@
 """What a trial of a plan showed, as values that JSON can hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 PLAIN = "plain"
@@ -18,10 +18,22 @@ class Yardstick:
     samples: int = 8
     """How many samples they were computed on."""
     is_steady: bool | None = None
-    """Whether training mode and repeated samples give the same loss, so that it may be compared in the shape of training; None where
+    """Whether training mode gives the same loss for repeated samples, so that it may be compared in the shape of training; None where
     nobody has looked, because only compiled plans ask."""
+    training_loss: float | None = None
+    """The loss in training mode, where it is steady."""
+    training_norm: float | None = None
+    is_magnified: bool = False
+    """Whether small errors grow on their way: they do where a batch is divided by its own deviation."""
     source: str = PLAIN
     """Whose numbers they are: the plain model's, or those of another plan."""
+
+    def trained(self) -> "Yardstick":
+        """Return the numbers of training mode instead of those of evaluation."""
+        loss, norm = self.training_loss, self.training_norm
+        assert loss is not None and norm is not None, "only a steady model has them"
+        has_batch_statistics = abs(loss - self.loss) > 1e-5 * max(1.0, abs(self.loss))
+        return replace(self, loss=loss, gradient_norm=norm, is_magnified=has_batch_statistics)
 
 
 @dataclass(frozen=True, kw_only=True)
