@@ -5,9 +5,9 @@
 64 x 1,024 tokens a step. The hand-written loop has bfloat16 autocast, one compiled region of model and loss, and fused AdamW. Every other
 variant takes turns with it in blocks of ten steps on the same tokens, and its throughput is divided by that of the hand-written blocks
 beside it. The tokens are a Markov chain, so that the loss of the last block shows whether a variant still learns: all begin with the same
-weights and a rate that warms up, without which the loss is a matter of luck. `trainer+...` are methods in the Trainer, which compiles
-model and loss as one; the others are what `auto_accelerate` returns, a model and a loss. Results are written after every turn and add
-up over sittings; a variant that there is no time left for is listed, not started.
+weights and a rate that warms up, without which the loss is a matter of luck. `trainer+...` are methods in the Trainer, the others what
+`auto_accelerate` returns. Results are written after every turn and add up over sittings; a variant that there is no time left for is
+listed, not started.
 """
 
 import argparse

@@ -135,8 +135,9 @@ def test_verdicts_weigh_quality_and_time(tmp_path):
         Muon=((0.95, 0.96), 5.0),
     )
     target, found = cards.outcomes(algorithms.read_results(path), "cifar", "GPU")
-    assert target == pytest.approx(0.90) and found["EMA"].lr == 0.002 and len(found["EMA"].finals) == 3
-    said = {name: cards.verdict(one, found["baseline"], True) for name, one in found.items()}
+    own = found["EMA"].method
+    assert target == pytest.approx(0.90) and own.lr == 0.002 and len(own.finals) == 3
+    said = {name: cards.verdict(one.method, one.baseline, True) for name, one in found.items()}
     assert said == {
         "baseline": "no clear effect",
         "EMA": "helps",
@@ -146,6 +147,20 @@ def test_verdicts_weigh_quality_and_time(tmp_path):
         "SAM": "mixed",
         "Muon": "too few runs",
     }
+
+
+def test_a_method_is_compared_with_the_baseline_of_its_own_sitting(tmp_path):
+    path = invented(tmp_path, baseline=((0.90, 0.91, 0.92), 10.0), EMA=((0.90, 0.91, 0.92), 10.0))
+    results = algorithms.read_results(path)
+    slow = algorithms.read_results(invented(tmp_path, baseline=((0.90, 0.91, 0.92), 20.0), SAM=((0.91,) * 3, 18.0)))
+    few = algorithms.read_results(invented(tmp_path, CutOut=((0.91,) * 3, 15.0)))
+    for number, other in enumerate((slow, few), 1):
+        results["sittings"] += other["sittings"]
+        results["runs"] += [{**run, "sitting": number} for run in other["runs"]]
+    _, found = cards.outcomes(results, "cifar", "GPU")
+    assert found["EMA"].baseline.time < 10 < found["CutOut"].baseline.time < found["SAM"].method.time
+    assert found["SAM"].method.time < found["SAM"].baseline.time
+    assert [len(found[name].baseline.finals) for name in ("EMA", "SAM", "CutOut")] == [3, 3, 6]
 
 
 def test_cards_are_written_between_markers_and_a_second_run_changes_nothing(tmp_path):

@@ -21,8 +21,6 @@ from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.surgery_models import ConvNet, TextNet, images, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while compiling blocks
-
 
 class Bottleneck(nn.Module):
     """The block of a deep ResNet, with the attribute names that torchvision uses."""

@@ -125,7 +125,6 @@ def test_a_deep_copy_computes_the_same_by_itself(case):
 
 
 @every_case
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, at a graph break
 def test_the_compiled_model_computes_the_same(case):
     model = operated(case).model
     x = case.sample()

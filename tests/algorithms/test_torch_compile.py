@@ -11,8 +11,6 @@ from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
 from tests.algorithms.surgery_models import ConvNet, TextNet, images, texts
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while compiling blocks
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():

@@ -6,12 +6,8 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.checkpointing import checkpoint_blocks
-from drivetrain.module.compilation import compile_module, set_recompile_limit
+from drivetrain.module.compilation import compile_loss, compile_module, set_recompile_limit
 from tests.module import models
-
-# Dynamo looks at `.grad` of the tensors between blocks and hides torch's warning by not printing it, which an error
-# evades.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 TOKENS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
 
@@ -72,6 +68,47 @@ def test_a_model_without_repeated_blocks_is_compiled_whole():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert compiled_modules(compile_module(model, backend="eager")) == [""]
     assert compiled_modules(compile_module(copy.deepcopy(model), "block", backend="eager")) == [""]
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+TORCHS_OWN = {
+    "sequential": (lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "model", 1),
+    "linear": (lambda: nn.Linear(16, 16), "model", 1),
+    "encoder": (encoder, "model", 1),
+    "encoder's layers": (encoder, "block", 2),  # the first one's input needs no gradient
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_OWN)
+def test_modules_of_torch_s_own_classes_are_compiled_too(name):
+    build, scope, graphs = TORCHS_OWN[name]
+    backend, plain = CountingBackend(), build()
+    compiled = copy.deepcopy(plain)
+    compile_module(compiled, scope, backend=backend)
+    x = torch.randn(2, 5, 16)
+    assert_same_training(plain, compiled, x)
+    assert backend.graphs == graphs and list(compiled.state_dict()) == list(plain.state_dict())
+    again = copy.deepcopy(compiled)  # a copy is not compiled, as torch's own copies are not
+    again(x)
+    assert backend.graphs == graphs
+
+
+def assert_same_training(plain, compiled, x):
+    for model in (plain, compiled):
+        model(x).square().sum().backward()
+    for one, other in zip(plain.parameters(), compiled.parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_of_torch_s_own_is_compiled_too():
+    backend = CountingBackend()
+    loss = compile_loss(nn.MSELoss(), backend=backend)
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    assert loss(x, y) == nn.MSELoss()(x, y) and backend.graphs == 1 and isinstance(loss, nn.MSELoss)
 
 
 def test_checkpointed_blocks_compile_and_give_the_same_gradients():

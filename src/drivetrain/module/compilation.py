@@ -4,6 +4,7 @@ Repeated blocks of one class share one compilation, so compiling block by block 
 the edges between blocks free for hooks of sharding. Compiling the whole model lets the compiler fuse across blocks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,12 +30,29 @@ def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwar
     if scope == "block" and not blocks:
         blocks = [pair for group in find_blocks(model) for pair in zip(group.names, group.members)]
     if not blocks:
-        model.compile(**torch_compile_kwargs)
+        _compile_in_place(model, **torch_compile_kwargs)
         return model
     _make_room_for(blocks)
     for _, block in blocks:
-        block.compile(**torch_compile_kwargs)
+        _compile_in_place(block, **torch_compile_kwargs)
     return model
+
+
+def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
+    """Do what `module.compile()` says, also for torch's own classes.
+
+    The compiler passes over functions that torch itself defines unless somebody else's code calls them: `nn.Sequential(...).compile()` and
+    `nn.TransformerEncoderLayer(...).compile()` leave the module as slow as it was, without a word.
+    """
+    if type(module).forward.__module__.startswith("torch."):
+        compiled = torch.compile(_call, **torch_compile_kwargs)
+        module._compiled_call_impl = functools.partial(compiled, module)  # type: ignore[assignment]
+    else:
+        module.compile(**torch_compile_kwargs)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
@@ -44,7 +62,7 @@ def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> 
     be kept.
     """
     if isinstance(loss_func, nn.Module):
-        loss_func.compile(**torch_compile_kwargs)
+        _compile_in_place(loss_func, **torch_compile_kwargs)
         compiled: Callable[..., Any] = loss_func
     else:
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
