@@ -198,9 +198,25 @@ def test_graph_breaks_are_counted_and_named():
             torch._dynamo.graph_break()
             return self.inner(tokens)
 
-    for model, expected in ((make_model(), "compile: no graph breaks"), (Breaking(), "compile: 1 graph break (")):
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+        @torch._dynamo.disable
+        def forward(self, tokens, labels=None):
+            return self.inner(tokens)
+
+    cases = [
+        (make_model(), "compile: no graph breaks"),
+        (Breaking(), "compile: 1 graph break ("),
+        (Hidden(), "compile: no graph was made"),
+    ]
+    for model, expected in cases:
         torch._dynamo.reset()
-        _, result, _ = accelerate([("compile", "aot_eager")], model, ignore_dryrun_on_load_strategy=True)
+        _, result, _ = accelerate(
+            [("compile", {"backend": "aot_eager", "include_loss": False})], model, ignore_dryrun_on_load_strategy=True
+        )
         batch = next(iter(result.dataloader))
         result.loss_func(batch, result.model(**batch)).backward()
         assert any(note.startswith(expected) for note in result.context.notes), result.context.notes

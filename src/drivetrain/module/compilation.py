@@ -93,10 +93,10 @@ def forget_shapes() -> None:
 
 
 class GraphBreaks:
-    """Counts where the compiler had to leave a gap since this object was made; each gap runs uncompiled and ends a fusion."""
+    """Counts graphs, and where the compiler had to leave a gap, since this object was made; a gap runs uncompiled and ends a fusion."""
 
     def __init__(self) -> None:
-        self._before = self._counted()
+        self._before, self._graphs_before = self._counted(), self._graphs()
 
     def reasons(self) -> dict[str, int]:
         """Return how often each reason was met."""
@@ -104,9 +104,11 @@ class GraphBreaks:
         return {reason: more for reason, count in now.items() if (more := count - self._before.get(reason, 0)) > 0}
 
     def report(self) -> str:
-        """Say how many there were, and the first reasons."""
+        """Say how many there were, and the first reasons; and if no graph was made at all."""
         reasons = self.reasons()
         if not reasons:
+            if self._graphs() == self._graphs_before:
+                return "no graph was made: nothing is compiled, or this process had compiled the same before"
             return "no graph breaks"
         total = sum(reasons.values())
         shown = "; ".join(reason.strip().splitlines()[0][:100] for reason in list(reasons)[:3])
@@ -117,6 +119,12 @@ class GraphBreaks:
         from torch._dynamo.utils import counters
 
         return dict(counters["graph_break"])
+
+    @staticmethod
+    def _graphs() -> int:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
 
 
 def set_recompile_limit(n: int) -> int:
