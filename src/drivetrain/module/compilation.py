@@ -46,13 +46,13 @@ def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
     """
     if type(module).forward.__module__.startswith("torch."):
         compiled = torch.compile(_call, **torch_compile_kwargs)
-        module._compiled_call_impl = functools.partial(compiled, module)  # type: ignore[assignment]
+        module._compiled_call_impl = functools.partial(compiled, module)
     else:
         module.compile(**torch_compile_kwargs)
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # type: ignore[attr-defined]
+    return module._call_impl(*args, **kwargs)
 
 
 def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:

@@ -158,10 +158,14 @@ def prepare_loop(trainer: Any) -> None:
     state.clock.start()
 
 
+_TRAINER = ("drivetrain.train.trainer", "drivetrain.train.loop", "drivetrain.train.hooks")
+"""Where the Trainer's own methods are."""
+
+
 def is_overridden(trainer: Any, name: str) -> bool:
     """Whether a subclass, or somebody on the instance, put an own method in place of the Trainer's."""
     owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
-    return name in vars(trainer) or owner.__module__ != "drivetrain.train.trainer"
+    return name in vars(trainer) or owner.__module__ not in _TRAINER
 
 
 def resolve_optimizer(trainer: Any) -> None:
