@@ -20,10 +20,13 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
+from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory_kills
+from drivetrain.strategy.trial.checking import verdict
 from drivetrain.strategy.trial.nesting import MARK, refuse_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
+from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy import trial_tasks
 from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task
@@ -347,6 +350,19 @@ def test_a_compiled_plan_is_checked_as_it_trains_and_the_real_run_finds_it_in_th
         ctx = task.shaped(task.build(), resolve_plan(plan, device=CPU), None)
         train_window(ctx, task.batch(16), task.call)
     assert counters["inductor"]["fxgraph_cache_hit"] > 0 == counters["inductor"]["fxgraph_cache_miss"]
+
+
+def test_limits_are_those_of_16_bits_where_rounding_grows():
+    exact, steady = resolve_plan(Strategy(["fused_optimizer"]), device=CPU), {"is_steady": True, "training_norm": 1.0}
+    plain = Yardstick(loss=1.0, gradient_norm=1.0, training_loss=1.0, **steady)
+    statistics = Yardstick(loss=2.0, gradient_norm=5.0, training_loss=1.0, **steady)
+    rounded = Yardstick(loss=1.0, gradient_norm=1.0, training_loss=1.0, training_drift=1e-3, **steady)
+    found = (1.001, 1.001)
+    assert verdict(found, plain.trained(), exact, False)[0] == "wrong"
+    assert verdict(found, statistics.trained(), exact, False)[0] == "ok"
+    assert verdict(found, rounded.trained(), exact, False)[0] == "ok"
+    assert verdict((1.03, 1.0), rounded.trained(), exact, False)[0] == "wrong"
+    assert verdict(found, rounded, exact, False)[0] == "wrong"  # in evaluation mode nothing is excused
 
 
 @pytest.mark.slow

@@ -42,9 +42,10 @@ def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
     """Do what `module.compile()` says, also for torch's own classes.
 
     The compiler passes over functions that torch itself defines unless somebody else's code calls them: `nn.Sequential(...).compile()` and
-    `nn.TransformerEncoderLayer(...).compile()` leave the module as slow as it was, without a word.
+    `nn.TransformerEncoderLayer(...).compile()` leave the module as slow as it was, without a word. Under the hooks of `fully_shard` torch's
+    classes still run uncompiled; that shows as a graph break.
     """
-    if type(module).forward.__module__.startswith("torch."):
+    if str(getattr(type(module).forward, "__module__", "")).startswith("torch."):
         compiled = torch.compile(_call, **torch_compile_kwargs)
         module._compiled_call_impl = functools.partial(compiled, module)
     else:

@@ -168,16 +168,13 @@ class _Trial:
             model.zero_grad()
             model.train()
             with _buffers_kept(model):
-                steady = self._numbers_of_training(model, inputs, samples)
-            if steady is None:
-                found = replace(found, is_steady=False)
-            else:
-                found = replace(found, is_steady=True, training_loss=steady[0], training_norm=steady[1])
+                numbers = self._numbers_of_training(model, inputs, samples)
+            found = replace(found, is_steady=bool(numbers), **numbers)
         model.train(mode)
         return found
 
-    def _numbers_of_training(self, model: nn.Module, inputs: Any, samples: int) -> tuple[float, float] | None:
-        """Return loss and gradient norm in training mode if they are the same for every sample twice: no dropout, and a mean.
+    def _numbers_of_training(self, model: nn.Module, inputs: Any, samples: int) -> dict[str, Any]:
+        """Return what a yardstick says of training mode if the loss is the same for every sample twice: no dropout, and a mean.
 
         Then a compiled plan can be compared in the mode and the shape of training, and is compiled once instead of twice. Batch
         statistics are no obstacle: those of repeated samples are the same.
@@ -190,9 +187,10 @@ class _Trial:
                 more = task.prepared(twice, self.device)
                 other = plain_number(first_loss(task.loss(more, task.call(model, more))))
         except Exception:  # a model that cannot do this is compared in the ordinary way
-            return None
-        is_same = abs(other - loss) <= _STEADY * max(1.0, abs(loss)) and same_rng(random, capture_rng())
-        return (loss, norm) if is_same else None
+            return {}
+        drift = abs(other - loss)
+        is_same = drift <= _STEADY * max(1.0, abs(loss)) and same_rng(random, capture_rng())
+        return {"training_loss": loss, "training_norm": norm, "training_drift": drift} if is_same else {}
 
     def _check(self, ctx: PlanContext, expected: Yardstick | None, samples: int, batch: BatchPlan) -> None:
         check = self.task.batch(samples)

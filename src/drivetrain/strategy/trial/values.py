@@ -23,6 +23,8 @@ class Yardstick:
     training_loss: float | None = None
     """The loss in training mode, where it is steady."""
     training_norm: float | None = None
+    training_drift: float = 0.0
+    """By how much it differs for repeated samples, because kernels for another size round differently."""
     is_magnified: bool = False
     """Whether small errors grow on their way: they do where a batch is divided by its own deviation."""
     source: str = PLAIN
@@ -32,8 +34,10 @@ class Yardstick:
         """Return the numbers of training mode instead of those of evaluation."""
         loss, norm = self.training_loss, self.training_norm
         assert loss is not None and norm is not None, "only a steady model has them"
-        has_batch_statistics = abs(loss - self.loss) > 1e-5 * max(1.0, abs(self.loss))
-        return replace(self, loss=loss, gradient_norm=norm, is_magnified=has_batch_statistics)
+        noticeable = 1e-5 * max(1.0, abs(self.loss))
+        has_batch_statistics = abs(loss - self.loss) > noticeable
+        is_magnified = has_batch_statistics or self.training_drift > noticeable
+        return replace(self, loss=loss, gradient_norm=norm, is_magnified=is_magnified)
 
 
 @dataclass(frozen=True, kw_only=True)
