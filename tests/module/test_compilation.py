@@ -104,6 +104,17 @@ def assert_same_training(plain, compiled, x):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_classes_of_torch_s_own_do_not_use_up_each_other_s_compilations():
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 2
+    backend, x = CountingBackend(), torch.randn(2, 16)
+    modules = [nn.Linear(16, 4), nn.Linear(16, 4, bias=False), nn.Sequential(nn.ReLU()), nn.LayerNorm(16), nn.GELU()]
+    for module in modules:
+        compile_module(module, "model", backend=backend)(x)
+    assert backend.graphs == len(modules)
+
+
 def test_a_loss_of_torch_s_own_is_compiled_too():
     backend = CountingBackend()
     loss = compile_loss(nn.MSELoss(), backend=backend)
