@@ -1,23 +1,13 @@
 """The examples and the snippets of the guide run."""
 
-import doctest
-import importlib
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.test_examples import load
 
 ROOT = Path(__file__).parents[2]
-MODULES = ["batch", "codec", "context", "moving", "state"]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_docstring_examples_run(module):
-    results = doctest.testmod(importlib.import_module(f"drivetrain.context.{module}"))
-    assert results.attempted and not results.failed
 
 
 def test_the_loop_by_hand_continues_bit_for_bit_after_a_stop(tmp_path):

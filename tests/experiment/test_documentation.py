@@ -1,6 +1,5 @@
 """The guides and examples run as printed."""
 
-import doctest
 import importlib
 import importlib.util
 import re
@@ -21,12 +20,6 @@ def load(name):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("name", ["declare", "docstrings", "run_folder", "values", "sweeps.space"])
-def test_docstring_examples_hold(name):
-    result = doctest.testmod(importlib.import_module(f"drivetrain.experiment.{name}"))
-    assert result.attempted > 0 and result.failed == 0
 
 
 @pytest.mark.parametrize("page", ["experiments", "sweeps"])

@@ -1,20 +1,9 @@
 """The guide's snippets, the examples in docstrings and the benchmark run as printed."""
 
-import doctest
-import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 PAGE = Path(__file__).parents[2] / "docs" / "optim.md"
-FILES = ["config", "losses", "lr_lambda", "optim_set", "plotting", "scheduler", "selection", "window"]
-
-
-@pytest.mark.parametrize("name", [*(f"optim.{file}" for file in FILES), "core.yaml", "core.yaml_tags"])
-def test_examples_in_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"drivetrain.{name}"))
-    assert result.attempted > 0 and result.failed == 0
 
 
 def test_snippets_of_the_guide_run(tmp_path, monkeypatch):

@@ -1,11 +1,7 @@
 """The guide's snippets, the examples in docstrings and the benchmark run as printed."""
 
-import doctest
-import importlib
 import re
 from pathlib import Path
-
-import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 
@@ -16,20 +12,6 @@ def test_snippets_of_the_guide_run():
     for snippet in snippets:
         exec(compile(snippet, str(PAGE), "exec"), names)
     assert len(snippets) == 2
-
-
-@pytest.mark.parametrize("name", ["lion", "lookahead", "muon_hybrid", "newton_schulz", "schedule_free", "sharpness"])
-def test_examples_in_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"drivetrain.optim.optimizers.{name}"))
-    assert result.attempted > 0 and result.failed == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["algorithms.ema", "algorithms.lookahead", "algorithms.swa", "train.optimizer_factory"]
-)
-def test_examples_in_docstrings_of_the_algorithms_run(name):
-    result = doctest.testmod(importlib.import_module(f"drivetrain.{name}"))
-    assert result.attempted > 0 and result.failed == 0
 
 
 def test_every_optimizer_and_scheduler_is_in_the_guide():

@@ -1,7 +1,5 @@
 """The examples of the guide and of the docstrings run as printed."""
 
-import doctest
-import importlib
 import os
 import re
 import subprocess
@@ -13,12 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "runtime.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", ["device", "environment", "seeds"])
-def test_docstring_examples_hold(name):
-    result = doctest.testmod(importlib.import_module(f"drivetrain.runtime.{name}"))
-    assert result.attempted > 0 and result.failed == 0
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if "__main__" not in block])

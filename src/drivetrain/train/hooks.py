@@ -12,14 +12,7 @@ from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.wrapping import unwrap
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import (
-    BatchForm,
-    WholeForm,
-    batch_size_of,
-    carried_loss,
-    find_form,
-    logits_of,
-)
+from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, find_form, logits_of
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.gradients import Gradients

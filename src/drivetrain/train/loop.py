@@ -18,11 +18,7 @@ from drivetrain.core.time import TimeUnit
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, setup
-from drivetrain.train.batches import (
-    batch_size_of,
-    join_outputs,
-    split_batch,
-)
+from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation import evaluation_mode, kept_history
@@ -61,9 +57,8 @@ class TrainerLoop(TrainerHooks):
     _limits: RunLimits
     _eval_every: Callable[[Any], bool] | None = None
     _eval_after_epoch = False
-    _clips = _tracks_its_own_way = (
-        True  # whether these seams do anything; a subclass that overrides one is always called
-    )
+    # Whether these seams do anything; a subclass that overrides one is always called.
+    _clips = _tracks_its_own_way = True
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
     _plain = PlainHooks()  # none, until a run has been looked at
 

@@ -22,9 +22,7 @@ from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import (
-    BatchForm,
-)
+from drivetrain.train.batches import BatchForm
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
@@ -56,6 +54,7 @@ __all__ = [
 class Trainer(TrainerLoop):
     """Trains, evaluates and predicts with a plain `nn.Module`.
 
+    >>> import torch
     >>> from torch import nn, optim
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))

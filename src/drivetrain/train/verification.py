@@ -46,7 +46,10 @@ def verify_resume(
     >>> def build():
     ...     model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Dropout(0.5))
     ...     return Trainer(model, torch.nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=())
-    >>> verify_resume(build, data, per_device_batch_size=4).is_exact
+    >>> verdict = verify_resume(build, data, per_device_batch_size=4)  # doctest: +ELLIPSIS
+    No checkpoint under ...
+    Resumed ...: epoch 1, batch 4, 4 updates done.
+    >>> verdict.is_exact
     True
     """
     if num_steps < 2:
