@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import DeviceError
+from drivetrain.module.buffers import buffers_kept
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -21,17 +22,16 @@ def find_microbatch_size(trainer: Any) -> int | None:
     move, batch = loaders.mover(trainer, trainer._train_dataloader), next(iter(trainer._train_dataloader))
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
-    generators, buffers = capture_rng(), {name: b.clone() for name, b in trainer.model.named_buffers()}
+    generators = capture_rng()
     try:
-        while not _fits_everywhere(trainer, batch, size):
-            if size == 1:
-                raise DeviceError(
-                    "microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing."
-                )
-            size = (size + 1) // 2
+        with buffers_kept(trainer.model):
+            while not _fits_everywhere(trainer, batch, size):
+                if size == 1:
+                    raise DeviceError(
+                        "microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing."
+                    )
+                size = (size + 1) // 2
     finally:
-        for name, buffer in trainer.model.named_buffers():
-            buffer.copy_(buffers[name])
         trainer.optimizer_zero_grad()
         restore_rng(generators)
     return None if size == rows else size

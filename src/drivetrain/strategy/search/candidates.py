@@ -94,9 +94,14 @@ class Candidate:
         return f"{self.precision}, {how}{' with graphs' if self.graphs else ''}{threads}"
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler has a part in it, and time to take."""
+        return self.compile != "none"
+
+    @property
     def near_kinds(self) -> tuple[str, ...]:
         """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without graphs."""
-        if self.compile == "none":
+        if not self.is_compiled:
             return ()
         others = [
             replace(self, compile=scope, graphs=graphs) for scope in ("model", "block") for graphs in (False, True)
@@ -123,7 +128,7 @@ class Candidate:
         for name, is_used in (
             ("checkpoint", self.checkpoint != "none"),
             ("micro_batch", self.accumulation > 1),
-            ("native_dynamo", self.compile != "none"),
+            ("native_dynamo", self.is_compiled),
             ("cuda_graphs", self.graphs),
             ("chunked_cross_entropy", self.chunked_loss),
             ("fused_optimizer", self.fused),
@@ -151,7 +156,7 @@ class Candidate:
             found["checkpoint"] = CHECKPOINTS[self.checkpoint]
         if self.accumulation > 1:
             found["micro_batch"] = {"size": self.micro}
-        if self.compile != "none":
+        if self.is_compiled:
             found["native_dynamo"] = {"scope": self.compile}
         if self.threads is not None:
             found["cpu_threads"] = {"threads": self.threads}

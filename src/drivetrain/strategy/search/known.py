@@ -80,7 +80,7 @@ class Known:
 def with_compilation(item: Scored, memory: Mapping[str, float], machine: MachineProfile) -> dict[str, float]:
     """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves."""
     found = {name: float(value) for name, value in memory.items()}
-    if item.candidate.compile != "none":
+    if item.candidate.is_compiled:
         predicted = item.cost.memory.get("activations", 0.0)
         found["activations"] = min(found.get("activations", 0.0), predicted)
         if item.candidate.compile == "model":  # else head and loss run as they are

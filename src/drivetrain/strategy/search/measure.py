@@ -114,8 +114,8 @@ class Measuring:
     def _hope(self, late: Sequence[Scored]) -> None:
         """Try the best of what was too late in the time that is left, if it may win: nobody else needs that time."""
         best = choose(self.found)
-        too_slow = {one.scored.candidate.compile != "none" for one in self.found if one.result.outcome == "timeout"}
-        late = [item for item in late if (item.candidate.compile != "none") not in too_slow]
+        too_slow = {one.scored.candidate.is_compiled for one in self.found if one.result.outcome == "timeout"}
+        late = [item for item in late if item.candidate.is_compiled not in too_slow]
         for item in sorted(map(self.corrected, late), key=lambda item: item.seconds):
             if self.obstacle is not None or (best is not None and item.seconds > (1 - TIE) * best.seconds):
                 return
@@ -134,12 +134,11 @@ class Measuring:
         The plain plan comes first, then one that needs no compiler, then untried kinds, each from the fastest on.
         """
         plain, tried = self.space.plain, {one.scored.candidate.kind for one in self.found}
-        others = [one.scored.candidate for one in self.found if one.scored.candidate != plain]
-        has_quick = any(c.compile == "none" for c in others)
+        has_quick = any(not c.is_compiled and c != plain for c in (one.scored.candidate for one in self.found))
 
         def place(item: Scored) -> tuple[bool, bool, bool, float, int, float]:
             c = item.candidate
-            waits = c.compile != "none" and not has_quick
+            waits = c.is_compiled and not has_quick
             return (c != plain, waits, c.kind in tried, item.seconds, item.methods, item.peak)
 
         return sorted(map(self.corrected, waiting), key=place)
@@ -189,7 +188,7 @@ class Measuring:
 
     def _has_time(self, item: Scored, steps: int, share: float = 1.0) -> bool:
         """Say whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
-        is_compiled = item.candidate.compile != "none"
+        is_compiled = item.candidate.is_compiled
         kind = self.device.type
         startup = self.startups.get(is_compiled)
         if startup is None:
@@ -238,10 +237,10 @@ class Measuring:
         if result.outcome == "oom":
             self.failed.append(item.candidate)
         elif result.outcome == "ok":
-            self.startups[item.candidate.compile != "none"] = result.startup_seconds
+            self.startups[item.candidate.is_compiled] = result.startup_seconds
         elif result.outcome == "timeout":  # whatever is like it will take at least as long
-            is_compiled = item.candidate.compile != "none"
-            self.startups[is_compiled] = max(self.startups.get(is_compiled, 0.0), time.monotonic() - began)
+            known = self.startups.get(item.candidate.is_compiled, 0.0)
+            self.startups[item.candidate.is_compiled] = max(known, time.monotonic() - began)
         told = f"{result.step_seconds * 1e3:.4g} ms" if result.step_seconds is not None else result.message
         self.tell(f"  {result.outcome}: {told}")
 
@@ -266,7 +265,7 @@ def measuring_order(ranked: Sequence[Scored], plain: Scored | None, plain_first:
     kinds: dict[str, Scored] = {}
     for item in ranked:
         kinds.setdefault(item.candidate.kind, item)
-    quick = next((item for item in ranked if item.candidate.compile == "none"), ranked[0])
+    quick = next((item for item in ranked if not item.candidate.is_compiled), ranked[0])
     first = [quick, *([] if plain is None else [plain])]
     order = [*(first[::-1] if plain_first else first), ranked[0], *kinds.values(), *ranked]
     found: dict[Candidate, Scored] = {}

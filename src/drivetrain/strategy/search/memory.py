@@ -59,7 +59,7 @@ def _tracked_mode(c: Candidate) -> str:
 
 def parts_read(c: Candidate) -> frozenset[str]:
     """Return the parts of a model's profile that the prediction for a candidate reads, beside those that every one does."""
-    found = {c.arithmetic + COMPILED} if c.compile != "none" else set()
+    found = {c.arithmetic + COMPILED} if c.is_compiled else set()
     if c.checkpoint != "none" and c.compile != "model" and not c.cpu_offload:
         found.add(c.arithmetic + _tracked_mode(c))
     return frozenset(found)
@@ -205,4 +205,4 @@ def compiled_ratio(c: Candidate, profile: ModelProfile) -> float:
     """
     known = (profile.compiled_bytes or {}).get(c.arithmetic)
     eager = profile.saved_bytes(c.arithmetic)
-    return 1.0 if c.compile == "none" or known is None or not eager else min(1.0, known / eager)
+    return 1.0 if not c.is_compiled or known is None or not eager else min(1.0, known / eager)

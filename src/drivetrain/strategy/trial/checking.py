@@ -102,8 +102,7 @@ def verdict(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "nonfinite", numbers
     least = TOLERANCES["mixed" if expected.is_magnified else "exact"]
-    tolerance = max((TOLERANCES[method.numerics] for _, method, _ in plan.steps), default=least)
-    tolerance = max(tolerance, least)
+    tolerance = max([least, *(TOLERANCES[method.numerics] for _, method, _ in plan.steps)])
     if abs(loss - expected.loss) > tolerance * max(1.0, abs(expected.loss)):
         return "wrong", f"the plan changes the loss: {numbers} (allowed {tolerance:g})"
     allowed = min(10 * tolerance, 0.1)

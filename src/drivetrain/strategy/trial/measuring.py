@@ -7,8 +7,7 @@ trial fails by an exception; which outcome that is, `failure_of` decides.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.buffers import buffers_kept
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.runtime.seeds import capture_rng, same_rng
@@ -167,7 +167,7 @@ class _Trial:
         if self.is_compiled:
             model.zero_grad()
             model.train()
-            with _buffers_kept(model):
+            with buffers_kept(model):
                 numbers = self._numbers_of_training(model, inputs, samples)
             found = replace(found, is_steady=bool(numbers), **numbers)
         model.train(mode)
@@ -290,18 +290,6 @@ class _Trial:
 
     def _tidy(self) -> None:
         tidy(self.device)
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put running statistics and the like back afterwards."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
 
 
 def tidy(device: torch.device) -> None:
