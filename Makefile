@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 # Small models and two-core machines: one thread per process is faster than several that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu check docs clean
+.PHONY: demo test test-slow test-gpu check stubs docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
@@ -24,7 +24,11 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typed_script.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+stubs: $(VENV)/.dev
+	$(BIN)/python -m tools.write_stubs
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -9,7 +9,7 @@ from drivetrain.core.lazy import lazy_exports
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".core.errors": [
@@ -80,3 +80,4 @@ __getattr__, __dir__ = lazy_exports(
         ),
     ],
 )
+__all__.remove("torch")  # `import *` must not hide the real one

@@ -3,4 +3,4 @@
 from drivetrain.algorithms import catalogue
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(__name__, catalogue.offered(catalogue.FUNCTIONS))
+__getattr__, __dir__, __all__ = lazy_exports(__name__, catalogue.offered(catalogue.FUNCTIONS))

@@ -7,6 +7,6 @@ they put in place. Everything loads on first use.
 from drivetrain.algorithms import catalogue
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__, {"drivetrain.core.one_of": ["OneOf"], **catalogue.offered(catalogue.ALGORITHMS, catalogue.PARTS)}
 )

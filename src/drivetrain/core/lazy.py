@@ -5,14 +5,18 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+TABLES: dict[str, tuple[Mapping[str, tuple[str, str]], frozenset[str]]] = {}
+"""The exports of every package that was imported: the module and name behind each public name, and its submodules."""
+
 
 def lazy_exports(
     package: str, exports: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of `package`, whose names live in the given modules.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of `package`, whose names are defined in the given modules.
 
     `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
-    names submodules that are attributes too, so that `import package` is enough to reach them.
+    names submodules that are attributes too, so that `import package` is enough to reach them. Type checkers and editors cannot
+    follow `__getattr__`: they read the stub that `make stubs` writes next to the package from the same table.
     """
     submodules = frozenset(modules)
     home: dict[str, tuple[str, str]] = {}
@@ -38,4 +42,5 @@ def lazy_exports(
     def dir_() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home, *submodules})
 
-    return getattr_, dir_
+    TABLES[package] = (home, submodules)
+    return getattr_, dir_, list(home)

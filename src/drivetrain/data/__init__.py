@@ -2,7 +2,7 @@
 
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".loader": ["SmartDataLoader"],

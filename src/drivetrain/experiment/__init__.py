@@ -11,14 +11,13 @@
 The package itself can be called, so `@drivetrain.experiment` is the decorator too.
 """
 
-import importlib
 import sys
 import types
 from typing import Any
 
 from drivetrain.core.lazy import lazy_exports
 
-_find, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".declare": ["experiment", "group", "parameter", "param_group"],
@@ -41,11 +40,9 @@ _find, __dir__ = lazy_exports(
         ".sweeps.ray_executor": ["RayConfig", "RayExecutor"],
         "drivetrain.torch_names": ["torch"],
     },
+    modules=["core"],
 )
-
-
-def __getattr__(name: str) -> Any:
-    return importlib.import_module(".core", __name__) if name == "core" else _find(name)
+__all__.remove("torch")  # `import *` must not hide the real one
 
 
 class _CallablePackage(types.ModuleType):

@@ -3,7 +3,7 @@ checkpointing."""
 
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".surgery": [

@@ -10,8 +10,6 @@
 Formulas are in `schedules`, one small file per schedule holds its class, and `config` reads and writes YAML.
 """
 
-import importlib
-
 from drivetrain.core.lazy import lazy_exports
 
 _UNITS = {
@@ -85,10 +83,6 @@ _COMPOSER_SCHEDULERS: dict[str, list[str]] = {
     ],
 }
 
-_get_export, __dir__ = lazy_exports(__name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS, **_COMPOSER_SCHEDULERS})
-
-
-def __getattr__(name: str) -> object:
-    if name in ("curves", "schedules"):  # the formulas, as a module
-        return importlib.import_module(f"{__name__}.{name}")
-    return _get_export(name)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS, **_COMPOSER_SCHEDULERS}, modules=["curves", "schedules"]
+)

@@ -6,7 +6,7 @@ ask the same question and get the same answer, with or without other processes.
 
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".collectives": [

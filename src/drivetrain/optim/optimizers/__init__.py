@@ -6,7 +6,7 @@ treat sharded parameters shard by shard where the arithmetic allows it.
 
 from drivetrain.core.lazy import lazy_exports
 
-__getattr__, __dir__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".muon_hybrid": ["MuonHybrid"],

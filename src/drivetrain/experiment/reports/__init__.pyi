@@ -1,0 +1,16 @@
+# Written by `make stubs` from the lazy exports of this module.
+from drivetrain.experiment.reports.page import write_report as write_report
+from drivetrain.experiment.reports.page import make_page as make_page
+from drivetrain.experiment.reports.gather import RunData as RunData
+from drivetrain.experiment.reports.gather import gather_run as gather_run
+from drivetrain.experiment.reports.chart import Curve as Curve
+from drivetrain.experiment.reports.chart import draw_chart as draw_chart
+
+__all__ = [
+    "write_report",
+    "make_page",
+    "RunData",
+    "gather_run",
+    "Curve",
+    "draw_chart",
+]

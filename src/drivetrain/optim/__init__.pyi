@@ -1,0 +1,120 @@
+# Written by `make stubs` from the lazy exports of this module.
+from drivetrain.optim.scheduler import OptimScheduler as OptimScheduler
+from drivetrain.optim.optim_set import OptimSet as OptimSet
+from drivetrain.optim.optim_set import BatchPlan as BatchPlan
+from drivetrain.optim.config import as_optim_set as as_optim_set
+from drivetrain.optim.config import build_optim_sches as build_optim_sches
+from drivetrain.optim.config import from_config as from_config
+from drivetrain.optim.config import from_yaml as from_yaml
+from drivetrain.optim.config import resolve_type as resolve_type
+from drivetrain.optim.config import to_config as to_config
+from drivetrain.optim.config import to_yaml as to_yaml
+from drivetrain.core.yaml import load_yaml as load_yaml
+from drivetrain.optim.plotting import plot as plot
+from drivetrain.optim.plotting import sparkline as sparkline
+from drivetrain.optim.lr_lambda import as_lr_lambda as as_lr_lambda
+from drivetrain.optim.noam import NoamLr as NoamLr
+from drivetrain.optim.noam import Noamlr as Noamlr
+from drivetrain.optim.exp import ExponentDecayLr as ExponentDecayLr
+from drivetrain.optim.constant import ConstantLr as ConstantLr
+from drivetrain.optim.linear import LinearLr as LinearLr
+from drivetrain.optim.cosine import CosineLr as CosineLr
+from drivetrain.optim.cosine import CosineRestartsLr as CosineRestartsLr
+from drivetrain.optim.polynomial import PolynomialLr as PolynomialLr
+from drivetrain.optim.step import StepLr as StepLr
+from drivetrain.optim.multistep import MultiStepLr as MultiStepLr
+from drivetrain.optim.wsd import WSDLr as WSDLr
+from drivetrain.optim.inverse_sqrt import InverseSqrtLr as InverseSqrtLr
+from drivetrain.optim.one_cycle import OneCycleLr as OneCycleLr
+from drivetrain.optim.function import LambdaLr as LambdaLr
+from drivetrain.optim.optimizers import AdamWScheduleFree as AdamWScheduleFree
+from drivetrain.optim.optimizers import Cautious as Cautious
+from drivetrain.optim.optimizers import DecoupledAdamW as DecoupledAdamW
+from drivetrain.optim.optimizers import DecoupledSGDW as DecoupledSGDW
+from drivetrain.optim.optimizers import Lion as Lion
+from drivetrain.optim.optimizers import Lookahead as Lookahead
+from drivetrain.optim.optimizers import MuonHybrid as MuonHybrid
+from drivetrain.optim.optimizers import SAM as SAM
+from drivetrain.optim.optimizers import SAMOptimizer as SAMOptimizer
+from drivetrain.optim.optimizers import SGDScheduleFree as SGDScheduleFree
+from drivetrain.optim.optimizers import SOAP as SOAP
+from drivetrain.optim.composer_schedulers import ComposerScheduler as ComposerScheduler
+from drivetrain.optim.composer_schedulers import ConstantScheduler as ConstantScheduler
+from drivetrain.optim.composer_schedulers import ConstantWithWarmupScheduler as ConstantWithWarmupScheduler
+from drivetrain.optim.composer_schedulers import CosineAnnealingScheduler as CosineAnnealingScheduler
+from drivetrain.optim.composer_schedulers import CosineAnnealingWarmRestartsScheduler as CosineAnnealingWarmRestartsScheduler
+from drivetrain.optim.composer_schedulers import CosineAnnealingWithWarmupScheduler as CosineAnnealingWithWarmupScheduler
+from drivetrain.optim.composer_schedulers import ExponentialScheduler as ExponentialScheduler
+from drivetrain.optim.composer_schedulers import InverseSqrtScheduler as InverseSqrtScheduler
+from drivetrain.optim.composer_schedulers import LinearScheduler as LinearScheduler
+from drivetrain.optim.composer_schedulers import LinearWithWarmupScheduler as LinearWithWarmupScheduler
+from drivetrain.optim.composer_schedulers import MultiStepScheduler as MultiStepScheduler
+from drivetrain.optim.composer_schedulers import MultiStepWithWarmupScheduler as MultiStepWithWarmupScheduler
+from drivetrain.optim.composer_schedulers import OneCycleScheduler as OneCycleScheduler
+from drivetrain.optim.composer_schedulers import PolynomialScheduler as PolynomialScheduler
+from drivetrain.optim.composer_schedulers import PolynomialWithWarmupScheduler as PolynomialWithWarmupScheduler
+from drivetrain.optim.composer_schedulers import StepScheduler as StepScheduler
+from drivetrain.optim.composer_schedulers import WSDScheduler as WSDScheduler
+from drivetrain.optim.composer_schedulers import compile_composer_scheduler as compile_composer_scheduler
+from drivetrain.optim import curves as curves
+from drivetrain.optim import schedules as schedules
+
+__all__ = [
+    "OptimScheduler",
+    "OptimSet",
+    "BatchPlan",
+    "as_optim_set",
+    "build_optim_sches",
+    "from_config",
+    "from_yaml",
+    "resolve_type",
+    "to_config",
+    "to_yaml",
+    "load_yaml",
+    "plot",
+    "sparkline",
+    "as_lr_lambda",
+    "NoamLr",
+    "Noamlr",
+    "ExponentDecayLr",
+    "ConstantLr",
+    "LinearLr",
+    "CosineLr",
+    "CosineRestartsLr",
+    "PolynomialLr",
+    "StepLr",
+    "MultiStepLr",
+    "WSDLr",
+    "InverseSqrtLr",
+    "OneCycleLr",
+    "LambdaLr",
+    "AdamWScheduleFree",
+    "Cautious",
+    "DecoupledAdamW",
+    "DecoupledSGDW",
+    "Lion",
+    "Lookahead",
+    "MuonHybrid",
+    "SAM",
+    "SAMOptimizer",
+    "SGDScheduleFree",
+    "SOAP",
+    "ComposerScheduler",
+    "ConstantScheduler",
+    "ConstantWithWarmupScheduler",
+    "CosineAnnealingScheduler",
+    "CosineAnnealingWarmRestartsScheduler",
+    "CosineAnnealingWithWarmupScheduler",
+    "ExponentialScheduler",
+    "InverseSqrtScheduler",
+    "LinearScheduler",
+    "LinearWithWarmupScheduler",
+    "MultiStepScheduler",
+    "MultiStepWithWarmupScheduler",
+    "OneCycleScheduler",
+    "PolynomialScheduler",
+    "PolynomialWithWarmupScheduler",
+    "StepScheduler",
+    "WSDScheduler",
+    "compile_composer_scheduler",
+]

@@ -1,0 +1,28 @@
+# Written by `make stubs` from the lazy exports of this module.
+from drivetrain.record.recorder import Recorder as Recorder
+from drivetrain.record.jsonl import read_metrics as read_metrics
+from drivetrain.record.jsonl import JsonlSink as JsonlSink
+from drivetrain.record.sink import Sink as Sink
+from drivetrain.record.sink import Resume as Resume
+from drivetrain.record.histogram import Histogram as Histogram
+from drivetrain.record.images import Picture as Picture
+from drivetrain.record.csv_files import CsvSink as CsvSink
+from drivetrain.record.tensorboard import TensorBoardSink as TensorBoardSink
+from drivetrain.record.console import ConsoleSink as ConsoleSink
+from drivetrain.record.wandb import WandbSink as WandbSink
+from drivetrain.record.mlflow import MlflowSink as MlflowSink
+
+__all__ = [
+    "Recorder",
+    "read_metrics",
+    "JsonlSink",
+    "Sink",
+    "Resume",
+    "Histogram",
+    "Picture",
+    "CsvSink",
+    "TensorBoardSink",
+    "ConsoleSink",
+    "WandbSink",
+    "MlflowSink",
+]
