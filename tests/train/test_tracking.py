@@ -1,12 +1,16 @@
 """Run history and loss tracking against plain Python sums."""
 
 import math
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from drivetrain.core.errors import MissingExtra
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory, reduce_means
+from tests.train.tasks import make_data, make_trainer, train
 
 LOSSES = [105.5, 94.7, 98.0, 55.2, 32.5]
 SIZES = [64, 32, 16, 8, 4]
@@ -254,3 +258,120 @@ def test_means_are_taken_over_the_samples_of_all_ranks(world2):
     for means, average in world2(_rank_means, True):
         assert average == pytest.approx((1 + 6) / 4)
         assert means == pytest.approx({"loss": 7 / 4, "extra": 5.0})
+
+
+# ---------------------------------------------------------------------- looking at a history
+
+
+def test_a_value_knows_the_batch_after_which_it_was_recorded_over_several_runs():
+    trainer = make_trainer()
+    train(trainer, num_epochs=2)
+    history = train(trainer, num_epochs=1, reset_run_history=False)
+    assert history.get_metric_steps("train_loss_epoch") == [3, 6, 9]
+    restored = InMemoryRunHistory()
+    restored.load_state_dict(history.state_dict())
+    assert restored.get_metric_steps("train_loss_epoch") == [3, 6, 9]
+    restored._metrics["mine"].extend([1.0, 2.0])  # put there past `update_metric`
+    assert restored.get_metric_steps("mine") == [1, 2] and restored.get_metric_steps("unknown") == []
+
+
+def test_later_runs_do_not_change_the_history_a_run_returned():
+    trainer = make_trainer()
+    first = train(trainer, num_epochs=2)
+    values = list(first.get_metric_values("train_loss_epoch"))
+    second = train(trainer, num_epochs=3)
+    trainer.evaluate(make_data(8))
+    assert first.get_metric_values("train_loss_epoch") == values and first.current_epoch == 3
+    assert len(second.get_metric_values("train_loss_epoch")) == 3
+    assert list(trainer.run_history.get_metric_names()) == ["evaluation_loss"]
+
+
+def test_a_snapshot_keeps_its_class_and_a_history_without_one_is_returned_itself():
+    class Mine(InMemoryRunHistory):
+        def best(self):
+            return min(self.get_metric_values("train_loss_epoch"))
+
+    assert train(make_trainer(run_history=Mine())).best() > 0
+    assert RunHistory.snapshot(history := Mine()) is history
+
+
+def test_a_history_prints_as_a_table_of_moments():
+    history = InMemoryRunHistory()
+    assert repr(history) == "InMemoryRunHistory: nothing recorded yet"
+    history.update_metric("train_loss_epoch", 0.30000001192092896)
+    history.update_metric("eval_loss_epoch", torch.tensor(1.25e-7))
+    history._increment_epoch()
+    history.update_metric("train_loss_epoch", 2)
+    assert repr(history).splitlines() == [
+        "InMemoryRunHistory",
+        "epoch  step  train_loss_epoch  eval_loss_epoch",
+        "    1     0               0.3         1.25e-07",
+        "    2     0                 2",
+    ]
+
+
+def test_a_long_and_wide_history_prints_short():
+    history = InMemoryRunHistory()
+    for epoch in range(40):
+        for index in range(9):
+            history.update_metric(f"some_long_metric_name_{index}", epoch + index)
+        history._increment_epoch()
+    lines = repr(history).splitlines()
+    assert lines[0] == "InMemoryRunHistory: 40 rows, 30 not shown" and len(lines) == 1 + 1 + 3 + 1 + 7 + 1
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert lines[-1].startswith("and 7 more: some_long_metric_name_2, ")
+
+
+def test_a_metric_recorded_twice_at_one_moment_has_two_rows():
+    trainer = make_trainer()
+    trainer.evaluate(make_data(8))
+    trainer.evaluate(reset_run_history=False)
+    assert len(repr(trainer.run_history).splitlines()) == 4
+
+
+def test_a_history_of_another_kind_can_be_looked_at_too():
+    class Mine(RunHistory):
+        current_epoch, metric_name_prefix = 1, ""
+
+        def get_metric_names(self):
+            return ["loss"]
+
+        def get_metric_values(self, metric_name):
+            return [3.0, 2.0]
+
+        get_latest_metric = set_metric_name_prefix = update_metric = delete_metric = None
+        _increment_epoch = reset = None
+
+    assert Mine().get_metric_steps("loss") == [1, 2]
+    assert len(repr(Mine()).splitlines()) == 4
+
+
+def test_a_dataframe_has_a_row_per_moment_or_says_what_to_install(monkeypatch):
+    history = train(make_trainer(), num_epochs=2, eval_dataset=make_data(8))
+    made = {}
+    pandas = SimpleNamespace(DataFrame=lambda rows, columns: made.update(rows=rows, columns=columns))
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    history.to_dataframe()
+    assert made["columns"] == ["epoch", "step", "train_loss_epoch", "eval_loss_epoch"]
+    assert [(row["epoch"], row["step"], len(row)) for row in made["rows"]] == [(1, 3, 4), (2, 6, 4)]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match="pip install pandas"):
+        history.to_dataframe()
+
+
+def test_a_plot_draws_training_and_evaluation_of_one_quantity_together(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    trainer = make_trainer(
+        metrics={"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()}
+    )
+    history = train(trainer, num_epochs=2, eval_dataset=make_data(8))
+    figure = history.plot(path=str(tmp_path / "history.png"))
+    labels = [[line.get_label() for line in axes.lines] for axes in figure.axes]
+    assert labels == [["train_loss_epoch", "eval_loss_epoch"], ["eval_accuracy_epoch"]]
+    assert list(figure.axes[0].lines[0].get_xdata()) == [3, 6] and (tmp_path / "history.png").exists()
+    with pytest.raises(ValueError, match="train_loss_epoch"):
+        history.plot(["train_los_epoch"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtra, match="matplotlib"):
+        history.plot()

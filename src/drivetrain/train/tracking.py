@@ -5,23 +5,37 @@ wait in a ring, a full ring is folded into one running sum on the device, and a 
 asks for it. Memory is constant over any number of steps, and an update costs about a microsecond.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from drivetrain.core.errors import unknown_name
+from drivetrain.core.time import Clock
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
 
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
 _RING_SIZE = 64
+
+T = TypeVar("T")
+
+Moment = tuple[int, int]
+"""When a value was recorded: the epoch, and the number of batches trained on until then, in all runs that the history holds."""
 
 
 class RunHistory(ABC):
-    """The interface of a run's history: named lists of values, and the number of the epoch."""
+    """The interface of a run's history: named lists of values, and the number of the epoch.
+
+    A metric of an epoch has one value per epoch. An evaluation inside an epoch records metrics of its own, whose names begin with
+    `intermediate_eval_`; `get_metric_steps` returns the batch after which each value was recorded.
+    """
 
     @abstractmethod
     def get_metric_names(self) -> Iterable[str]:
@@ -75,6 +89,38 @@ class RunHistory(ABC):
     def reset(self) -> None:
         """Forget all values and return to the first epoch."""
 
+    def get_metric_steps(self, metric_name: str) -> list[int]:
+        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        return [step for _, step in self._moments(metric_name)]
+
+    def _moments(self, metric_name: str) -> list[Moment]:
+        """Return when each value was recorded; a history that does not keep this counts values."""
+        return [(count, count) for count, _ in enumerate(self.get_metric_values(metric_name), start=1)]
+
+    def _follow(self, clock: Clock, starts_over: bool = False) -> None:  # noqa: B027
+        """Read the number of batches from this clock, which `starts_over` in a new run; a history that does not keep it ignores this."""
+
+    def snapshot(self) -> "RunHistory":
+        """Return a copy that later runs do not change; a class that does not define this returns itself."""
+        return self
+
+    def to_dataframe(self) -> "DataFrame":
+        """Return a pandas DataFrame: a row per moment, with its epoch and step, and a column per metric."""
+        from drivetrain.train.history_views import to_dataframe
+
+        return to_dataframe(self)
+
+    def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
+        """Draw metrics over steps with matplotlib, those of training and evaluation in one plot; with a path, write it there as PNG."""
+        from drivetrain.train.history_views import plot
+
+        return plot(self, metric_names, path)
+
+    def __repr__(self) -> str:
+        from drivetrain.train.history_views import as_table
+
+        return as_table(self)
+
 
 class InMemoryRunHistory(RunHistory):
     """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
@@ -88,7 +134,10 @@ class InMemoryRunHistory(RunHistory):
     def __init__(self) -> None:
         self._current_epoch = 1
         self._metrics: defaultdict[str, list[Any]] = defaultdict(list)
+        self._recorded_at: defaultdict[str, list[Moment]] = defaultdict(list)
         self._prefix = ""
+        self._clock: Clock | None = None
+        self._batches_before = 0  # of runs before this one
 
     def get_metric_names(self) -> Iterable[str]:
         """Return the recorded names as a set that keeps their order."""
@@ -111,7 +160,10 @@ class InMemoryRunHistory(RunHistory):
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
         """Record a value under the prefixed name."""
-        self._metrics[f"{self._prefix}{metric_name}"].append(metric_value)
+        name = f"{self._prefix}{metric_name}"
+        self._metrics[name].append(metric_value)
+        step = self._batches_before + (0 if self._clock is None else self._clock.batch)
+        self._recorded_at[name].append((self._current_epoch, step))
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
         """Put a prefix before every name that is recorded from now on; `reset` keeps it."""
@@ -122,6 +174,7 @@ class InMemoryRunHistory(RunHistory):
         if metric_name not in self._metrics:
             raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
         del self._metrics[metric_name]
+        self._recorded_at.pop(metric_name, None)
 
     @property
     def metric_name_prefix(self) -> str:
@@ -142,7 +195,25 @@ class InMemoryRunHistory(RunHistory):
     def reset(self) -> None:
         """Forget all values and return to the first epoch."""
         self._current_epoch = 1
-        self._metrics = defaultdict(list)
+        self._metrics, self._recorded_at, self._batches_before = defaultdict(list), defaultdict(list), 0
+
+    def _moments(self, metric_name: str) -> list[Moment]:
+        moments = self._recorded_at.get(metric_name, [])
+        return moments if len(moments) == len(self.get_metric_values(metric_name)) else super()._moments(metric_name)
+
+    def _follow(self, clock: Clock, starts_over: bool = False) -> None:
+        self._clock = clock
+        if starts_over:
+            self._batches_before = max(
+                (moment[1] for all_of in self._recorded_at.values() for moment in all_of), default=0
+            )
+
+    def snapshot(self) -> Self:
+        """Return a copy that later runs do not change."""
+        copied = copy.copy(self)
+        copied._clock = None
+        copied._metrics, copied._recorded_at = _copied(self._metrics), _copied(self._recorded_at)
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, prefix and values in plain containers."""
@@ -150,13 +221,23 @@ class InMemoryRunHistory(RunHistory):
             "current_epoch": self._current_epoch,
             "prefix": self._prefix,
             "metrics": {name: list(values) for name, values in self._metrics.items()},
+            "batches_before": self._batches_before,
+            "recorded_at": {name: list(moments) for name, moments in self._recorded_at.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self._current_epoch = state["current_epoch"]
         self._prefix = state["prefix"]
-        self._metrics = defaultdict(list, {name: list(values) for name, values in state["metrics"].items()})
+        self._metrics = _copied(state["metrics"])
+        self._batches_before = state.get("batches_before", 0)
+        self._recorded_at = _copied(
+            {name: [(epoch, step) for epoch, step in moments] for name, moments in state.get("recorded_at", {}).items()}
+        )
+
+
+def _copied(lists: Mapping[str, list[T]]) -> defaultdict[str, list[T]]:
+    return defaultdict(list, {name: list(values) for name, values in lists.items()})
 
 
 class LossTracker:

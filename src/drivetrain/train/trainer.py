@@ -201,7 +201,7 @@ class Trainer(TrainerLoop):
         max_grad_norm: float | None = None,
         **unknown: Any,
     ) -> RunHistory:
-        """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return the history.
+        """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
 
         `train_dataset` and `eval_dataset` are datasets, or loaders that are used as they are. `per_device_batch_size` is per
         process, `global_batch_size` (instead) is over all of them. The documentation's Trainer page explains every argument.
@@ -244,13 +244,15 @@ class Trainer(TrainerLoop):
         if self.settings.overfit_batches:
             self.eval_dataset = self.train_dataset
         self.create_scheduler_fn, self.collate_fn = create_scheduler_fn, collate_fn
-        if reset_run_history and self.settings.resume_from is None:
+        is_resumed = self.settings.resume_from is not None
+        if reset_run_history and not is_resumed:
             self.run_history.reset()
+        self.run_history._follow(self.state.clock, starts_over=not is_resumed)
         with warnings_as_errors(self.strict):
             setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs)
             with StopSignals() as self._signals:
                 self._run_training()
-        return self.run_history
+        return self.run_history.snapshot()
 
     def fit(self, *args: Any, **kwargs: Any) -> RunHistory:
         """Train; another name for `train`."""
@@ -272,6 +274,7 @@ class Trainer(TrainerLoop):
         if self.eval_dataset is None:
             raise ConfigError("evaluate() has no dataset: pass one, or give eval_dataset= to train() first.")
         self.collate_fn = collate_fn if collate_fn is not None else self.collate_fn
+        self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
         self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)

@@ -80,6 +80,34 @@ def test_a_file_gets_plain_lines_one_per_phase(capsys):
     assert re.fullmatch(r"epoch 1/2  3/3  loss [\d.]+  lr 0\.1  [\d.]+[kM]? samples/s  took 0:00", lines[0])
 
 
+def test_training_again_with_the_history_kept_counts_all_epochs(capsys):
+    trainer = make_trainer(callbacks=[ProgressBarCallback()])
+    train(trainer, num_epochs=3)
+    train(trainer, num_epochs=2, reset_run_history=False)
+    train(trainer, num_epochs=1)
+    epochs = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert epochs == ["epoch 1/3", "epoch 2/3", "epoch 3/3", "epoch 4/5", "epoch 5/5", "epoch 1/1"]
+
+
+def test_resuming_with_more_epochs_counts_up_to_the_new_number(capsys, tmp_path):
+    train(make_trainer(), num_epochs=2, checkpoint_dir=tmp_path)
+    trainer = make_trainer(callbacks=[ProgressBarCallback()])
+    train(trainer, num_epochs=4, checkpoint_dir=tmp_path, resume_from="auto")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 3/4", "epoch 4/4"]
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_without_widgets_gets_lines(monkeypatch, has_widgets):
+    import rich.console
+
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(module, "find_spec", lambda name: has_widgets or None)
+    monkeypatch.setattr(module, "_BarDisplay", lambda console: "bars")
+    display = module._make_display()
+    assert display == "bars" if has_widgets else type(display) is module._Display
+
+
 def test_a_long_phase_gets_a_line_every_so_often(capsys, monkeypatch):
     now = SimpleNamespace(seconds=0.0)
 

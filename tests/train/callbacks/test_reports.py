@@ -1,5 +1,7 @@
 """What is printed."""
 
+import torch
+
 from drivetrain.train.callbacks import LogMetricsCallback, PrintProgressCallback, TrainerCallback
 from tests.train.tasks import make_data, make_trainer, train
 
@@ -47,6 +49,18 @@ def test_metrics_are_printed_by_name_and_value(capsys):
     assert "train_extra: 2" in lines
     assert "constrained: 1" in lines
     assert any(line.startswith("eval_loss_epoch: 1.") for line in lines)
+
+
+def test_values_are_printed_with_as_many_digits_as_people_read(capsys):
+    class Values(TrainerCallback):
+        def on_train_epoch_end(self, trainer, **kwargs):
+            trainer.run_history.update_metric("train_rate", 0.30000001192092896)
+            trainer.run_history.update_metric("train_small", torch.tensor(1.2345e-9))
+            trainer.run_history.update_metric("train_tokens", 123456789.0)
+
+    train(make_trainer(callbacks=[Values(), LogMetricsCallback()]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["train_rate: 0.3", "train_small: 1.2345e-09", "train_tokens: 123456789"]
 
 
 def test_runs_and_epochs_are_announced(capsys):

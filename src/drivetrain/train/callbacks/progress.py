@@ -6,6 +6,7 @@ read back, the learning rate of the first group, the samples counted by the run'
 
 import sys
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
@@ -39,9 +40,9 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
         """Begin a training epoch, where a resumed run left it."""
-        epochs = trainer.run_config.num_epochs
-        name = f"epoch {trainer.run_history.current_epoch}" + (f"/{epochs}" if epochs is not None else "")
-        clock = trainer.state.clock
+        clock, epoch, epochs = trainer.state.clock, trainer.run_history.current_epoch, trainer.run_config.num_epochs
+        earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
+        name = f"epoch {epoch}" + (f"/{epochs + earlier}" if epochs is not None else "")
         self._epoch_began = clock.batch - clock.batch_in_epoch
         self._begin(trainer, _Phase(name, _length(trainer._train_dataloader), clock.batch_in_epoch, clock.sample))
 
@@ -258,8 +259,9 @@ def _make_display() -> _Display:
     from rich.console import Console
 
     console = Console()
-    is_live = (console.is_terminal and not console.is_dumb_terminal) or console.is_jupyter
-    return _BarDisplay(console) if is_live else _Display()
+    if console.is_jupyter:  # rich draws bars there with ipywidgets, and nothing at all without
+        return _BarDisplay(console) if find_spec("ipywidgets") is not None else _Display()
+    return _BarDisplay(console) if console.is_terminal and not console.is_dumb_terminal else _Display()
 
 
 def _length(loader: Any) -> int | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.history_views import format_metric
 
 
 class LogMetricsCallback(TrainerCallback):
@@ -24,7 +25,7 @@ class LogMetricsCallback(TrainerCallback):
     def log_metrics(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         """Print each metric once per node."""
         for name, value in metrics.items():
-            trainer.print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+            trainer.print(f"{name}: {format_metric(value)}")
 
     def _log(self, trainer: Any, names: list[str]) -> None:
         self.log_metrics(trainer, {name: trainer.run_history.get_latest_metric(name) for name in names})

@@ -9,6 +9,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.history_views import format_metric
 
 
 class SaveBestModelCallback(TrainerCallback):
@@ -74,7 +75,7 @@ class SaveBestModelCallback(TrainerCallback):
             )
             return
         trainer.print(
-            f"Loading the model with {self.watch_metric} {self.best_metric:.6g} from epoch {self.best_metric_epoch}"
+            f"Loading the model with {self.watch_metric} {format_metric(self.best_metric)} from epoch {self.best_metric_epoch}"
         )
         trainer.load_checkpoint(self.save_path)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.history_views import format_metric
 from drivetrain.train.readback import AsyncReadback
 
 _TRAINING, _VALIDATION = "training", "validation"
@@ -62,13 +63,14 @@ class EarlyStoppingCallback(TrainerCallback):
             return
         self.early_stopping_patience_counter += 1
         count, patience = self.early_stopping_patience_counter, self.early_stopping_patience
+        best = format_metric(self.best_metric)
         trainer.print(
-            f"No improvement of {self.watch_metric}: {value:.6g}, best {self.best_metric} ({count} of {patience})"
+            f"No improvement of {self.watch_metric}: {format_metric(value)}, best {best} ({count} of {patience})"
         )
         if count >= patience:
             raise StopTrainingError(
                 f"{self.watch_metric} did not improve by more than {self.early_stopping_threshold} for {patience} "
-                f"epochs; the best value was {self.best_metric}."
+                f"evaluations; the best value was {best}."
             )
 
     def state_dict(self) -> dict[str, Any]:
