@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
 from drivetrain.checkpoint import files
-from drivetrain.checkpoint.layout import MANIFEST, TEMPORARY
+from drivetrain.checkpoint.layout import MANIFEST
 from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.files import TEMPORARY
 
 # Damage to a checkpoint that is on the disk.
 

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.layout import TEMPORARY, FileEntry
+from drivetrain.checkpoint.layout import FileEntry
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES
+from drivetrain.core.files import replacing
 
 PIECE = 8 * 2**20
 
@@ -39,6 +39,21 @@ def write_tensors(
     folder: Path, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
     """Write a safetensors file; tensors on a device are brought over one at a time."""
+    return _write(folder, name, safetensors_pieces(tensors, metadata))
+
+
+def replace_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Replace a safetensors file in one step."""
+    with replacing(path) as stream:
+        for piece in safetensors_pieces(tensors, metadata):
+            put(stream, piece)
+    flush_folder(path.parent)
+
+
+def safetensors_pieces(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a safetensors file."""
     # Wide types first: every tensor then lies at a multiple of its own item size.
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -53,13 +68,9 @@ def write_tensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield struct.pack("<Q", len(text)) + text
-        for key in order:
-            yield from tensor_pieces(tensors[key])
-
-    return _write(folder, name, content())
+    yield struct.pack("<Q", len(text)) + text
+    for key in order:
+        yield from tensor_pieces(tensors[key])
 
 
 def tensor_pieces(tensor: Tensor) -> Iterator[memoryview]:
@@ -106,9 +117,11 @@ def lock_path(path: Path) -> int | None:
     except ImportError:  # Windows
         return None
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):  # gone; a link, FIFO or socket, which is not ours
+            return None
+        raise
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,17 +137,6 @@ def lock_path(path: Path) -> int | None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a small text file in one step: readers see the old text or the new one."""
-    aside = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-    aside.touch()
-    lock = lock_path(aside)
-    try:
-        with open(aside, "wb") as stream:
-            put(stream, text.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-        if lock is not None:
-            os.close(lock)
+    with replacing(path) as stream:
+        put(stream, text.encode())
     flush_folder(path.parent)

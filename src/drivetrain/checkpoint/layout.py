@@ -11,8 +11,8 @@
       last, best                     one line each: the name of a folder beside them
       .tmp-*, .old-*, .del-*         being written, being replaced, being removed
 
-Nothing here trusts a file: a manifest is plain JSON with its own hash, and a path in it that would leave the folder
-is refused.
+Nothing here trusts a file: a manifest is plain JSON with its own hash, a path in it that would leave the folder is
+refused, and a link, FIFO or device is never opened.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.files import open_to_read, read_limited
 
 FORMAT = "drivetrain-checkpoint"
 VERSION = 1
@@ -37,7 +38,6 @@ SHARDS = "shards"
 LAST = "last"
 BEST = "best"
 PREFIX = "checkpoint-"
-TEMPORARY = ".tmp-"
 ASIDE = ".old-"
 REMOVED = ".del-"
 
@@ -92,8 +92,9 @@ def file_inside(folder: Path, relative: str) -> Path:
             f"{folder / MANIFEST} names the file {relative!r}, which is not inside the checkpoint. Refused."
         )
     path = folder / pure
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path} is a link that leads out of the checkpoint. Refused.")
+    for part in (path, *path.parents[: len(pure.parts) - 1]):
+        if part.is_symlink():
+            raise CheckpointError(f"{part} is a link, and links in a checkpoint are not followed. Refused.")
     return path
 
 
@@ -238,9 +239,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder; the error says what is wrong with it."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > MANIFEST_LIMIT:
-            raise CheckpointError(f"{MANIFEST} is larger than {MANIFEST_LIMIT} bytes")
-        return Manifest.from_json(path.read_bytes())
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder.name} is a link, and links beside checkpoints are not followed")
+        return Manifest.from_json(read_limited(path, MANIFEST_LIMIT))
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
     except OSError as error:
@@ -250,7 +251,7 @@ def read_manifest(folder: Path) -> Manifest:
 def read_pointer(directory: Path, pointer: str) -> Path | None:
     """Return the folder that `last` or `best` names, or None when there is no such pointer."""
     try:
-        with open(directory / pointer, "rb") as stream:
+        with open_to_read(directory / pointer) as stream:
             name = stream.read(512).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -271,4 +272,9 @@ def checkpoint_folders(directory: Path) -> list[Path]:
         entries = list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(entry for entry in entries if entry.name.startswith((PREFIX, ASIDE + PREFIX)) and entry.is_dir())
+    return sorted(entry for entry in entries if _names_checkpoint(entry.name) and entry.is_dir())
+
+
+def _names_checkpoint(name: str) -> bool:
+    plain = name.removeprefix(ASIDE)
+    return plain.startswith(PREFIX) and _PLAIN_NAME.fullmatch(plain) is not None

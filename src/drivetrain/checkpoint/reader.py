@@ -41,6 +41,7 @@ from drivetrain.checkpoint.local import RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
 from drivetrain.checkpoint.verifying import Verify, verify_files
 from drivetrain.core.errors import CheckpointError, ResumeError
+from drivetrain.core.files import read_limited
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
@@ -195,8 +196,7 @@ def _log(rejected: Rejected) -> None:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        with open(path, "rb") as stream:
-            return stream.read(STATE_LIMIT + 1)
+        return read_limited(path, STATE_LIMIT)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read ({error})") from None
 
@@ -234,6 +234,8 @@ class Place(NamedTuple):
 
 def find_place(path: Path) -> Place:
     """Say what a path is: a file of tensors, a checkpoint, a run or checkpoint folder, or a pointer."""
+    if path.is_symlink() and path.is_dir():  # what the user names may be a link; what lies inside may not
+        path = path.resolve()
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and path.is_file():
         return Place("file", path)
     if path.name in (LAST, BEST) and not path.is_dir():

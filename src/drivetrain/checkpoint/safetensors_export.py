@@ -6,14 +6,13 @@ tensors are stored once; the header says which name stands for which.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.files import flush_folder, replace_text, write_tensors
+from drivetrain.checkpoint.files import replace_tensors, replace_text
 from drivetrain.checkpoint.tree import flatten
 from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
 from drivetrain.runtime.ranks import is_master
@@ -54,12 +53,12 @@ def export_safetensors(
 def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str], split_above: int) -> Path:
     parts = list(_split(tensors, split_above))
     if len(parts) == 1:
-        _replace(file, tensors, metadata)
+        replace_tensors(file, tensors, metadata)
         return file
     weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         name = f"{file.stem}-{number:05d}-of-{len(parts):05d}.safetensors"
-        _replace(file.with_name(name), part, metadata)
+        replace_tensors(file.with_name(name), part, metadata)
         weight_map |= dict.fromkeys(part, name)
     index = file.with_name(f"{file.name}.index.json")
     total = sum(map(_num_bytes, tensors.values()))
@@ -82,13 +81,3 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tens
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _replace(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    aside = file.with_name(f".{file.name}.{os.getpid()}.new")
-    try:
-        write_tensors(aside.parent, aside.name, tensors, metadata)
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
-    flush_folder(file.parent)

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from drivetrain.checkpoint.layout import MANIFEST, SHARDS, STATE, Manifest, file_inside, read_manifest
 from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
+from drivetrain.core.files import is_regular, open_to_read
 
 Verify = Literal["full", "size", "off"]
 
@@ -34,12 +35,13 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int
     listed = {entry.path: file_inside(folder, entry.path) for entry in manifest.files}
     if STATE not in listed:
         raise CheckpointError(f"{MANIFEST} does not list {STATE}")
+    for name, path in listed.items():
+        if not is_regular(path):
+            raise CheckpointError(f"{name} is {'not a regular file' if path.exists() else 'missing'}")
     if verify == "off":
         return
     for entry in manifest.files:
         path = listed[entry.path]
-        if not path.is_file():
-            raise CheckpointError(f"{entry.path} is missing")
         if (size := path.stat().st_size) != entry.size:
             raise CheckpointError(f"{entry.path} has {size} bytes instead of {entry.size}")
     shards = folder / SHARDS
@@ -58,5 +60,5 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with open(path, "rb") as stream:
+    with open_to_read(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -31,7 +31,6 @@ from drivetrain.checkpoint.layout import (
     REMOVED,
     SHARDS,
     STATE,
-    TEMPORARY,
     TENSORS,
     FileEntry,
     Manifest,
@@ -43,6 +42,7 @@ from drivetrain.checkpoint.layout import (
 )
 from drivetrain.checkpoint.retention import Best, best_checkpoint
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import TEMPORARY
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.experiment.files import Given
 from drivetrain.experiment.parameters import Parameter, ParameterSet
@@ -117,5 +118,5 @@ def program_name() -> str:
 
 def exit_with_error(error: Exception, usage: str) -> None:
     """Print one error and the usage line, and leave with status 2."""
-    print(f"Error: {error}\n{usage}", file=sys.stderr)
+    print(printable_lines(f"Error: {error}\n{usage}"), file=sys.stderr)
     raise SystemExit(2)

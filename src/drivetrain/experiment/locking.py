@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from drivetrain.core.files import open_regular
+
 LOCK = "run.lock"
 
 if sys.platform == "win32":
@@ -39,7 +41,7 @@ class FolderLock:
 
     def acquire(self) -> bool:
         """Take the lock if nobody holds it."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         if not _take(descriptor):
             os.close(descriptor)
             return False
@@ -75,7 +77,7 @@ def is_locked(folder: Path) -> bool:
     """Say whether a live process holds the lock of a folder."""
     path = folder / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_regular(path, os.O_RDWR)
     except OSError:
         return False
     try:

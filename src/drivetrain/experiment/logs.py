@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import printable_lines
+from drivetrain.core.files import PRIVATE_FILE, open_regular
 from drivetrain.experiment.run_folder import LOG
 
 COLOURS = {"DEBUG": "35", "INFO": "34", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
@@ -33,8 +35,29 @@ class LineFormatter(logging.Formatter):
         if self._colours and record.levelname in COLOURS:
             level = f"\033[{COLOURS[record.levelname]}m{level}\033[0m"
         parts = [f"[{self.formatTime(record, self.datefmt)}]"] if self._shows_time else []
-        parts += [level] + ([f"[RANK {self._rank}]"] if self._rank else []) + [f"[{record.name}]", record.message]
+        parts += (
+            [level] + ([f"[RANK {self._rank}]"] if self._rank else []) + [f"[{record.name}]", self._message(record)]
+        )
         return " ".join(parts)
+
+    @staticmethod
+    def _message(record: logging.LogRecord) -> str:
+        """Return the message; our own may carry names from files, so what a terminal would obey is written as escapes."""
+        own = record.name.partition(".")[0] == "drivetrain"
+        return printable_lines(record.message) if own else record.message
+
+
+class _FileHandler(logging.StreamHandler):
+    """Appends to a regular file; a link in its place is not followed."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        super().__init__(os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace"))
+
+    def close(self) -> None:
+        """Close the file."""
+        super().close()
+        self.stream.close()
 
 
 class _ConsoleHandler(logging.StreamHandler):
@@ -59,7 +82,7 @@ def run_log(folder: Path, rank: int, *, debug: bool) -> Iterator[None]:
     """Log to the run's folder, and on rank 0 to the console unless the program does that already."""
     root = logging.getLogger()
     level = logging.DEBUG if debug else logging.INFO
-    handlers: list[logging.Handler] = [logging.FileHandler(log_file(folder, rank), encoding="utf-8")]
+    handlers: list[logging.Handler] = [_FileHandler(log_file(folder, rank))]
     handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False))
     if rank == 0 and not root.handlers:
         console = _ConsoleHandler()

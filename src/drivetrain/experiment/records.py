@@ -1,16 +1,49 @@
 """Reading what runs left behind: for resuming, for sweeps, and for commands that list, show and compare runs."""
 
-from collections.abc import Iterator
+import io
+import math
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, ExperimentError
+from drivetrain.core.files import is_real_folder, is_regular, read_limited
 from drivetrain.experiment.locking import is_locked
-from drivetrain.experiment.run_folder import LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
+from drivetrain.experiment.run_folder import JSON_LIMIT, LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
 STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, LOST)
+
+
+MANIFEST_FIELDS: dict[str, type | types.UnionType] = {
+    "experiment": str,
+    "source": str,
+    "source_sha256": str,
+    "function": str,
+    "started": int | float,
+    "argv": list,
+    "origins": dict,
+    "processes": int,
+    "trial": dict,
+    "resumed": list,
+    "host": dict,
+    "devices": list,
+    "git": dict,
+    "packages": dict,
+}
+STATUS_FIELDS: dict[str, type | types.UnionType] = {
+    "state": str,
+    "step": int,
+    "started": int | float,
+    "heartbeat": int | float,
+    "seconds": int | float,
+    "restarts": int,
+    "exit_code": int,
+    "error": str,
+}
+"""The types of the entries that readers rely on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +71,7 @@ class RunRecord:
     @property
     def origins(self) -> dict[str, str]:
         """Where each parameter's value came from."""
-        return dict(self.manifest.get("origins") or {})
+        return {name: str(origin) for name, origin in (self.manifest.get("origins") or {}).items()}
 
     @property
     def started(self) -> float:
@@ -68,7 +101,7 @@ class RunRecord:
 
 def is_run(folder: Path) -> bool:
     """Say whether a folder is that of a run."""
-    return (folder / MANIFEST).is_file() and (folder / PARAMETERS).is_file()
+    return is_regular(folder / MANIFEST) and is_regular(folder / PARAMETERS)
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -82,16 +115,27 @@ def read_run(folder: str | Path) -> RunRecord:
     from drivetrain.core.yaml import load_yaml
 
     try:
-        parameters = load_yaml(folder / PARAMETERS)
-    except ConfigError:
+        parameters = load_yaml(io.BytesIO(read_limited(folder / PARAMETERS, JSON_LIMIT)))
+    except (ConfigError, OSError):
         parameters = {}
     return RunRecord(
         folder=folder,
         parameters=parameters,
-        manifest=read_json(folder / MANIFEST),
+        manifest=_well_formed(read_json(folder / MANIFEST), MANIFEST_FIELDS),
         is_live=is_locked(folder),  # before the status: a run that ends in between then shows its end
-        status=read_json(folder / STATUS),
+        status=_well_formed(read_json(folder / STATUS), STATUS_FIELDS),
     )
+
+
+def _well_formed(content: dict[str, Any], fields: Mapping[str, type | types.UnionType]) -> dict[str, Any]:
+    """Return what a file holds without the entries that have another type than we write, so that readers need no checks."""
+
+    def fits(name: str, value: Any) -> bool:
+        if value is None or name not in fields:
+            return True
+        return isinstance(value, fields[name]) and not (isinstance(value, float) and not math.isfinite(value))
+
+    return {name: value for name, value in content.items() if fits(name, value)}
 
 
 def find_runs(place: str | Path, depth: int = 4) -> Iterator[RunRecord]:
@@ -107,5 +151,5 @@ def _run_folders(place: Path, depth: int) -> Iterator[Path]:
         yield place
     elif depth > 0:
         for entry in sorted(place.iterdir()):
-            if entry.is_dir() and not entry.name.startswith("."):
+            if is_real_folder(entry) and not entry.name.startswith("."):
                 yield from _run_folders(entry, depth - 1)

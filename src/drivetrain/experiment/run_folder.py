@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
+from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, read_limited, replace_bytes
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
     "parameters.yaml",
@@ -22,6 +23,8 @@ PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
 )
 SWEEPS = "sweeps"
 ARTIFACTS = "artifacts"
+JSON_LIMIT = 64 * 2**20
+"""Bytes of a manifest or status; what is larger is not one of ours, and is not read."""
 
 
 def fresh_name() -> str:
@@ -43,17 +46,18 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
 
 def refuse_existing(folder: Path) -> None:
     """Refuse to begin a new run in a folder that is there already."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise ExperimentError(
             f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
         )
 
 
 def make_folder(folder: Path) -> None:
-    """Make a run folder that must not exist yet."""
+    """Make a run folder that must not exist yet; only its owner may look into it."""
     refuse_existing(folder)
     try:
-        folder.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE_FOLDER)
     except OSError as error:
         raise ExperimentError(
             f"the run folder {folder} cannot be made: {error}. Choose another --output-dir."
@@ -66,16 +70,14 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file in one go."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    """Replace a text file in one step; only its owner may read a new one, because it may hold parameters."""
+    replace_bytes(path, text.encode("utf-8", "backslashreplace"), mode=PRIVATE_FILE, durable=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file; one that is missing or damaged reads as empty."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_limited(path, JSON_LIMIT).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import printable
 from drivetrain.core.errors import DrivetrainError, ExperimentError, ResumeError
 from drivetrain.experiment import proxies
 from drivetrain.experiment.launching import launch_experiment, must_launch, wants_cpu
@@ -212,7 +213,7 @@ def _already_finished(place: Place) -> Any:
     record = place.beginning.record
     assert record is not None
     if _rank() == 0:
-        print(f"already finished: {record.folder}")
+        print(printable(f"already finished: {record.folder}"))
     return record.result
 
 

@@ -7,13 +7,15 @@ writing leaves half a line only at the end, which the next writer cuts off.
 import os
 from pathlib import Path
 
+from drivetrain.core.files import open_regular, open_to_read
+
 
 class AppendFile:
-    """Appends lines to a file and knows how many it has."""
+    """Appends lines to a regular file, never through a link, and knows how many it has."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             self._size, self.lines = _whole_lines(path)
             os.ftruncate(self._file, self._size)
@@ -42,7 +44,7 @@ class AppendFile:
 def _whole_lines(path: Path) -> tuple[int, int]:
     """Return the size of a file up to its last line end, and the number of lines."""
     size = lines = position = 0
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         while block := file.read(1 << 20):
             lines += block.count(b"\n")
             end = block.rfind(b"\n")

@@ -3,6 +3,8 @@
 import sys
 from typing import TextIO
 
+from drivetrain.core.display import printable, printable_lines
+
 
 class ConsoleSink:
     """Prints what was recorded in a step.
@@ -20,13 +22,15 @@ class ConsoleSink:
 
     def text(self, tag: str, text: str, step: int, time: float) -> None:
         """Print a text."""
-        self._print(f"step {step}  {tag}: {text}")
+        self._print(f"step {step}  {printable(tag)}: {printable_lines(text)}")
 
     def step(self, step: int, time: float) -> None:
         """Print the line of a step in which something was recorded."""
         if self._values:
             values, self._values = self._values, {}
-            self._print("  ".join([f"step {step}", *(f"{tag} {value:.6g}" for tag, value in values.items())]))
+            self._print(
+                "  ".join([f"step {step}", *(f"{printable(tag)} {value:.6g}" for tag, value in values.items())])
+            )
 
     def _print(self, line: str) -> None:
         print(line, file=self._file or sys.stdout, flush=True)

@@ -1,14 +1,15 @@
 """`scalars.csv` for spreadsheets, and the PNG files of images and figures.
 
-The table is a view of `metrics.jsonl`: when a run is resumed it is written anew from the rows that stand, so it never shows a step
-twice.
+The table is a view of `metrics.jsonl`: when a run is resumed it is written again from the rows that remain, so it never shows a step
+twice. A tag that a spreadsheet would take for a formula has an apostrophe in front of it here, and only here.
 """
 
 import csv
 import io
-import os
 from pathlib import Path
 
+from drivetrain.core.display import spreadsheet_cell
+from drivetrain.core.files import make_inner_folder, replace_bytes, replacing
 from drivetrain.record.append_file import AppendFile
 from drivetrain.record.images import Picture
 from drivetrain.record.jsonl import read_metrics
@@ -31,26 +32,28 @@ class CsvSink:
         """Open the table for appending, after a resume without the rows that are recorded again."""
         self._folder, path = folder, folder / FILE_NAME
         if resume is not None:
-            aside = folder / f".{FILE_NAME}.tmp"
-            with aside.open("w", newline="", encoding="utf-8") as file:
+            rows = read_metrics(folder, kind="scalar", limit=None)  # this run's own file, however long
+            with replacing(path) as stream:
+                file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
                 writer = csv.writer(file)
                 writer.writerow(COLUMNS)
-                writer.writerows([row[column] for column in COLUMNS] for row in read_metrics(folder, kind="scalar"))
-            os.replace(aside, path)
+                writer.writerows([spreadsheet_cell(row[column]) for column in COLUMNS] for row in rows)
+                file.flush()
+                file.detach()  # `replacing` closes the stream beneath it
         self._file = AppendFile(path)
         if self._file.lines == 0:
             self._writer.writerow(COLUMNS)
 
     def scalar(self, tag: str, value: float, step: int, time: float) -> None:
         """Take one number."""
-        self._writer.writerow((step, round(time, 3), tag, value))
+        self._writer.writerow((step, round(time, 3), spreadsheet_cell(tag), value))
 
     def image(self, tag: str, picture: Picture, step: int, time: float) -> None:
         """Write a PNG file."""
         assert self._folder is not None and picture.path is not None
         path = self._folder / picture.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture.png)
+        make_inner_folder(self._folder, path.parent)
+        replace_bytes(path, picture.png, durable=False)
 
     figure = image
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import StateError
+from drivetrain.core.files import read_limited
 from drivetrain.record.append_file import AppendFile
 
 if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
     from drivetrain.record.sink import Resume
 
 FILE_NAME = "metrics.jsonl"
+METRICS_LIMIT = 2 * 2**30
+"""Bytes that are read unless the caller sets another limit; about ten million rows."""
 
 
 class JsonlSink:
@@ -106,16 +109,16 @@ class JsonlSink:
 
 
 def read_metrics(
-    path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None
+    path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None, limit: int | None = METRICS_LIMIT
 ) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl`, or of the folder that holds it, in the order of recording.
 
     Rows that a resume superseded are left out, and so is a last line that was cut short. A row has `step`, `time`, `kind`,
-    `tag` and `value`; with `kind` or `tag` only matching rows are returned.
+    `tag` and `value`; with `kind` or `tag` only matching rows are returned. A file of more than `limit` bytes is an `OSError`.
     """
     path = Path(path)
     file = path / FILE_NAME if path.is_dir() else path
-    lines = file.read_bytes().split(b"\n")
+    lines = read_limited(file, limit).split(b"\n")
     lines.pop()  # what follows the last line end: nothing, or a line that was cut short
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines):
@@ -136,7 +139,7 @@ def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
             raise TypeError
         if row["kind"] == "scalar" and isinstance(row["value"], str):
             row["value"] = float(row["value"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise StateError(
             f"{file}, line {number + 1}: {line[:80]!r} is not a row of metrics. Expected an object with step, kind, tag and value; "
             "remove the line to read the others."

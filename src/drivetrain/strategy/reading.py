@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
+from drivetrain.core.files import replace_bytes
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.value import Strategy
 
@@ -57,12 +58,7 @@ def save(plan: Strategy, path: str | os.PathLike[str]) -> None:
     refuse_pickle_name(target)
     text = dump(plan)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_bytes(target, text.encode() + b"\n")
 
 
 def refuse_pickle_name(path: str | os.PathLike[str]) -> None:

@@ -8,12 +8,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
+from drivetrain.core.files import replacing
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
@@ -180,7 +182,10 @@ class TrainerRuntime:
         if is_distributed() and _holds_parts(obj):
             obj = _map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
-            write_atomically(lambda temporary: torch.save(obj, temporary), path)
+            target = Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as stream:
+                torch.save(obj, stream)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
         """Refuse kindly: the trainer saves its state."""
@@ -230,21 +235,6 @@ def _total_norm(grads: list[Tensor], norm_type: float, device: torch.device) -> 
         total = torch.maximum(total, wide.max()) if is_largest else total + wide.pow(norm_type).sum() * (parts / world)
     dist.all_reduce(total, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
     return total if is_largest else total.pow(1 / norm_type)
-
-
-def write_atomically(write: Callable[[str], None], path: str | os.PathLike[str]) -> None:
-    """Call `write` with a temporary path and rename it into place, so that a reader never sees half a file."""
-    path = os.fspath(path)
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    temporary = f"{path}.tmp-{os.getpid()}"
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
 
 
 def _holds_parts(value: Any) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from drivetrain.core.display import printable
 from drivetrain.experiment.cli.output import STATE_STYLES, STDERR, STDOUT, plain_text, print_lines
 
 OnChange = Callable[[Any], object]
@@ -146,7 +147,7 @@ class LiveTable:
             seconds = trial.seconds + (0.0 if began is None else now - began)
             table.add_row(
                 str(trial.index),
-                Text(", ".join(f"{name}={plain_text(trial.params.get(name))}" for name in names)),
+                Text(printable(", ".join(f"{name}={plain_text(trial.params.get(name))}" for name in names))),
                 Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
                 plain_text(trial.value),
                 f"{seconds:.1f} s",

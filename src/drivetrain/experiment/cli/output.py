@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
+from drivetrain.core.display import printable, printable_json, printable_lines
+
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where no terminal says how wide it is."""
 STDOUT, STDERR = 1, 2
@@ -47,24 +49,35 @@ def print_table(
         pad_edge=False,
     )
     for place, name in enumerate(head):
-        table.add_column(name, overflow="fold", no_wrap=0 < place < len(head) - 1 and len(head) < 6)
+        table.add_column(printable(name), overflow="fold", no_wrap=0 < place < len(head) - 1 and len(head) < 6)
     for row in rows:
-        texts = [value if isinstance(value, str) else plain_text(value) for value in row]
+        texts = [printable(value if isinstance(value, str) else plain_text(value)) for value in row]
         table.add_row(*(Text(text, style=(styles or {}).get(text, "")) for text in texts))
     console().print(table)
 
 
 def print_lines(*lines: str, style: str = "") -> None:
-    """Print lines as they are, unbroken, so that paths can be copied."""
+    """Print lines unbroken, so that paths can be copied; what a terminal would obey is printed as escapes."""
     from rich.text import Text
 
     for line in lines:
-        console().print(Text(line, style=style), soft_wrap=True)
+        console().print(Text(printable(line), style=style), soft_wrap=True)
+
+
+def indented(label: str, text: str) -> list[str]:
+    """Return the lines of a text after a label; further lines are indented, so that none can pass for a line of ours."""
+    first, *rest = text.splitlines() or [""]
+    return [label + first, *(" " * len(label) + line for line in rest)]
 
 
 def print_json(data: Any) -> None:
     """Print data as JSON; NaN and infinities become strings, because JSON has none."""
-    print(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str))
+    print(printable_json(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str)))
+
+
+def print_error(message: object, usage: str = "") -> None:
+    """Print an error, and the usage line, to the error output; its line ends stay, other control characters do not."""
+    print(printable_lines(f"Error: {message}" + (f"\n{usage}" if usage else "")), file=sys.stderr)
 
 
 @contextmanager

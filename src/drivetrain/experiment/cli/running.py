@@ -9,10 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     add_json_option,
+    print_error,
     print_json,
     print_lines,
     print_table,
@@ -53,7 +55,7 @@ def start_words(experiment: Any, words: list[str], *, program: str, as_json: boo
             return 0
         resolved = resolve(experiment.parameters, command.given, experiment.defaults)
     except ParameterError as error:
-        print(f"Error: {error}\nUsage: {program} [--option VALUE ...]    (-h lists all options)", file=sys.stderr)
+        print_error(error, f"Usage: {program} [--option VALUE ...]    (-h lists all options)")
         return BAD_INPUT
     return start(experiment, resolved, argv=[*program.split(), *words], force=command.force, as_json=as_json)
 
@@ -132,12 +134,12 @@ def _has_begun(folder: Path, began: float) -> bool:
 def _print_failure(error: Exception, folder: Path) -> None:
     rank = getattr(error, "rank", None)
     if rank is None:
-        traceback.print_exception(type(error), error, _from_user_code(error))
+        lines = traceback.format_exception(type(error), error, _from_user_code(error))
+        print(printable_lines("".join(lines)), end="", file=sys.stderr)
         return
     from drivetrain.experiment.logs import log_file
 
-    print(f"Error: {error}", file=sys.stderr)
-    print(f"rank {rank} failed first; its log: {log_file(folder, rank)}", file=sys.stderr)
+    print_error(error, f"rank {rank} failed first; its log: {log_file(folder, rank)}")
 
 
 def _from_user_code(error: Exception) -> TracebackType | None:

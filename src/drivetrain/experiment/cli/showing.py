@@ -3,7 +3,14 @@
 import argparse
 from typing import Any
 
-from drivetrain.experiment.cli.output import STATE_STYLES, add_json_option, print_json, print_lines, print_table
+from drivetrain.experiment.cli.output import (
+    STATE_STYLES,
+    add_json_option,
+    indented,
+    print_json,
+    print_lines,
+    print_table,
+)
 from drivetrain.experiment.cli.places import find_run
 from drivetrain.experiment.reports.gather import RunData, gather_run
 from drivetrain.experiment.reports.html import duration, moment, size_text
@@ -61,7 +68,7 @@ def _print(run: RunData) -> None:
         f"started   {moment(record.started)}, took {duration(record.status.get('seconds'))}",
     )
     if record.status.get("error"):
-        print_lines(f"error     {record.status['error']}", style="red")
+        print_lines(*indented("error     ", record.status["error"]), style="red")
     rows: list[list[Any]] = [[name, value, record.origins.get(name, "")] for name, value in record.parameters.items()]
     print_table(["parameter", "value", "from"], rows)
     found = [(name, read(record.manifest)) for name, read in ENVIRONMENT]

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from drivetrain.experiment.cli.live_table import show_progress
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     add_json_option,
+    print_error,
     print_json,
     print_lines,
     print_table,
@@ -92,7 +92,7 @@ def execute(arguments: argparse.Namespace) -> int:
             )
     except SweepError as error:
         _print_result(error.result, arguments.json)
-        print(f"Error: {error}", file=sys.stderr)
+        print_error(error)
         return FAILED
     _print_result(result, arguments.json)
     return 0

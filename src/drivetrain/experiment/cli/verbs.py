@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and what was wrong, and leave with status 2."""
         self.print_usage(sys.stderr)
-        self.exit(BAD_INPUT, f"Error: {message}\n")
+        from drivetrain.core.display import printable_lines
+
+        self.exit(BAD_INPUT, printable_lines(f"Error: {message}") + "\n")
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -70,7 +72,9 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.execute(arguments))
     except DrivetrainError as error:
-        print(f"Error: {error}\n{arguments.parser.format_usage().rstrip()}", file=sys.stderr)
+        from drivetrain.experiment.cli.output import print_error
+
+        print_error(error, arguments.parser.format_usage().rstrip())
         return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -4,12 +4,12 @@ Nothing here fails because a run did: a file that is missing or damaged becomes 
 """
 
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError, StateError
+from drivetrain.core.files import is_real_folder, is_regular, read_end
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.scales import Point
 
@@ -165,8 +165,8 @@ def find_pictures(folder: Path) -> list[Picture]:
     """Return the pictures of a run, tag by tag, the newest of each first."""
     found = []
     for kind in PICTURE_FOLDERS:
-        for path in sorted((folder / kind).rglob("*")):
-            if path.suffix.lower() in PICTURE_TYPES and path.is_file() and not path.is_symlink():
+        for path in sorted((folder / kind).rglob("*")) if is_real_folder(folder / kind) else ():
+            if path.suffix.lower() in PICTURE_TYPES and is_regular(path):
                 relative = path.relative_to(folder / kind)
                 step = relative.stem.partition("-")[0]
                 tag = relative.parent.as_posix() if len(relative.parts) > 1 else relative.stem
@@ -227,9 +227,7 @@ def _pointer(directory: Path, pointer: str) -> Path | None:
 def tail(path: Path, lines: int = LOG_LINES) -> str:
     """Return the last lines of a text file; nothing when there is none."""
     try:
-        with open(path, "rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - LOG_TAIL))
-            text = stream.read().decode(errors="replace")
+        text = read_end(path, LOG_TAIL).decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])

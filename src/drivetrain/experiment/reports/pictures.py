@@ -8,6 +8,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from drivetrain.core.files import read_limited
 from drivetrain.experiment.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from drivetrain.experiment.reports.gather import PICTURE_TYPES, Picture, RunData
 from drivetrain.experiment.reports.html import section, size_text
@@ -31,7 +32,7 @@ def pictures(runs: Sequence[RunData]) -> str:
         figures: list[str] = []
         seen: Counter[tuple[str, str]] = Counter()
         for picture, name in group:
-            size = picture.path.stat().st_size
+            size = picture.path.lstat().st_size
             seen[picture.tag, name] += 1
             if size > min(LARGEST, budget) or seen[picture.tag, name] > PER_TAG:
                 left_out.append(f"{picture.path.name} of {picture.tag} ({size_text(size)})")
@@ -55,7 +56,7 @@ def _family(tag: str) -> str:
 
 
 def _figure(picture: Picture, words: list[str]) -> str:
-    data = picture.path.read_bytes()
+    data = read_limited(picture.path, LARGEST)
     kind = PICTURE_TYPES[picture.path.suffix.lower()]
     large = " large" if _width(data) >= LARGE_FROM else ""
     step = "" if picture.step is None else f"step {picture.step}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.files import PRIVATE_FILE, open_regular, open_to_read
 from drivetrain.experiment.references import Reference, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.running import TrialPruned
@@ -55,7 +56,8 @@ class Mailbox:
 
     def say(self, **fields: Any) -> None:
         """Append one line."""
-        with self.reports.open("ab") as stream:
+        descriptor = open_regular(self.reports, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        with os.fdopen(descriptor, "ab") as stream:
             stream.write(json.dumps(fields).encode() + b"\n")
 
     def ask(self, value: float, step: int) -> bool:
@@ -66,7 +68,7 @@ class Mailbox:
     def read(self, position: int) -> tuple[list[dict[str, Any]], int]:
         """Return the whole lines from a position on, and the position behind them."""
         try:
-            with self.reports.open("rb") as stream:
+            with open_to_read(self.reports) as stream:
                 stream.seek(position)
                 text = stream.read()
         except FileNotFoundError:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.files import PRIVATE_FILE, is_regular, open_regular, read_end, read_limited
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, PRUNED, RUNNING, Trial
 
 JOURNAL = "sweep.jsonl"
 SCHEMA = 1
+JOURNAL_LIMIT = 2**30
+"""Bytes; a sweep of a million trials has less."""
 
 
 class Journal:
@@ -22,8 +25,9 @@ class Journal:
 
     def __init__(self, folder: Path):
         self._path = folder / JOURNAL
-        self._stream = open(self._path, "ab")  # noqa: SIM115 (open as long as the sweep lasts)
-        if self._stream.tell() and not self._path.read_bytes().endswith(b"\n"):
+        descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+        self._stream = os.fdopen(descriptor, "ab")
+        if read_end(self._path, 1) not in (b"", b"\n"):
             self._stream.write(b"\n")  # after a line that was cut short
 
     def write(self, event: str, **fields: Any) -> None:
@@ -46,14 +50,18 @@ class Journal:
 def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
     """Return the sweep's settings and its trials as the journal last saw them."""
     path = folder / JOURNAL
-    if not path.is_file():
+    if not is_regular(path):
         raise ExperimentError(f"{folder} is not the folder of a sweep: it has no {JOURNAL}.")
     header: dict[str, Any] = {}
     trials: dict[int, Trial] = {}
-    for line in path.read_bytes().splitlines():
+    try:
+        lines = read_limited(path, JOURNAL_LIMIT).splitlines()
+    except OSError as error:
+        raise ExperimentError(f"the journal {path} cannot be read: {error}") from error
+    for line in lines:
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict):
             _apply(entry, header, trials)

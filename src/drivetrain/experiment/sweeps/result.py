@@ -1,12 +1,15 @@
 """What a sweep found: its trials, the best one, those that failed, as a table, a CSV file and a picture."""
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.files import PRIVATE_FILE, replacing
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.journal import read_journal
 from drivetrain.experiment.sweeps.trial import FAILED, Trial
@@ -95,11 +98,12 @@ class SweepResult(Sequence[Trial]):
         return "\n".join(line.rstrip() for line in lines)
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write all trials, best first, with every parameter and metric."""
+        """Write all trials, best first, with every parameter and metric; text that looks like a formula gets an apostrophe."""
         params = list(dict.fromkeys(name for trial in self._trials for name in trial.params))
         metrics = list(dict.fromkeys(name for trial in self._trials for name in trial.metrics))
         fixed = ["trial", "status", "value", "seconds", "attempts", "run", "error"]
-        with open(path, "w", newline="", encoding="utf-8") as stream:
+        with replacing(Path(path), mode=PRIVATE_FILE) as raw:
+            stream = io.TextIOWrapper(raw, encoding="utf-8", newline="")
             writer = csv.writer(stream)
             writer.writerow([*fixed, *(f"params.{name}" for name in params), *(f"metrics.{name}" for name in metrics)])
             for trial in self.ranked:
@@ -113,7 +117,10 @@ class SweepResult(Sequence[Trial]):
                     trial.error,
                 ]
                 values = [plain(trial.params.get(name)) for name in params]
-                writer.writerow([*own, *values, *(trial.metrics.get(name) for name in metrics)])
+                cells = [*own, *values, *(trial.metrics.get(name) for name in metrics)]
+                writer.writerow([spreadsheet_cell(value) for value in cells])
+            stream.flush()
+            stream.detach()  # `replacing` closes the file beneath it
         return Path(path)
 
     def plot(self, path: str | Path) -> Path:
@@ -129,7 +136,7 @@ class SweepResult(Sequence[Trial]):
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:.6g}" if isinstance(value, float) else str(value).partition("\n")[0]
+    text = f"{value:.6g}" if isinstance(value, float) else printable(str(value).partition("\n")[0])
     return text if len(text) <= 48 else text[:45] + "..."
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
+from drivetrain.core.files import read_limited, replace_bytes
 from drivetrain.experiment.subprocesses import END_SECONDS
 from drivetrain.experiment.sweeps.executors import VISIBLE, Executor, TrialWork
 from drivetrain.experiment.sweeps.jobs import (
@@ -142,7 +143,7 @@ class SubmititExecutor(Executor):
         environment = {VISIBLE: os.environ.get(VISIBLE)} if self.config.cluster == "local" else {}
         job = self._submitter.submit(_run, make_job(self.work, self._reference, trial, environment))
         self._jobs[trial.index] = job
-        job_note(trial, "job").write_text(job.job_id)
+        replace_bytes(job_note(trial, "job"), str(job.job_id).encode())
 
     def _ended(self, trial: Trial) -> str | None:
         """Say how the job of a trial ended; None while it goes on, or once more after a stop."""
@@ -162,7 +163,7 @@ class SubmititExecutor(Executor):
             return None
         import submitit
 
-        job: Any = submitit.SlurmJob(folder=self._submitter.folder, job_id=note.read_text())
+        job: Any = submitit.SlurmJob(folder=self._submitter.folder, job_id=read_limited(note, 4096).decode())
         return None if job.done(force_check=True) else job
 
     def _make_submitter(self, folder: Path) -> Any:

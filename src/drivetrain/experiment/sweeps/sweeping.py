@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
+from drivetrain.core.files import is_regular, read_limited
 from drivetrain.experiment.locking import FolderLock, is_locked
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork, make_executor
@@ -255,8 +256,8 @@ def _numbers(result: Any) -> dict[str, float]:
 def _summary(metrics: Path) -> dict[str, float]:
     """Return the Recorder's summary of a run: lines of kind `summary` with a tag and a value, or a dict of values."""
     found: dict[str, float] = {}
-    if metrics.is_file():
-        for line in metrics.read_bytes().splitlines():
+    if is_regular(metrics):
+        for line in read_limited(metrics, None).splitlines():
             if b'"summary"' not in line:
                 continue
             try:

@@ -8,11 +8,11 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.files import replace_bytes
 from drivetrain.strategy.profile.values import Link, MachineProfile
 
 _VERSION = 2
@@ -49,10 +49,7 @@ def write_machine(path: Path, machine: MachineProfile) -> bool:
     text = json.dumps({"version": _VERSION, "machine": dataclasses.asdict(machine)}, indent=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(name, path)
+        replace_bytes(path, text.encode(), durable=False)
     except OSError:
         return False
     return True

@@ -1,0 +1,145 @@
+"""Files in folders that others may have filled: read without surprises, replaced in one step.
+
+A run folder or a checkpoint may come from another person. In it a name can be a link to somewhere else, a FIFO that blocks
+whoever opens it, or a device without an end. Everything in the library that reads such a folder opens its files here: a link is
+not followed, only a regular file is read, and never more of it than the caller allows. Files are written under a random name
+first and renamed when they are complete, so that a reader sees the old content or the new one.
+"""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+TEMPORARY = ".tmp-"
+"""How the name of a file that is still being written begins."""
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+"""Permissions of what may hold parameters; a stricter umask stays in force."""
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether a path is a regular file; a link to one is not."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_real_folder(path: Path) -> bool:
+    """Return whether a path is a folder; a link to one is not."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file and return its descriptor; anything else, a link to a file included, is an `OSError`."""
+    try:
+        descriptor = os.open(path, flags | _NO_LINK | _BINARY, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO opened for writing that nobody reads
+            raise _not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (not _NO_LINK and os.path.islink(path)):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """Open a regular file for reading."""
+    return os.fdopen(open_regular(path), "rb")
+
+
+def read_limited(path: Path, limit: int | None) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes, as long as it is now; a longer one is an `OSError`."""
+    with open_to_read(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if limit is None or size <= limit:
+            return stream.read(size)
+    raise OSError(errno.EFBIG, f"the file is larger than {limit:,} bytes, so it is not read", str(path))
+
+
+def read_end(path: Path, size: int) -> bytes:
+    """Return the last `size` bytes of a regular file."""
+    with open_to_read(path) as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - size))
+        return stream.read(size)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a stream whose content becomes the file `path` when the block ends without an error.
+
+    A file that is replaced keeps its permissions; a new one gets `mode`, less the umask. A link is replaced, not followed.
+    `durable` waits until the disk has the content. While the file is written it is locked, so that a process that removes
+    leftovers can tell it from one.
+    """
+    aside, stream, lock = _create_aside(path, mode)
+    try:
+        with stream:
+            if is_regular(path) and hasattr(os, "fchmod"):
+                os.fchmod(stream.fileno(), stat.S_IMODE(os.lstat(path).st_mode))
+            yield stream
+            stream.flush()
+            if durable:
+                os.fsync(stream.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def replace_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Replace a file in one step."""
+    with replacing(path, mode=mode, durable=durable) as stream:
+        stream.write(content)
+
+
+def make_inner_folder(root: Path, folder: Path) -> None:
+    """Make a folder within `root`, and those between the two; one that is a link is an `OSError`."""
+    place = root
+    root.mkdir(parents=True, exist_ok=True)
+    for part in folder.relative_to(root).parts:
+        place = place / part
+        place.mkdir(exist_ok=True)
+        if not is_real_folder(place):
+            raise OSError(errno.ELOOP, "it is a link, and files are not written through it", str(place))
+
+
+def _create_aside(path: Path, mode: int) -> tuple[Path, BinaryIO, int | None]:
+    while True:
+        aside = path.with_name(f"{TEMPORARY}{path.name[:60]}-{secrets.token_hex(8)}")
+        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY, mode)
+        lock = None
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = os.dup(descriptor)  # a lock belongs to the open file, so it lasts until the rename
+            except OSError:  # a file system without locks, or a process that is removing leftovers at this moment
+                lock = None
+        if aside.exists():
+            return aside, os.fdopen(descriptor, "wb"), lock
+        for held in (descriptor, lock):
+            if held is not None:
+                os.close(held)
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(
+        errno.EINVAL, "it is not a regular file (a link, FIFO, device or folder), so it is not opened", str(path)
+    )
