@@ -7,6 +7,7 @@ first and renamed when they are complete, so that a reader sees the old content 
 """
 
 import errno
+import io
 import os
 import secrets
 import stat
@@ -59,7 +60,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
     return descriptor
 
 
-def open_to_read(path: Path) -> BinaryIO:
+def open_to_read(path: Path) -> io.BufferedReader:
     """Open a regular file for reading."""
     return os.fdopen(open_regular(path), "rb")
 
