@@ -42,9 +42,9 @@ class NoWaiting(TrainerCallback):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_steps_do_not_wait_for_the_device(settings, precision):
     class Watched(Trainer):
-        def _run_train_epoch(self, train_dl):
+        def _run_steps(self, train_dl):
             try:
-                return super()._run_train_epoch(train_dl)
+                return super()._run_steps(train_dl)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 

@@ -44,7 +44,7 @@ SPELLINGS: dict[Event, Spelling] = {
 }
 
 # Hooks that are no event of the loop: they are called by name, when their occasion arises.
-OCCASIONAL_HOOKS: frozenset[str] = frozenset({"on_exception"})
+OCCASIONAL_HOOKS: frozenset[str] = frozenset({"on_exception", "on_intermediate_evaluation_end"})
 
 EVENT_OF_HOOK: dict[str, Event] = {name: event for event, spelling in SPELLINGS.items() for name in spelling.names}
 

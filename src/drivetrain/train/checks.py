@@ -10,6 +10,7 @@ from torch import nn
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.module.master_weights import served_parameters
+from drivetrain.train.loaders import EvaluationLoaders
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
 
@@ -135,26 +136,39 @@ def check_loss(loss: Any, trainer: Any) -> None:
 
 
 def check_watched_metrics(trainer: Any) -> None:
-    """Refuse callbacks that watch an evaluation metric when nothing will be evaluated."""
-    if trainer._eval_dataloader is not None:
-        return
+    """Refuse callbacks that watch an evaluation metric which will never be recorded."""
     for callback in trainer.callback_handler:
         metric = getattr(callback, "watch_metric", None)
-        if not isinstance(metric, str) or not metric.startswith(("eval_", "ema_model_eval_")):
-            continue
-        if not getattr(callback, "evaluate_during_training", True):
-            continue  # an average that is saved without being compared
-        raise ValueError(
-            f"{type(callback).__name__} watches {metric!r}, but train() got no eval_dataset, so it will never be recorded. Pass "
-            "eval_dataset=..., or watch 'train_loss_epoch'."
-        )
+        is_compared = getattr(
+            callback, "evaluate_during_training", True
+        )  # an average may be saved without being compared
+        if (
+            isinstance(metric, str)
+            and is_compared
+            and (reason := _why_never_recorded(metric, trainer._eval_dataloader))
+        ):
+            raise ValueError(f"{type(callback).__name__} watches {metric!r}, {reason}")
 
 
 def check_plateau(trainer: Any) -> None:
-    """Refuse a scheduler that waits for an evaluation metric when nothing will be evaluated."""
+    """Refuse a scheduler that waits for an evaluation metric which will never be recorded."""
     metric = trainer.settings.scheduler_metric
-    if metric.startswith("eval_") and trainer._eval_dataloader is None:
-        raise ConfigError(
-            f"ReduceLROnPlateau watches scheduler_metric={metric!r}, but train() got no eval_dataset, so it will never be recorded. Pass "
-            "eval_dataset=..., or scheduler_metric='train_loss_epoch'."
-        )
+    if reason := _why_never_recorded(metric, trainer._eval_dataloader):
+        raise ConfigError(f"ReduceLROnPlateau watches scheduler_metric={metric!r}, {reason}")
+
+
+def _why_never_recorded(metric: str, eval_loader: Any) -> str | None:
+    """Return why an evaluation metric of this name cannot come, and what to do; None for any other name."""
+    prefix = next((p for p in ("eval_", "intermediate_eval_") if metric.removeprefix("ema_model_").startswith(p)), None)
+    if prefix is None:
+        return None
+    if eval_loader is None:
+        return "but train() got no eval_dataset, so it will never be recorded. Pass eval_dataset=..., or watch 'train_loss_epoch'."
+    if not isinstance(eval_loader, EvaluationLoaders):
+        return None
+    own, rest = metric.partition(prefix)[::2]
+    names = [name for name, _ in eval_loader.items()]
+    if any(rest.startswith(f"{name}_") for name in names):
+        return None
+    near = " or ".join(repr(f"{own}{prefix}{name}_{rest}") for name in names)
+    return f"but eval_dataset holds several sets, whose metrics have their names in them. Watch {near}."

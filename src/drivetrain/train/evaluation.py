@@ -13,20 +13,23 @@ from drivetrain.train.tracking import InMemoryRunHistory, LossTracker
 
 
 @contextmanager
-def evaluation_mode(trainer: Any, is_intermediate: bool) -> Iterator[None]:
+def evaluation_mode(trainer: Any, is_intermediate: bool, loader: Any, set_name: str | None) -> Iterator[None]:
     """Give an evaluation its own loss tracker and events; put modes, batch and random numbers back, also after an error."""
     state, tracker, logged = trainer.state, trainer._loss_tracker, trainer._logged
+    training_data = (state.dataloader, state.dataloader_label, state.dataloader_len)
     before = (state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate)
     was_evaluating, generators = trainer.evaluating, capture_rng()
     trainer._loss_tracker, trainer._logged, trainer.evaluating = LossTracker(), {}, True
     trainer._eval_metrics.reset()
     state.is_intermediate = is_intermediate
+    state.set_dataloader(loader, set_name or "eval")
     try:
         with own_events(trainer, Event.EVAL_AFTER_FORWARD), kept_modes(trainer.model), evaluating_optimizer(trainer):
             yield
     finally:
         trainer._loss_tracker, trainer._logged, trainer.evaluating = tracker, logged, was_evaluating
         state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate = before
+        state.set_dataloader(*training_data)
         restore_rng(generators)
 
 

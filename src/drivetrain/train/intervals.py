@@ -1,5 +1,8 @@
 """Things that happen every so often: evaluation, checkpoints."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from drivetrain.core.time import Clock, Time, TimeUnit
 
 _COUNTERS = {
@@ -40,6 +43,15 @@ class Interval:
             return False
         self._passed = passed
         return True
+
+    def state_dict(self) -> dict[str, str | int]:
+        """Return how many multiples have been passed, and of what."""
+        return {"every": str(self.every), "passed": self._passed}
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Go on with the count of a saved run that had the same interval."""
+        if state is not None and state["every"] == str(self.every):
+            self._passed = int(state["passed"])
 
     def _multiples(self, clock: Clock) -> int:
         if self.every.value <= 0:

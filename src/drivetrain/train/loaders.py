@@ -4,6 +4,7 @@ A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, k
 A loader the user built is used as it is; what it cannot tell is found out another way.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -62,6 +63,54 @@ def is_ready_loader(data: Any) -> bool:
     return not isinstance(data, Dataset) and hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
+class EvaluationLoaders:
+    """The loaders of several evaluation sets, by name; what is asked of all of them is answered by the first."""
+
+    def __init__(self, loaders: Mapping[str, Any]):
+        self._loaders = dict(loaders)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return the names and loaders, in the user's order."""
+        return self._loaders.items()
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self._loaders.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._loaders.values()))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loaders":  # not set yet, as while a copy is being made
+            raise AttributeError(name)
+        return getattr(next(iter(self._loaders.values())), name)
+
+
+def map_loaders(function: Callable[[Any], Any], loader: Any) -> Any:
+    """Apply a function to a loader, or to each of several evaluation loaders."""
+    if isinstance(loader, EvaluationLoaders):
+        return EvaluationLoaders({name: function(one) for name, one in loader.items()})
+    return function(loader)
+
+
+def make_evaluation_loaders(trainer: Any, batch_size: int, kwargs: dict[str, Any] | None) -> Any:
+    """Return the loader of the evaluation data, or one for each of several sets given as a mapping of names."""
+    data = trainer.eval_dataset
+    if not isinstance(data, Mapping) or isinstance(data, Dataset):
+        return trainer.create_eval_dataloader(batch_size, kwargs)
+    if not data or not all(isinstance(name, str) and name for name in data):
+        raise ConfigError(
+            f"eval_dataset={{{', '.join(map(repr, data))}}}: expected a dataset, or datasets by name such as "
+            "{'clean': dataset, 'noisy': other_dataset}."
+        )
+    made = {}
+    try:
+        for name, trainer.eval_dataset in data.items():  # the hook builds the loader of `self.eval_dataset`
+            made[name] = trainer.create_eval_dataloader(batch_size, kwargs)
+    finally:
+        trainer.eval_dataset = data
+    return EvaluationLoaders(made)
+
+
 def default_kwargs(trainer: Any, dataset: Any, batch_size: int) -> dict[str, Any]:
     """Return the loader arguments that depend on the machine and the data."""
     local_processes = max(1, get_num_processes() // num_nodes())
@@ -113,6 +162,8 @@ def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> 
 def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, training: bool = False) -> Any:
     """Make a loader deliver this rank's share to the device, and cut it to a limit."""
     use_data_ranks(trainer)
+    if isinstance(loader, EvaluationLoaders):
+        return map_loaders(lambda one: prepare(trainer, one, limit_batches), loader)
     if isinstance(loader, SmartDataLoader):
         loader.loading_bar = False
         loader.to(trainer.device)
@@ -174,6 +225,8 @@ def limit(loader: Any, batches: int | float | None) -> Any:
     """Return a loader that stops after so many batches, or after that fraction of them."""
     if batches is None:
         return loader
+    if isinstance(loader, EvaluationLoaders):
+        return map_loaders(lambda one: limit(one, batches), loader)
     if isinstance(batches, float):
         if not 0 < batches <= 1:
             raise ConfigError(

@@ -8,40 +8,28 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from drivetrain.core.engine import Engine, Fire
+from drivetrain.core.engine import Fire
 from drivetrain.core.errors import DistributedError, StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
-from drivetrain.core.time import TimeUnit
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
-from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
-from drivetrain.train.evaluation import evaluation_mode, kept_history
-from drivetrain.train.hooks import TrainerHooks
-from drivetrain.train.logbook import Logbook
-from drivetrain.train.metrics import MetricSet
+from drivetrain.train.evaluation_loop import EvaluationLoop
+from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
 from drivetrain.train.settings import RunLimits
 from drivetrain.train.stopping import STOP, StopVote
-from drivetrain.train.tracking import LossTracker, reduce_means
 
 
-class TrainerLoop(TrainerHooks):
+class TrainerLoop(EvaluationLoop):
     """Turns the loop of a Trainer."""
 
-    engine: Engine
-    logbook: Logbook
     last_grad_norm: Tensor | None
     _train_dataloader: Any
-    _eval_dataloader: Any
-    _loss_tracker: LossTracker
-    _train_metrics: MetricSet
-    _eval_metrics: MetricSet
     _has_train_metrics: bool
     _keeper: Any
     _vote: StopVote | None
@@ -55,8 +43,6 @@ class TrainerLoop(TrainerHooks):
     _schedules_each_step = True
     _signals: StopSignals
     _limits: RunLimits
-    _eval_every: Callable[[Any], bool] | None = None
-    _eval_after_epoch = False
     # Whether these seams do anything; a subclass that overrides one is always called.
     _clips = _tracks_its_own_way = True
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
@@ -105,16 +91,7 @@ class TrainerLoop(TrainerHooks):
             self._loss_tracker.reset()
             self._train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
-        self._between_steps(self.train_epoch_start)
-        fire.epoch_start()
-        resuming.apply_restored_rng(self)
-        ended = self._run_train_epoch(self._train_dataloader)
-        if not ended or clock.batch_in_epoch == self._batches_per_epoch:
-            clock.next_epoch()
-        self._between_steps(self.train_epoch_end)
-        self._add_epoch_loss_to_run_history("train_loss_epoch")
-        self._record_epoch_metrics("train")
-        fire.epoch_end()
+        ended = self._train_once_over_the_data()
         self._record_means("train")
         ended = ended or self._agree_to_stop()
         if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
@@ -128,10 +105,45 @@ class TrainerLoop(TrainerHooks):
             self._keeper.at_epoch_end(ended or self._limits.reached(clock))
         return self._agree_to_stop() or ended
 
+    def _train_once_over_the_data(self) -> bool:
+        """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
+        clock, own_loop = self.state.clock, OwnLoop(self, self._train_dataloader)
+        epoch, self._epoch_is_recorded = clock.epoch, False
+        ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
+        own_loop.close()
+        if clock.epoch == epoch and not ended:
+            clock.next_epoch()
+        if not self._epoch_is_recorded:
+            self._record_epoch_metrics("train")
+        return ended
+
+    _epoch_is_recorded = False
+
     def _run_train_epoch(self, train_dl: Any) -> bool:
-        """Turn the loop once over the data; True means that a limit or a stop ended the run."""
-        state, clock, gradients, fire = self.state, self.state.clock, self._gradients, self._fire
-        source, signals, limits, world = self._sample_source, self._signals, self._limits, gradients.window.world
+        """Train once over the data, with the hooks and events around it; True means that a limit or a stop ended the run."""
+        clock, fire = self.state.clock, self._fire
+        self._between_steps(self.train_epoch_start)
+        fire.epoch_start()
+        self._go_on_inside_epoch()
+        ended = self._run_steps(train_dl.loader if isinstance(train_dl, OwnLoop) else train_dl)
+        if not ended or clock.batch_in_epoch == self._batches_per_epoch:
+            clock.next_epoch()
+        self._between_steps(self.train_epoch_end)
+        self._add_epoch_loss_to_run_history("train_loss_epoch")
+        self._record_epoch_metrics("train")
+        self._epoch_is_recorded = True
+        fire.epoch_end()
+        return ended
+
+    def _go_on_inside_epoch(self) -> None:
+        """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
+        resuming.apply_restored_rng(self)
+        if self._eval_interval is not None and self.state.clock.batch_in_epoch:
+            self._evaluate_if_due(self._eval_interval.due)
+
+    def _run_steps(self, train_dl: Any) -> bool:
+        """Turn the loop over the batches; True means that a limit or a stop ended the run."""
+        state, gradients, fire = self.state, self._gradients, self._fire
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
             self._inside_step = True
             fire.after_dataloader()
@@ -147,17 +159,26 @@ class TrainerLoop(TrainerHooks):
             closes = gradients.window.closes
             if closes:
                 self._update()
-            info = None if source is None else source.batch_info
-            samples = state.batch_output["batch_size"] * world if info is None else info.global_size
-            clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), closes)
-            fire.batch_end()
-            self._inside_step = False
-            fire.batch_checkpoint()
-            # A guest may have shortened the run, or asked to stop.
-            is_asked = signals.requested or self._stop is not None or state._max_duration is not limits.planned
-            if (is_asked or self._boundary_work) and self._at_boundary():
+            if self._finish_batch(closes):
                 return True
         return False
+
+    def _finish_batch(self, closes: bool) -> bool:
+        """Count a batch and do what is due between two batches; True ends the run."""
+        state, fire, source = self.state, self._fire, self._sample_source
+        if source is not None and source.batch_info is not None:
+            samples = source.batch_info.global_size
+        else:  # a subclass that makes the passes itself keeps its output to itself
+            output = state.batch_output
+            size = batch_size_of(None, state.batch) if output is None else output["batch_size"]
+            samples = size * self._gradients.window.world
+        state.clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), closes)
+        fire.batch_end()
+        self._inside_step = False
+        fire.batch_checkpoint()
+        # A plugin may have shortened the run, or asked to stop.
+        is_asked = self._signals.requested or self._stop is not None or state._max_duration is not self._limits.planned
+        return self._at_boundary() if is_asked or self._boundary_work else False
 
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
@@ -264,15 +285,12 @@ class TrainerLoop(TrainerHooks):
             self._vote.open(wish)
             wish = earlier
         ended = self._limits.reached_inside_epoch(clock, self.state.max_duration)
+        if self._eval_every is not None and not ended and not wish:  # one that a signal leaves out comes after resuming
+            self._evaluate_if_due(self._eval_every)
         if self._keeper is not None:
             self._keeper.at_batch_end(ended)
         if wish:
             self._obey(wish)
-        if self._eval_every is not None and not ended and self._eval_every(clock):
-            if clock.batch_in_epoch == self._batches_per_epoch:
-                self._eval_after_epoch = True  # the epoch is done: its own evaluation comes next
-            else:
-                self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
         return ended
 
     # ------------------------------------------------------------------ accumulation
@@ -321,102 +339,7 @@ class TrainerLoop(TrainerHooks):
             whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)
         return whole
 
-    # ------------------------------------------------------------------ evaluation
-
-    def _run_evaluation(self) -> None:
-        """Evaluate outside a training run."""
-        self.evaluation_run_start()
-        self._fire.eval_standalone_start()
-        self._run_eval_epoch(self._eval_dataloader, is_training=False)
-        self.evaluation_run_end()
-        self._fire.eval_standalone_end()
-
-    def _run_eval_epoch(self, dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
-        """Evaluate once over the data, every sample counted once; what training needs is put back afterwards."""
-        state, fire = self.state, self._fire
-        name = "intermediate_eval_loss" if is_intermediate else "eval_loss_epoch" if is_training else "evaluation_loss"
-        prefix = "eval" if is_training else "evaluation"
-        with evaluation_mode(self, is_intermediate):
-            fire.eval_before_all()
-            self._between_steps(self.eval_epoch_start)
-            fire.eval_start()
-            move = loaders.mover(self, dl)
-            with torch.no_grad():
-                for batch in dl:
-                    state.batch, state.batch_output = batch if move is None else move(batch), None
-                    fire.eval_batch_start()
-                    fire.eval_before_forward()
-                    output = self.calculate_eval_batch_loss(state.batch)
-                    check_batch_output(output, self)
-                    state.batch_output = output
-                    size = 0 if loaders.is_padding(dl) else output["batch_size"]
-                    self._update_loss_tracker(output["loss"].detach(), size)
-                    if self._eval_metrics and size:
-                        self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
-                    fire.eval_batch_end()
-            self._add_epoch_loss_to_run_history(name)
-            recorded = self._record_epoch_metrics(prefix, is_intermediate)
-            self._between_steps(self.eval_epoch_end)
-            fire.eval_end()
-            fire.eval_after_all()
-            recorded += self._record_means(prefix, is_intermediate)
-            if is_intermediate:  # shown and sent to the loggers, but an epoch's history has one entry per epoch
-                for metric in (name, *recorded):
-                    self.run_history.delete_metric(f"{self.run_history.metric_name_prefix}{metric}")
-
-    def _run_sanity_evaluation(self) -> None:
-        """Evaluate a few batches before training, so that a mistake there shows in seconds; nothing is kept."""
-        assert self.settings is not None
-        with kept_history(self):
-            limited = loaders.limit(self._eval_dataloader, self.settings.sanity_eval_batches)
-            self._run_eval_epoch(limited, is_intermediate=True)
-
-    def _evaluation_is_due(self, at_end: bool) -> bool:
-        """Whether to evaluate after this epoch: when its interval says so, and at the end of the run."""
-        assert self.settings is not None
-        every, due = self.settings.eval_time, self._eval_after_epoch
-        self._eval_after_epoch = False
-        if due:
-            return True
-        if every is None:
-            return bool(self.settings.eval_interval(self.state, Event.EPOCH_END))  # type: ignore[operator]
-        if every.value <= 0:
-            return False
-        return at_end or (every.unit is TimeUnit.EPOCH and self.state.clock.epoch % int(every.value) == 0)
-
-    # ------------------------------------------------------------------ keeping account
-
-    def _update_loss_tracker(self, loss: Tensor, batch_size: int) -> None:
-        self._loss_tracker.update(loss, batch_size)
-
-    def _add_epoch_loss_to_run_history(self, name: str) -> None:
-        """Record the mean loss over all samples of all processes; reading it is where the host waits."""
-        self.logbook.record(name, self._loss_tracker.average_over_ranks())
-
-    def _record_epoch_metrics(self, prefix: str, is_intermediate: bool = False) -> list[str]:
-        """Record the epoch's metrics and what `log()` collected; return their names."""
-        metrics = self._train_metrics if prefix == "train" else self._eval_metrics
-        recorded = self._record_means(prefix, is_intermediate, metrics.compute() if metrics else None)
-        if self._units is not None and prefix == "train":
-            for name, value in self._units.metrics().items():
-                self.logbook.record(name, float(value))
-        return recorded
-
-    def _record_means(
-        self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, Any] | None = None
-    ) -> list[str]:
-        """Record metrics and what `log()` has collected since the last time; return their names.
-
-        Guests may call `log()` when an epoch ends, after its means were recorded: that belongs to the same epoch.
-        """
-        ending = "" if prefix == "evaluation" else "_epoch"
-        stem = "intermediate_eval" if is_intermediate else prefix
-        values = {**(metrics or {}), **reduce_means(self._logged)}
-        self._logged.clear()
-        names = {f"{stem}_{name}{'' if is_intermediate else ending}": value for name, value in values.items()}
-        for name, value in names.items():
-            self.logbook.record(name, value)
-        return list(names)
+    # ------------------------------------------------------------------ counting
 
     def _is_padding(self) -> bool:
         """Whether the batch in hand only keeps this rank in step with others that still have samples."""
@@ -427,20 +350,9 @@ class TrainerLoop(TrainerHooks):
         assert self._count_tokens is not None
         return self._count_tokens(batch) * self._gradients.window.world
 
-    _plateau_watch: MetricWatch
     _count_tokens: Callable[[Any], int] | None = None
     _sample_source: Any = None
     _wants_index = _may_pad = False
-
-    def _step_epoch_scheduler(self) -> None:
-        """Step a scheduler that counts epochs; one that watches a metric gets it."""
-        assert self.settings is not None
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            value = self._plateau_watch.new_value(self)
-            if value is not None:  # an epoch without an evaluation tells it nothing
-                self.scheduler.step(value)
-        elif self.scheduler is not None:
-            self.scheduler_step()
 
     # ------------------------------------------------------------------ stopping
 

@@ -59,7 +59,8 @@ def restore(trainer: Any) -> None:
     state, settings = trainer.state, trainer.settings
     _fill_state(trainer)
     trainer._keeper = Keeper(trainer, settings)
-    trainer._restored_rng = None
+    trainer._restored_rng = trainer._saved_evaluations = trainer._eval_interval = None
+    trainer._eval_after_epoch = False
     trainer._fire.before_load()
     if settings.resume_from is not None:
         _load(trainer, settings.resume_from)
@@ -104,17 +105,27 @@ def _fill_state(trainer: Any) -> None:
 
 
 class EpochLoss:
-    """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number."""
+    """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number.
+
+    How many evaluations have been made inside epochs is kept with it, so that a resumed run makes the next one where it was due.
+    """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of every data rank; all ranks must call this."""
-        return {"ranks": of_data_ranks(self._trainer._loss_tracker.state_dict())}
+        interval = self._trainer._eval_interval
+        return {
+            "ranks": of_data_ranks(self._trainer._loss_tracker.state_dict()),
+            "evaluations": None if interval is None else interval.state_dict(),
+            "evaluates_after_epoch": self._trainer._eval_after_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's sums back; on another number of data ranks, the first takes them all."""
+        self._trainer._saved_evaluations = state.get("evaluations")
+        self._trainer._eval_after_epoch = state.get("evaluates_after_epoch", False)
         ranks, tracker = state["ranks"], self._trainer._loss_tracker
         tracker.reset()
         if len(ranks) == num_data_ranks():

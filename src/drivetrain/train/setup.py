@@ -13,7 +13,6 @@ from torch import nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
-from drivetrain.core.time import Clock
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
@@ -67,7 +66,7 @@ def _make_loaders(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs
     )
     trainer._eval_dataloader = None
     if trainer.eval_dataset is not None:
-        trainer._eval_dataloader = trainer.create_eval_dataloader(batch_size, eval_kwargs)
+        trainer._eval_dataloader = loaders.make_evaluation_loaders(trainer, batch_size, eval_kwargs)
 
 
 def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
@@ -139,9 +138,14 @@ def prepare_loop(trainer: Any) -> None:
     trainer._saw_forward = trainer._saw_loss = False
     trainer._plateau_watch = MetricWatch(settings.scheduler_metric, greater_is_better=False)
     trainer._plateau_watch.start(trainer, forget=True)
-    trainer._eval_every = None
+    trainer._eval_every = trainer._eval_interval = None
     if trainer._eval_dataloader is not None:
-        trainer._eval_every = evaluation_inside_epochs(settings, state, trainer._batches_per_epoch)
+        trainer._eval_interval = interval_inside_epochs(settings, state, trainer._batches_per_epoch)
+        if trainer._eval_interval is not None:
+            trainer._eval_interval.resume(trainer._saved_evaluations)
+            trainer._eval_every = trainer._eval_interval.due
+        elif callable(decide := settings.eval_interval):
+            trainer._eval_every = lambda clock: bool(decide(state, Event.BATCH_END))
     clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
     trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
     trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
@@ -158,7 +162,7 @@ def prepare_loop(trainer: Any) -> None:
     state.clock.start()
 
 
-_TRAINER = ("drivetrain.train.trainer", "drivetrain.train.loop", "drivetrain.train.hooks")
+_TRAINER = tuple(f"drivetrain.train.{name}" for name in ("trainer", "loop", "evaluation_loop", "hooks"))
 """Where the Trainer's own methods are."""
 
 
@@ -245,7 +249,10 @@ def batch_size_of_loader(loader: Any) -> int | None:
 
 def check_eval_batch_size(trainer: Any) -> None:
     """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
-    loader = trainer._eval_dataloader
+    loaders.map_loaders(_check_eval_loader, trainer._eval_dataloader)
+
+
+def _check_eval_loader(loader: Any) -> None:
     if loaders.smart_loader(loader) is not None or num_data_ranks() == 1:
         return
     batches = loaders.length(loader)
@@ -259,19 +266,16 @@ def check_eval_batch_size(trainer: Any) -> None:
     )
 
 
-def evaluation_inside_epochs(
-    settings: TrainSettings, state: State, batches_per_epoch: int | None
-) -> Callable[[Clock], bool] | None:
-    """Return the test for an evaluation after a batch, or None when evaluation waits for epochs."""
+def interval_inside_epochs(settings: TrainSettings, state: State, batches_per_epoch: int | None) -> Interval | None:
+    """Return how often to evaluate inside epochs, or None when evaluation waits for their ends or a function decides."""
     every = settings.eval_time
-    if every is None:
-        decide = settings.eval_interval
-        return lambda clock: bool(decide(state, Event.BATCH_END))  # type: ignore[operator]
+    if every is None or every.value <= 0:
+        return None
     interval = Interval(every, state.max_duration, batches_per_epoch)
-    if interval.is_per_epoch or every.value <= 0:
+    if interval.is_per_epoch:
         return None
     interval.reset(state.clock)
-    return interval.due
+    return interval
 
 
 def choose_microbatch_size(trainer: Any) -> int | None:

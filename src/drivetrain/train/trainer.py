@@ -277,7 +277,7 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
-        self._eval_dataloader = self.create_eval_dataloader(per_device_batch_size, dataloader_kwargs)
+        self._eval_dataloader = loaders.make_evaluation_loaders(self, per_device_batch_size, dataloader_kwargs)
         self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, limit_batches)
         self.model = loaders.move_model(self, self.model)
         self._eval_metrics.to(self.device)

@@ -43,7 +43,7 @@ def test_an_evaluation_runs_after_every_nth_finished_batch_of_the_run():
     intermediate = [batch for batch, is_intermediate, _ in count.evaluations if is_intermediate]
     assert intermediate == [2, 4, 6, 8, 10]
     assert all(count.training_flags)  # the model trains on in training mode
-    assert "intermediate_eval_loss" not in history.get_metric_names()
+    assert history.get_metric_steps("intermediate_eval_loss") == [2, 4, 6, 8, 10]
     assert len(history.get_metric_values("train_loss_epoch")) == 2
 
 

@@ -64,6 +64,10 @@ class TrainerCallback(Callback):
         """An evaluation is done and its metrics recorded; also carries `is_intermediate`."""
 
     @placeholder
+    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+        """An evaluation inside an epoch is over, on all evaluation sets, and training is about to go on."""
+
+    @placeholder
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Training and evaluation of an epoch are done."""
 

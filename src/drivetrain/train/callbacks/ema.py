@@ -91,8 +91,18 @@ class ModelEmaCallback(SaveBestModelCallback):
 
     def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
         """Evaluate the average, after an evaluation that belongs to an epoch of training."""
-        if not self.evaluate_during_training or is_intermediate or self._trainer is None:
+        if self.evaluate_during_training and not is_intermediate and self._trainer is not None:
+            self._evaluate_average(trainer, trainer.state.dataloader)
+
+    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Do the same after an evaluation that `eval_interval` asked for inside an epoch, and save the average if it is the best."""
+        if not self.evaluate_during_training or not trainer.evaluates_inside_epochs:
             return
+        self._evaluate_average(trainer, trainer._eval_dataloader, is_intermediate=True)
+        with self._in_place_of_the_model(trainer):
+            super().on_intermediate_evaluation_end(trainer)
+
+    def _evaluate_average(self, trainer: Any, loader: Any, is_intermediate: bool = False) -> None:
         handler, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
         attending = handler.callbacks
         trainer.print("Evaluating the average of the weights")
@@ -100,7 +110,7 @@ class ModelEmaCallback(SaveBestModelCallback):
             try:
                 handler.callbacks = self.callback_handler.callbacks
                 trainer.run_history.set_metric_name_prefix(_PREFIX)
-                trainer._run_eval_epoch(trainer._eval_dataloader)
+                trainer._run_eval_epoch(loader, is_intermediate=is_intermediate)
             finally:
                 handler.callbacks = attending
                 trainer.run_history.set_metric_name_prefix(prefix)

@@ -5,11 +5,15 @@ from typing import Any
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.loaders import map_loaders
 from drivetrain.train.utils import DataLoaderSlice
 
 
 class StepBasedEvaluationCallback(TrainerCallback):
-    """Evaluates after every n-th finished batch of the run; `train(eval_interval="100ba")` does the same."""
+    """Evaluates after every n-th finished batch of the run, as a look in between that callbacks watching an epoch's metric do not count.
+
+    `train(eval_interval="100ba")` makes evaluations that count.
+    """
 
     writes = ("model", "batch", "outputs", "loss")
 
@@ -33,7 +37,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
         if state.clock.batch % self.eval_every_n_steps == 0:
             trainer = self._trainer
             trainer.print(f"Evaluating after {state.clock.batch} batches")
-            trainer._run_eval_epoch(trainer._eval_dataloader, is_intermediate=True)
+            trainer._run_intermediate_evaluation()
 
 
 class LimitEvalStepsCallback(TrainerCallback):
@@ -49,7 +53,7 @@ class LimitEvalStepsCallback(TrainerCallback):
             raise ConfigError(f"num_eval_steps={num_eval_steps}: expected at least 1.")
         self.num_eval_steps = num_eval_steps
         self.limit_intermediate_only = limit_intermediate_only
-        self._slice: DataLoaderSlice | None = None
+        self._slices: list[DataLoaderSlice] = []
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         """Put the loader behind a slice."""
@@ -61,13 +65,12 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
         """Close the slice where this evaluation is limited."""
-        if self._slice is not None and (is_intermediate or not self.limit_intermediate_only):
-            self._slice.slice_size = self.num_eval_steps // num_data_ranks()
+        if is_intermediate or not self.limit_intermediate_only:
+            self._set_size(self.num_eval_steps // num_data_ranks())
 
     def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Open the slice."""
-        if self._slice is not None:
-            self._slice.slice_size = None
+        self._set_size(None)
 
     def on_exception(self, trainer: Any, **kwargs: Any) -> None:
         """Open the slice also when an evaluation has failed."""
@@ -81,4 +84,13 @@ class LimitEvalStepsCallback(TrainerCallback):
                 f"step. Use at least {processes}."
             )
         if trainer._eval_dataloader is not None:
-            trainer._eval_dataloader = self._slice = DataLoaderSlice(trainer._eval_dataloader, None)
+            self._slices = []
+            trainer._eval_dataloader = map_loaders(self._sliced, trainer._eval_dataloader)
+
+    def _sliced(self, loader: Any) -> DataLoaderSlice:
+        self._slices.append(DataLoaderSlice(loader, None))
+        return self._slices[-1]
+
+    def _set_size(self, size: int | None) -> None:
+        for one in self._slices:
+            one.slice_size = size

@@ -5,6 +5,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.loaders import map_loaders
 from drivetrain.train.utils import DataLoaderSlice, limit_from_environment
 
 
@@ -37,6 +38,9 @@ class LimitBatchesCallback(TrainerCallback):
         trainer._eval_dataloader = self._cut(trainer._eval_dataloader)
 
     def _cut(self, loader: Any) -> Any:
+        return map_loaders(self._cut_one, loader)
+
+    def _cut_one(self, loader: Any) -> Any:
         is_cut = (
             isinstance(loader, DataLoaderSlice)
             and loader.slice_size is not None

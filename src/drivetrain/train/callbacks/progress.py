@@ -63,7 +63,9 @@ class ProgressBarCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
         """Begin an evaluation."""
-        self._begin(trainer, _Phase("evaluation", _length(trainer._eval_dataloader), 0, 0, trains=False))
+        state = trainer.state
+        name = "evaluation" if state.dataloader_label == "eval" else f"evaluation on {state.dataloader_label}"
+        self._begin(trainer, _Phase(name, _length(state.dataloader), 0, 0, trains=False))
 
     def eval_batch_end(self, state: Any, logger: Any) -> None:
         """Count an evaluation batch, and show it when it is time."""

@@ -13,14 +13,23 @@ class LogMetricsCallback(TrainerCallback):
     Override `log_metrics` to send them somewhere else.
     """
 
+    _recorded_before: Mapping[str, int] = {}
+
     def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Log the metrics whose names begin with `train`."""
         self._log(trainer, [name for name in trainer.run_history.get_metric_names() if name.startswith("train")])
 
+    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+        """Note what was recorded before this evaluation."""
+        self._recorded_before = _counts(trainer.run_history)
+
     def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
-        """Log the other metrics; of an evaluation inside an epoch only its own."""
-        names = [name for name in trainer.run_history.get_metric_names() if not name.startswith("train")]
-        self._log(trainer, [name for name in names if name.startswith("intermediate")] if is_intermediate else names)
+        """Log the other metrics; of an evaluation inside an epoch, or of one of several evaluation sets, only its own."""
+        counts = {name: count for name, count in _counts(trainer.run_history).items() if not name.startswith("train")}
+        if is_intermediate or trainer.state.dataloader_label != "eval":
+            self._log(trainer, [name for name in counts if counts[name] != self._recorded_before.get(name, 0)])
+        else:
+            self._log(trainer, [name for name in counts if "intermediate_eval_" not in name])
 
     def log_metrics(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         """Print each metric once per node."""
@@ -44,7 +53,8 @@ class PrintProgressCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
         """Say that an evaluation begins."""
-        trainer.print("Starting evaluation")
+        label = trainer.state.dataloader_label
+        trainer.print("Starting evaluation" if label == "eval" else f"Starting evaluation on {label}")
 
     def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
         """Say that training is over."""
@@ -57,3 +67,7 @@ class PrintProgressCallback(TrainerCallback):
     def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
         """Say that `evaluate()` is over."""
         trainer.print("Finishing evaluation run")
+
+
+def _counts(history: Any) -> dict[str, int]:
+    return {name: len(list(history.get_metric_values(name))) for name in history.get_metric_names()}

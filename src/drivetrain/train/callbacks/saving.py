@@ -38,6 +38,7 @@ class SaveBestModelCallback(TrainerCallback):
         self.save_scheduler = save_scheduler
         self.load_saved_checkpoint = load_saved_checkpoint
         self.best_metric_epoch: int | None = None
+        self.best_metric_step: int | None = None
         self._watch = MetricWatch(watch_metric, greater_is_better)
 
     @property
@@ -51,11 +52,17 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Save if the latest value is the best."""
-        value = self._watch.new_value(trainer)
+        self._save_if_best(trainer, self._watch.new_value(trainer))
+
+    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Do the same after an evaluation inside an epoch."""
+        self._save_if_best(trainer, self._watch.new_value(trainer, inside_epoch=True))
+
+    def _save_if_best(self, trainer: Any, value: float | None) -> None:
         if value is None or not self._watch.improvement(value) > 0:
             return
-        self._watch.best = value
-        self.best_metric_epoch = trainer.state.clock.epoch
+        clock, self._watch.best = trainer.state.clock, value
+        self.best_metric_epoch, self.best_metric_step = clock.epoch + (clock.batch_in_epoch > 0), clock.batch
         trainer.save_checkpoint(
             save_path=self.save_path,
             checkpoint_kwargs={self.watch_metric: value},
@@ -75,18 +82,24 @@ class SaveBestModelCallback(TrainerCallback):
             )
             return
         trainer.print(
-            f"Loading the model with {self.watch_metric} {format_metric(self.best_metric)} from epoch {self.best_metric_epoch}"
+            f"Loading the model with {self.watch_metric} {format_metric(self.best_metric)} from epoch {self.best_metric_epoch}, "
+            f"batch {self.best_metric_step} of the run"
         )
         trainer.load_checkpoint(self.save_path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and its epoch."""
-        return {"watch": self._watch.state_dict(), "best_metric_epoch": self.best_metric_epoch}
+        """Return the best value, its epoch and its step."""
+        return {
+            "watch": self._watch.state_dict(),
+            "best_metric_epoch": self.best_metric_epoch,
+            "best_metric_step": self.best_metric_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back."""
+        """Restore what `state_dict` returned."""
         self._watch.load_state_dict(state["watch"])
         self.best_metric_epoch = state["best_metric_epoch"]
+        self.best_metric_step = state.get("best_metric_step")
 
 
 class SaveTrainingStateCallback(TrainerCallback):

@@ -18,7 +18,8 @@ _TRAINING, _VALIDATION = "training", "validation"
 class EarlyStoppingCallback(TrainerCallback):
     """Stops when a metric has not improved by more than a threshold for some epochs.
 
-    An improvement is measured against the best value so far, and a NaN is none.
+    An improvement is measured against the best value so far, and a NaN is none. Where `eval_interval` evaluates inside epochs, patience
+    counts those evaluations too.
     """
 
     def __init__(
@@ -55,7 +56,13 @@ class EarlyStoppingCallback(TrainerCallback):
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Compare the latest value and stop when patience is at its end."""
-        value = self._watch.new_value(trainer)
+        self._compare(trainer, self._watch.new_value(trainer))
+
+    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+        """Do the same with the value of an evaluation inside an epoch."""
+        self._compare(trainer, self._watch.new_value(trainer, inside_epoch=True))
+
+    def _compare(self, trainer: Any, value: float | None) -> None:
         if value is None:
             return
         if self._watch.improvement(value) > self.early_stopping_threshold:

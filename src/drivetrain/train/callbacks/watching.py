@@ -1,6 +1,7 @@
 """The best value of a metric so far, for callbacks that save or stop by it."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,25 +12,31 @@ class MetricWatch:
     def __init__(self, metric: str, greater_is_better: bool):
         self.metric, self.greater_is_better = metric, greater_is_better
         self.best: float | None = None
-        self._num_seen = 0
+        inside_epoch = re.sub("eval_(.+)_epoch$", r"intermediate_eval_\1", metric)
+        self._names = tuple(dict.fromkeys((metric, inside_epoch)))
+        self._num_seen: dict[str, int] = {}
 
     def start(self, trainer: Any, forget: bool) -> None:
         """Begin a run: values recorded before it are not news."""
-        self._num_seen = len(list(trainer.run_history.get_metric_values(self.metric)))
+        self._num_seen = {name: _count(trainer.run_history, name) for name in self._names}
         if forget:
             self.best = None
 
-    def new_value(self, trainer: Any) -> float | None:
-        """Return the value recorded since the last call, or None; a metric that will never come is a ValueError."""
-        history = trainer.run_history
-        if self.metric not in history.get_metric_names() and _evaluation_is_to_come(trainer, self.metric):
-            return None
-        latest = history.get_latest_metric(self.metric)  # raises for an unknown name, with the recorded ones
-        count = len(list(history.get_metric_values(self.metric)))
-        if count == self._num_seen:
-            return None
-        self._num_seen = count
-        return float(latest)
+    def new_value(self, trainer: Any, inside_epoch: bool = False) -> float | None:
+        """Return the value recorded since the last call, or None; a metric that will never come is a ValueError.
+
+        Where `eval_interval` evaluates inside epochs, a metric such as `eval_loss_epoch` has those values too.
+        """
+        history, value = trainer.run_history, None
+        names = self._names if trainer.evaluates_inside_epochs else self._names[:1]
+        recorded = [name for name in names if name in history.get_metric_names()]
+        if not recorded and not inside_epoch and not _evaluation_is_to_come(trainer, self.metric):
+            history.get_latest_metric(self.metric)  # raises, with the recorded names
+        for name in recorded:
+            count = _count(history, name)
+            if count != self._num_seen.get(name, 0):
+                self._num_seen[name], value = count, float(history.get_latest_metric(name))
+        return value
 
     def improvement(self, value: float) -> float:
         """Return by how much a value beats the best: inf where there is none yet, nan for a NaN."""
@@ -48,7 +55,18 @@ class MetricWatch:
         self.best = state["best"]
 
 
+def _count(history: Any, name: str) -> int:
+    return len(list(history.get_metric_values(name))) if name in history.get_metric_names() else 0
+
+
 def _evaluation_is_to_come(trainer: Any, metric: str) -> bool:
     """Whether a metric may be missing only because the first evaluation has not been due yet."""
-    evaluated = any(name.startswith("eval_") for name in trainer.run_history.get_metric_names())
-    return trainer._eval_dataloader is not None and not evaluated and not metric.startswith("train")
+    if trainer._eval_dataloader is None or metric.startswith("train"):
+        return False
+    names = trainer.run_history.get_metric_names()
+    if "intermediate_eval_" in metric:
+        may_come = trainer.evaluates_inside_epochs or any(
+            hasattr(callback, "eval_every_n_steps") for callback in trainer.callback_handler
+        )
+        return may_come and not any(name.startswith("intermediate_eval_") for name in names)
+    return not any(name.startswith("eval_") for name in names)

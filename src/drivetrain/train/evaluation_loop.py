@@ -1,0 +1,184 @@
+"""Evaluation, inside a training run and on its own, and what an epoch records."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.engine import Engine
+from drivetrain.core.event import Event
+from drivetrain.core.time import Clock, TimeUnit
+from drivetrain.train import loaders
+from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.checks import check_batch_output
+from drivetrain.train.evaluation import evaluation_mode, kept_history
+from drivetrain.train.hooks import TrainerHooks
+from drivetrain.train.intervals import Interval
+from drivetrain.train.logbook import Logbook
+from drivetrain.train.metrics import MetricSet
+from drivetrain.train.tracking import LossTracker, reduce_means
+
+
+class EvaluationLoop(TrainerHooks):
+    """Evaluates, and records what was measured."""
+
+    engine: Engine
+    logbook: Logbook
+    _eval_dataloader: Any
+    _loss_tracker: LossTracker
+    _train_metrics: MetricSet
+    _eval_metrics: MetricSet
+    _plateau_watch: MetricWatch
+    _batches_per_epoch: int | None = None
+    _eval_every: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
+    _eval_interval: Interval | None = None  # what `_eval_every` asks, where it is no function of the user's
+    _eval_after_epoch = False
+    _eval_set: str | None = None  # the name of the evaluation set in hand, where there are several
+
+    def _between_steps(self, hook: Callable[[], Any]) -> None:
+        raise NotImplementedError
+
+    def _agree_to_stop(self) -> bool:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def evaluates_inside_epochs(self) -> bool:
+        """Whether `eval_interval` asks for evaluations inside epochs, which then count as much as those after an epoch."""
+        return self._eval_every is not None
+
+    def _run_evaluation(self) -> None:
+        """Evaluate outside a training run."""
+        self.evaluation_run_start()
+        self._fire.eval_standalone_start()
+        self._run_eval_epoch(self._eval_dataloader, is_training=False)
+        self.evaluation_run_end()
+        self._fire.eval_standalone_end()
+
+    def _run_eval_epoch(self, dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+        """Evaluate once over the data, every sample counted once; what training needs is restored afterwards.
+
+        Of several evaluation sets each is evaluated on its own, with its name in those of the metrics: `eval_<set>_loss_epoch`.
+        """
+        if isinstance(dl, loaders.EvaluationLoaders):
+            try:
+                for self._eval_set, loader in dl.items():
+                    self._run_eval_epoch(loader, is_training, is_intermediate)
+            finally:
+                self._eval_set = None
+            return
+        state, fire = self.state, self._fire
+        prefix = "eval" if is_training else "evaluation"
+        with evaluation_mode(self, is_intermediate, dl, self._eval_set):
+            fire.eval_before_all()
+            self._between_steps(self.eval_epoch_start)
+            fire.eval_start()
+            move = loaders.mover(self, dl)
+            with torch.no_grad():
+                for batch in dl:
+                    state.batch, state.batch_output = batch if move is None else move(batch), None
+                    fire.eval_batch_start()
+                    fire.eval_before_forward()
+                    output = self.calculate_eval_batch_loss(state.batch)
+                    check_batch_output(output, self)
+                    state.batch_output = output
+                    size = 0 if loaders.is_padding(dl) else output["batch_size"]
+                    self._update_loss_tracker(output["loss"].detach(), size)
+                    if self._eval_metrics and size:
+                        self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
+                    fire.eval_batch_end()
+            self._add_epoch_loss_to_run_history(self._metric_name(prefix, "loss", is_intermediate))
+            self._record_epoch_metrics(prefix, is_intermediate)
+            self._between_steps(self.eval_epoch_end)
+            fire.eval_end()
+            fire.eval_after_all()
+            self._record_means(prefix, is_intermediate)
+
+    def _evaluate_if_due(self, is_due: Callable[[Clock], bool]) -> None:
+        """Evaluate inside an epoch; where the epoch's last batch is done, its own evaluation comes next."""
+        clock = self.state.clock
+        if is_due(clock):
+            if clock.batch_in_epoch == self._batches_per_epoch:
+                self._eval_after_epoch = True
+            else:
+                self._run_intermediate_evaluation()
+                self._agree_to_stop()
+
+    def _run_intermediate_evaluation(self) -> None:
+        """Evaluate between two steps; then a plateau schedule and the callbacks that watch a metric act on it."""
+        self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
+        if self.evaluates_inside_epochs and isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._step_plateau(inside_epoch=True)
+        self._between_steps(partial(self.engine.call, "on_intermediate_evaluation_end"))
+
+    def _run_sanity_evaluation(self) -> None:
+        """Evaluate a few batches before training, so that a mistake there shows in seconds; nothing is kept."""
+        assert self.settings is not None
+        with kept_history(self):
+            limited = loaders.limit(self._eval_dataloader, self.settings.sanity_eval_batches)
+            self._run_eval_epoch(limited, is_intermediate=True)
+
+    def _evaluation_is_due(self, at_end: bool) -> bool:
+        """Whether to evaluate after this epoch: when its interval says so, and at the end of the run."""
+        assert self.settings is not None
+        every, due = self.settings.eval_time, self._eval_after_epoch
+        self._eval_after_epoch = False
+        if due:
+            return True
+        if every is None:
+            return bool(self.settings.eval_interval(self.state, Event.EPOCH_END))  # type: ignore[operator]
+        if every.value <= 0:
+            return False
+        return at_end or (every.unit is TimeUnit.EPOCH and self.state.clock.epoch % int(every.value) == 0)
+
+    # ------------------------------------------------------------------ keeping account
+
+    def _update_loss_tracker(self, loss: Tensor, batch_size: int) -> None:
+        self._loss_tracker.update(loss, batch_size)
+
+    def _add_epoch_loss_to_run_history(self, name: str) -> None:
+        """Record the mean loss over all samples of all processes; reading it is where the host waits."""
+        self.logbook.record(name, self._loss_tracker.average_over_ranks())
+
+    def _record_epoch_metrics(self, prefix: str, is_intermediate: bool = False) -> None:
+        """Record the epoch's metrics and what `log()` collected."""
+        metrics = self._train_metrics if prefix == "train" else self._eval_metrics
+        self._record_means(prefix, is_intermediate, metrics.compute() if metrics else None)
+        if self._units is not None and prefix == "train":
+            for name, value in self._units.metrics().items():
+                self.logbook.record(name, float(value))
+
+    def _record_means(
+        self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record metrics and what `log()` has collected since the last time.
+
+        Plugins may call `log()` when an epoch ends, after its means were recorded: that belongs to the same epoch.
+        """
+        values = {**(metrics or {}), **reduce_means(self._logged)}
+        self._logged.clear()
+        for name, value in values.items():
+            self.logbook.record(self._metric_name(prefix, name, is_intermediate), value)
+
+    def _metric_name(self, prefix: str, name: str, is_intermediate: bool) -> str:
+        """Return the name under which the history keeps a metric of a phase."""
+        name = name if self._eval_set is None else f"{self._eval_set}_{name}"
+        if is_intermediate:
+            return f"intermediate_eval_{name}"
+        return f"{prefix}_{name}" if prefix == "evaluation" else f"{prefix}_{name}_epoch"
+
+    def _step_epoch_scheduler(self) -> None:
+        """Step a scheduler that counts epochs; one that watches a metric gets it."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._step_plateau()
+        elif self.scheduler is not None:
+            self.scheduler_step()
+
+    def _step_plateau(self, inside_epoch: bool = False) -> None:
+        """Step a scheduler that watches a metric, if there is a new value of it."""
+        value = self._plateau_watch.new_value(self, inside_epoch)
+        if value is not None:
+            self.scheduler.step(value)
