@@ -33,7 +33,6 @@ class World:
         self.size = size
         self._processes: list = []
         self._pipes: list[Connection] = []
-        self._store = None
         self._folder: tempfile.TemporaryDirectory | None = None
         atexit.register(self.close)
 
@@ -49,17 +48,14 @@ class World:
         return self._collect(name, timeout)
 
     def _start(self) -> None:
-        from torch.distributed import TCPStore
-
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-world-")
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # read when a child imports torch
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                place = (rank, self.size, self._store.port, self._folder.name)
+                place = (rank, self.size, self._folder.name)
                 process = context.Process(target=_serve, args=(theirs, *place), name=f"rank {rank} of {self.size}")
                 process.start()
                 theirs.close()
@@ -117,16 +113,17 @@ class World:
                 process.join()
         if self._folder is not None:
             self._folder.cleanup()
-        self._processes, self._pipes, self._store, self._folder = [], [], None, None
+        self._processes, self._pipes, self._folder = [], [], None
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, folder: str) -> None:
+def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     """Be one rank: join the world, then answer calls until the pipe closes."""
     os.setsid()  # an interrupt at the keyboard is for pytest, which then closes the pipe
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in (place | address).items()}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is in the parent, as it is under torch's agent
+    os.environ |= {name: str(value) for name, value in place.items()}
+    from drivetrain.runtime.store import store_variables
+
+    os.environ |= store_variables(Path(folder))
     stack = Path(folder, f"stack-{rank}").open("w")  # noqa: SIM115 (faulthandler writes to it as long as we live)
     faulthandler.register(signal.SIGUSR2, file=stack)
     call = pickle.dumps((_join, (), {}))

@@ -4,7 +4,6 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,6 @@ from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 forks = pytest.mark.usefixtures("can_fork")
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def can_fork():
-    """Closures are launched by forking, which an earlier test that used CUDA in this process makes impossible."""
-    if torch.cuda.is_initialized():
-        pytest.skip("CUDA has started in this process")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-        yield
 
 
 def fail_once_then_gather(offset: int) -> tuple:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from drivetrain.core.errors import DistributedError
 
 INTERACTIVE_SLURM_JOBS = {"bash", "sh", "zsh", "interactive"}
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,11 @@ class LaunchedWorld:
     master_port: int | None
     launcher: str
     """`torchrun` (anything that sets RANK and WORLD_SIZE) or `slurm`."""
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all processes are known to be on this machine, so that nothing needs to listen beyond it."""
+        return self.master_addr in LOOPBACK or self.local_world_size == self.world_size
 
 
 def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorld | None:

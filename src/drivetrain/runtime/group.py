@@ -6,11 +6,8 @@ its environment would otherwise only wait.
 """
 
 import atexit
-import os
-import socket
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +17,7 @@ from drivetrain.runtime.collectives import control_group, forget_control_group
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import LaunchedWorld, launched_world
 from drivetrain.runtime.ranks import clear_data_ranks, is_distributed
-
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-
-_times_joined = 0
+from drivetrain.runtime.store import has_private_store, keep_to_loopback, open_store
 
 
 def init_distributed(backend: str | None = None, timeout: float | timedelta | None = None) -> None:
@@ -49,10 +43,11 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
     _check_backend(chosen)
     if device.type not in ("cpu", "mps"):
         torch.accelerator.set_device_index(device.index)  # before the group starts, else every rank would open device 0
-    _use_loopback_if_needed(world)
+    if world.is_one_machine or has_private_store():
+        keep_to_loopback()
     dist.init_process_group(
         backend=chosen,
-        **_meeting_place(world),
+        store=open_store(world, limit or dist.distributed_c10d.default_pg_timeout),
         world_size=world.world_size,
         rank=world.rank,
         timeout=limit,
@@ -80,25 +75,6 @@ def _leave_at_exit() -> None:
         destroy_group()
 
 
-def _meeting_place(world: LaunchedWorld) -> dict[str, Any]:
-    """Return the arguments by which torch finds the other ranks.
-
-    Under torch's agent all attempts of a group share the agent's store, and torch 2.13 gives them the same keys in it:
-    a restarted gloo rank reads the address of a dead one and fails or hangs. Each attempt, and each time a process
-    joins anew, therefore gets keys of its own.
-    """
-    global _times_joined
-    if world.launcher == "slurm":
-        return {"init_method": f"tcp://{world.master_addr}:{world.master_port}"}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {"init_method": "env://"}
-    assert world.master_addr is not None and world.master_port is not None  # checked by now
-    store = dist.TCPStore(world.master_addr, world.master_port, world.world_size, is_master=False)
-    _times_joined += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return {"store": dist.PrefixStore(f"drivetrain/{attempt}/{world.world_size}/{_times_joined}", store)}
-
-
 def _backend_for(device: torch.device) -> str:
     if device.type in ("cpu", "mps"):
         return "gloo"
@@ -114,6 +90,8 @@ def _timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 
 def _check_address(world: LaunchedWorld) -> None:
+    if has_private_store():
+        return
     given = {"MASTER_ADDR": world.master_addr, "MASTER_PORT": world.master_port}
     missing = [name for name, value in given.items() if value is None]
     if missing:
@@ -149,25 +127,3 @@ def _check_same_backend(backend: str | None) -> None:
             f"the process group already runs with {active!r}, and {backend!r} was asked for. Ask for the backend at "
             "the first call, or call destroy_group() on every rank before joining again."
         )
-
-
-def _use_loopback_if_needed(world: LaunchedWorld) -> None:
-    """Let gloo talk over the loopback interface on a single machine whose host name leads nowhere.
-
-    gloo listens on the address its host name resolves to; in containers and on laptops that address may not exist.
-    """
-    if world.master_addr not in LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ or _host_name_is_local():
-        return
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
-
-
-def _host_name_is_local() -> bool:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)  # an address of another machine, or of none, cannot be bound
-    except OSError:
-        return False
-    return True

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import secrets
 import signal
 import sys
 import tempfile
@@ -25,10 +26,12 @@ import torch.distributed as dist
 
 from drivetrain.core.errors import ConfigError, DistributedError, unknown_name
 from drivetrain.runtime.environment import in_launched_process
+from drivetrain.runtime.store import STORE_VARIABLE, loopback_variables
 from drivetrain.runtime.workers import run_worker, watched_workers
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
     from torch.distributed.launcher.api import LaunchConfig
 
 DEFAULT_PORT = 29500
@@ -80,10 +83,27 @@ def launch(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="drivetrain-launch-") as folder, _restored_process_state():
+    run_id = secrets.token_hex(16) if nnodes == 1 else "drivetrain"  # agents of several nodes must have the same
+    with (
+        tempfile.TemporaryDirectory(prefix="drivetrain-launch-") as folder,
+        _restored_process_state(),
+        _environment(**(_one_machine_variables(Path(folder, run_id)) if nnodes == 1 else {})),
+    ):
         pids = Path(folder, "pids")
         pids.mkdir()
-        config = _config(num_workers, nnodes, node_rank, master_addr, master_port, max_restarts, start_method, folder)
+        handler = _one_machine_handler(run_id, master_port) if nnodes == 1 else None
+        config = _config(
+            num_workers,
+            nnodes,
+            node_rank,
+            master_addr,
+            master_port,
+            max_restarts,
+            start_method,
+            folder,
+            run_id,
+            handler,
+        )
         try:
             with watched_workers(pids):
                 results = elastic_launch(config, run_worker)(function, tuple(args), pids, num_workers)
@@ -99,6 +119,9 @@ def launch(
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + stop.sigval) from None
+        finally:
+            if handler is not None:
+                handler.shutdown()
     return [results[rank] for rank in sorted(results)]
 
 
@@ -201,14 +224,15 @@ def _config(
     max_restarts: int,
     start_method: str,
     folder: str,
+    run_id: str,
+    handler: "RendezvousHandler | None",
 ) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     options: dict[str, Any] = {}
-    if nnodes == 1:  # port 0: the agent's store takes a free port, and nobody can take it in between
-        options |= {"rdzv_backend": "c10d", "rdzv_endpoint": f"{master_addr}:{master_port or 0}"}
-        options |= {"rdzv_configs": {"is_host": True}, "local_addr": master_addr}
+    if handler is not None:
+        options |= {"rdzv_backend": handler.get_backend(), "rdzv_configs": {"handler": handler}}
     else:  # static: node ranks are as given, not in order of arrival
         options |= {"rdzv_backend": "static", "rdzv_endpoint": f"{master_addr}:{master_port or DEFAULT_PORT}"}
         options |= {"rdzv_configs": {"rank": node_rank}}
@@ -218,12 +242,25 @@ def _config(
         min_nodes=nnodes,
         max_nodes=nnodes,
         nproc_per_node=num_workers,
-        run_id="drivetrain",
+        run_id=run_id,
         max_restarts=max_restarts,
         start_method=start_method,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **options,
     )
+
+
+def _one_machine_variables(store: Path) -> dict[str, str]:
+    """Make the folder where workers meet, and return what they need to know to stay on this machine."""
+    store.mkdir(mode=0o700)
+    return {STORE_VARIABLE: str(store), **loopback_variables()}
+
+
+def _one_machine_handler(run_id: str, port: int | None) -> "RendezvousHandler":
+    from drivetrain.runtime.rendezvous import OneMachine, register_one_machine
+
+    register_one_machine()
+    return OneMachine(run_id, port or 0)
 
 
 def _field_names(config: type) -> set[str]:

@@ -160,6 +160,9 @@ def _link(device: torch.device, rank: int, world: int, store: str) -> list[list[
 
     import torch.distributed as dist
 
+    from drivetrain.runtime.store import keep_to_loopback
+
+    keep_to_loopback()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=20)

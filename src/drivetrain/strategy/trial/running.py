@@ -6,10 +6,14 @@ starting one costs seconds.
 """
 
 import pickle
+import shutil
 import socket
+import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from drivetrain.runtime.collectives import all_gather_values, broadcast_from_mas
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.store import store_variables
 from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.task import TrainingTask
@@ -83,7 +88,8 @@ class TrialPool:
         self._yardsticks: dict[int, Yardstick] = {}
         self._plain_fits = True
         self._store: Any = None
-        self._address: tuple[str, int] | None = None
+        self._meeting: dict[str, str] | None = None
+        """The variables by which the processes of all ranks find each other."""
         self._generation = 0
 
     def __enter__(self) -> "TrialPool":
@@ -172,23 +178,29 @@ class TrialPool:
         )
 
     def _agree_on_address(self) -> None:
-        """Let rank 0 open the place where the processes meet; its port is free because the system chooses it."""
-        if not is_distributed() or self._address is not None:
+        """Let rank 0 open the place where the processes meet: a folder on one machine, else a port that the system chooses."""
+        if not is_distributed() or self._meeting is not None:
+            return
+        made = tempfile.mkdtemp(prefix="drivetrain-trial-") if get_rank() == 0 else None
+        if made is not None:
+            weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+        folder = Path(broadcast_from_master(made))
+        hosts = all_gather_values(socket.gethostname() if folder.is_dir() else None)
+        if len(set(hosts)) == 1:
+            self._meeting = store_variables(folder)
             return
         from torch.distributed import TCPStore
 
-        hosts = all_gather_values(socket.gethostname())
-        host = "127.0.0.1"
-        if len(set(hosts)) > 1:
-            world = launched_world()
-            host = hosts[0] if world is None or world.master_addr is None else world.master_addr
+        world = launched_world()
+        host = str(hosts[0]) if world is None or world.master_addr is None else world.master_addr
         if get_rank() == 0:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         port = broadcast_from_master(None if self._store is None else self._store.port)
-        self._address = (host, port)
+        # The store is in a parent, as it is under torch's agent.
+        self._meeting = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def _environment(self) -> dict[str, str]:
-        if self._address is None:
+        if self._meeting is None:
             return {}
         world, size = launched_world(), get_num_processes()
         local = get_local_rank() if self.device.type == "cpu" or self.device.index is None else self.device.index
@@ -198,12 +210,9 @@ class TrialPool:
             "WORLD_SIZE": size,
             "LOCAL_RANK": local,
             "LOCAL_WORLD_SIZE": max(around, local + 1),
-            "MASTER_ADDR": self._address[0],
-            "MASTER_PORT": self._address[1],
-            "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is in a parent, as it is under torch's agent
             "TORCHELASTIC_RESTART_COUNT": self._generation,  # each generation of processes meets anew
         }
-        return {name: str(value) for name, value in values.items()}
+        return {name: str(value) for name, value in values.items()} | self._meeting
 
     def _watch(self, report: Report, check_time: Callable[[], None], is_over: Callable[[], bool] | None = None) -> None:
         """Hear this rank's process until all ranks are through, or one has failed; all ranks return together."""

@@ -1,0 +1,113 @@
+"""The store in which processes find each other, closed to everybody else as far as one machine goes.
+
+torch's `TCPStore` has no password, and its server listens on every network interface. Whoever reaches it can read and write its keys,
+and so direct the processes' connections, over which they exchange pickled values. On one machine our launcher therefore uses a file in a
+folder that only this user can open (`private_store`). Where only an address is given (`env://`, srun), the server listens on the
+loopback interface (`loopback_server`). Several machines need a server that the others reach: docs/runtime.md names its ports.
+"""
+
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from drivetrain.core.errors import DistributedError
+from drivetrain.runtime.environment import LOOPBACK, LaunchedWorld
+
+STORE_VARIABLE = "DRIVETRAIN_STORE"
+"""A private folder for stores. It belongs to the launch whose run id is the folder's name."""
+
+_servers: dict[tuple[str, int], dist.TCPStore] = {}
+"""Servers of this process. They stay, so that ranks can leave and join again at the same address."""
+
+_times_joined = 0
+
+
+def store_variables(folder: Path) -> dict[str, str]:
+    """Return the variables by which processes that are started with them meet in a folder."""
+    return {STORE_VARIABLE: str(folder), "TORCHELASTIC_RUN_ID": folder.name}
+
+
+def has_private_store() -> bool:
+    """Return whether a launcher on this machine gave this process a folder to meet in.
+
+    A program that is launched inside another one inherits the variable, but has another run id.
+    """
+    folder = os.environ.get(STORE_VARIABLE)
+    return folder is not None and Path(folder).name == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def open_store(world: LaunchedWorld, timeout: timedelta) -> dist.Store:
+    """Return the store of this world.
+
+    Each attempt of a restarted group, and each time that a process joins again, has keys of its own: a gloo rank that reads the
+    address of a dead one fails or hangs. torch 2.13 reuses its keys under the elastic agent.
+    """
+    global _times_joined
+    _times_joined += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store: dist.Store
+    if has_private_store():
+        place = Path(os.environ[STORE_VARIABLE], f"{attempt}-{world.world_size}-{_times_joined}")
+        store = dist.FileStore(str(place), world.world_size)
+    else:
+        server = _tcp_store(world, timeout)
+        store = dist.PrefixStore(f"drivetrain/{attempt}/{world.world_size}/{_times_joined}", server)
+    store.set_timeout(timeout)
+    return store
+
+
+def _tcp_store(world: LaunchedWorld, timeout: timedelta) -> dist.TCPStore:
+    assert world.master_addr is not None and world.master_port is not None  # checked by now
+    host, port = world.master_addr, world.master_port
+    agent_serves = world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agent_serves or world.rank > 0:
+        if world.is_one_machine and not agent_serves:
+            host = _loopback_address(host)
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    if (host, port) not in _servers:
+        if world.is_one_machine:
+            _servers[host, port] = loopback_server(port, _loopback_address(host))
+        else:
+            _servers[host, port] = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    return _servers[host, port]
+
+
+def loopback_server(port: int = 0, host: str = "127.0.0.1") -> dist.TCPStore:
+    """Return a store whose server only processes of this machine can reach; port 0 is a free one."""
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise DistributedError(
+            f"the processes could not meet at {host}:{port}: {error}. Give another MASTER_PORT (master_port), or leave "
+            "it out where the launcher chooses a free one."
+        ) from error
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # from here on the store's
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _loopback_address(host: str) -> str:
+    return "::1" if host == "::1" else "127.0.0.1"
+
+
+def keep_to_loopback() -> None:
+    """Let gloo and NCCL connect over the loopback interface, unless the user chose one.
+
+    gloo would listen on the address of the host name, NCCL on that of a network interface. Processes started later inherit the choice.
+    """
+    for name, value in loopback_variables().items():
+        os.environ.setdefault(name, value)
+
+
+def loopback_variables() -> dict[str, str]:
+    """Return the variables that keep gloo and NCCL on the loopback interface; those that are set already are left out."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    wanted = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {} if name is None else {variable: name for variable in wanted if variable not in os.environ}
+
+
+__all__ = ["LOOPBACK", "STORE_VARIABLE", "has_private_store", "keep_to_loopback", "loopback_server", "open_store"]
