@@ -1,5 +1,8 @@
 """Checkpoints of a state on an accelerator."""
 
+import multiprocessing
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -32,23 +35,29 @@ def train(ctx: Context, num_steps: int, keeper: Checkpointer | None = None) -> N
             keeper.step()
 
 
-def test_a_resumed_run_is_bit_identical_in_deterministic_mode(tmp_path):
+def resume_in_deterministic_mode(folder) -> None:
+    warnings.simplefilter("error")  # also where CUDA has started before the setting
     set_deterministic("strict")
-    try:
-        whole = make_session()
-        torch.manual_seed(3)
-        train(whole, 12)
-        first = make_session()
-        torch.manual_seed(3)
-        with Checkpointer(first, every=1, dir=tmp_path) as keeper:
-            train(first, 7, keeper)
-        second = make_session(seed=9)
-        with Checkpointer(second, every=1, dir=tmp_path) as keeper:
-            assert keeper.restore().step == 7
-            train(second, 5, keeper)
-        assert_same_state(whole.state_dict(), second.state_dict())
-    finally:
-        set_deterministic("off")
+    whole = make_session()
+    torch.manual_seed(3)
+    train(whole, 12)
+    first = make_session()
+    torch.manual_seed(3)
+    with Checkpointer(first, every=1, dir=folder) as keeper:
+        train(first, 7, keeper)
+    second = make_session(seed=9)
+    with Checkpointer(second, every=1, dir=folder) as keeper:
+        assert keeper.restore().step == 7
+        train(second, 5, keeper)
+    assert_same_state(whole.state_dict(), second.state_dict())
+
+
+def test_a_resumed_run_is_bit_identical_in_deterministic_mode(tmp_path):
+    """In a process of its own: cuBLAS reads its setting when CUDA starts, and an earlier test may have started it."""
+    process = multiprocessing.get_context("spawn").Process(target=resume_in_deterministic_mode, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see the traceback on standard error"
 
 
 def test_values_changed_right_after_save_do_not_reach_the_file(tmp_path):

@@ -25,7 +25,7 @@ def tokens(rank, seed=3):
 
 
 def language_loss(model, x):
-    return F.cross_entropy(model(x).flatten(0, 1).float(), x.flatten())
+    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 def full(tensor):
@@ -64,7 +64,8 @@ def shard_a_gpt():
     """Tied head, checkpointed blocks, an optimizer with state from before, gradients against the plain model."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model, plain = models.GPT2(depth=3), models.GPT2(depth=3)
+    # float64: the gradient of a key's bias is zero but for rounding, and Adam scales that up to a whole step
+    model, plain = models.GPT2(depth=3).double(), models.GPT2(depth=3).double()
     plain.load_state_dict(model.state_dict())
     names, keys = [n for n, _ in model.named_parameters()], list(model.state_dict())
     optimizer, reference = (
@@ -99,11 +100,11 @@ def shard_a_gpt():
     for step in range(2):
         language_loss(model, tokens(rank, 20 + step)).backward()
         expected = reference_grads(plain, [language_loss(plain, tokens(other, 20 + step)) for other in range(2)])
-        all_close(full_grads(model), expected, rtol=1e-4, atol=1e-6)
+        all_close(full_grads(model), expected, rtol=1e-6, atol=1e-10)
         for optim in (optimizer, reference):
             optim.step()
             optim.zero_grad()
-    all_close(full_state(model), plain.state_dict(), rtol=1e-4, atol=1e-5)
+    all_close(full_state(model), plain.state_dict(), rtol=1e-6, atol=1e-8)
     return tuple(next(model.parameters()).to_local().shape)
 
 

@@ -5,7 +5,11 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.strategy.batching import plan_batch
@@ -68,6 +72,30 @@ class ManyBlocks(TinyGPT):
         self.blocks = nn.ModuleList([Block() for _ in range(count)])
 
 
+class CollectivesOnCopies(TorchDispatchMode):
+    """Run collectives of tensors that the step frees on copies, and wait for them.
+
+    A thread of gloo releases the tensors of a collective some time after it is done. How long they live would depend on
+    the load of the machine, and with it the largest moment of the step. DDP's buckets (c10d::allreduce_) live on anyway.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            output, source, *rest = args
+            copy = output.clone()
+            _, work = func(copy, source.clone(), *rest, **(kwargs or {}))
+            dist.Work.unbox(work).wait()
+            output.copy_(copy)
+            done = torch.futures.Future()
+            done.set_result(None)
+            return output, _create_work_from_future(done).boxed()
+        if func.namespace == "_c10d_functional" and not name.endswith("wait_tensor"):
+            result = func(*tree_map_only(torch.Tensor, torch.clone, args), **(kwargs or {}))
+            return torch.ops._c10d_functional.wait_tensor(result).clone()
+        return func(*args, **(kwargs or {}))
+
+
 def follow_for_real(methods):
     """Follow the third real step of a plan on this rank; return its largest moment by category, and its collectives."""
     task, plan = make_task(), Strategy(methods)
@@ -80,7 +108,8 @@ def follow_for_real(methods):
     update, tracker = Update(task, ctx, batch), StepMemory()
     update.run(None)
     update.run(None)
-    update.run(tracker)
+    with CollectivesOnCopies():
+        update.run(tracker)
     record = tracker.record()
     collectives = {}
     for entries in record.collectives.values():
