@@ -2,67 +2,77 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-PROGRAM = """
-import sys, time, torch
+import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from drivetrain import Trainer
+
 from drivetrain.callbacks import TrainerCallback
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.runtime.signals import StopSignals
+from drivetrain.train.trainer import Trainer
+from tests.checkpoint.victim import Forked
 
-class Slow(TrainerCallback):
+
+class Steps(TrainerCallback):
+    """Write a byte for each step; after the fifth, wait until a signal has come."""
+
+    def __init__(self, pipe: int, wait: bool):
+        self.pipe, self.wait, self.count = pipe, wait, 0
+
     def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
-        print("step", flush=True)
-        time.sleep(float(sys.argv[2]))
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 2)
-trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=[Slow()], seed=3)
-trainer.train(data, num_epochs=3, per_device_batch_size=8, checkpoint_dir=sys.argv[1], checkpoint_every=None, resume_from="auto")
-torch.save(model.state_dict(), sys.argv[1] + "/final.pt")
-"""
+        os.write(self.pipe, b".")
+        self.count += 1
+        if self.wait and self.count == 5:
+            while StopSignals.active().requested is None:
+                time.sleep(0.001)
 
 
-def start(folder: Path, seconds: float) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), str(seconds)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+def run(folder: Path, pipe: int, wait: bool = False) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 2)
+    steps = Steps(pipe, wait)
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), callbacks=[steps], seed=3)
+    try:
+        trainer.train(
+            data, num_epochs=3, per_device_batch_size=8, checkpoint_dir=str(folder), checkpoint_every=None,
+            resume_from="auto", train_dataloader_kwargs={"num_workers": 0},
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None  # as a shell reports it
+    torch.save(model.state_dict(), folder / "final.pt")
 
 
-def wait_for_steps(process: subprocess.Popen, number: int) -> None:
-    seen = 0
-    while seen < number:
-        line = process.stdout.readline()
-        assert line, "the program ended early"
-        seen += line.strip() == "step"
+@pytest.fixture(scope="module")
+def pipe():
+    ours, theirs = os.pipe()
+    yield ours, theirs
+    os.close(ours), os.close(theirs)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
-def test_a_signal_saves_and_the_same_command_continues_bit_for_bit(tmp_path, number, status):
-    import torch
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, pipe) -> dict:
+    """The weights of a run that nobody disturbs; it also imports what a first step loads."""
+    folder, before = tmp_path_factory.mktemp("whole"), capture_rng()
+    run(folder, pipe[1])
+    restore_rng(before)
+    assert os.read(pipe[0], 100) == b"." * 24
+    return torch.load(folder / "final.pt", weights_only=True)
 
-    (tmp_path / "whole").mkdir()
-    with start(tmp_path / "whole", 0) as whole:
-        whole.communicate(timeout=60)
-    assert whole.returncode == 0
-    broken = start(tmp_path / "broken", 0.05)
-    wait_for_steps(broken, 5)
-    broken.send_signal(number)
-    began = time.monotonic()
-    broken.communicate(timeout=60)
-    assert broken.returncode in (status, 128 + number)
-    assert time.monotonic() - began < 30
-    again = start(tmp_path / "broken", 0)
-    output, _ = again.communicate(timeout=60)
-    assert again.returncode == 0
-    assert output.count("step\n") < 24  # it did not start over
-    ours, theirs = (torch.load(tmp_path / name / "final.pt", weights_only=True) for name in ("broken", "whole"))
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_the_same_command_continues_bit_for_bit(tmp_path, pipe, whole, number, status):
+    broken = Forked(lambda: run(tmp_path, pipe[1], wait=True))
+    seen = b""
+    while len(seen) < 5:
+        seen += os.read(pipe[0], 5 - len(seen))
+    os.kill(broken.pid, number)
+    assert broken.wait() == status and not (tmp_path / "final.pt").exists()
+    assert Forked(lambda: run(tmp_path, pipe[1])).wait() == 0
+    assert len(os.read(pipe[0], 100)) == 24 - 5  # it did not start over, and no step is missing
+    ours = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert all(torch.equal(ours[key], whole[key]) for key in whole)
