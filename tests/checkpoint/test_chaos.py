@@ -157,9 +157,8 @@ def test_a_paused_process_goes_on_and_one_that_ends_is_not_started_again(tmp_pat
         started.append(Forked(lambda: time.sleep(0.3)))
         return started[-1]
 
-    assert torment(start, tmp_path, kills=3, longest=0.05, in_saves=1.0, pauses=1.0) == [
-        Attempt(pytest.approx(0.3, abs=0.3), "finished", False, 0)
-    ]
+    (attempt,) = torment(start, tmp_path, kills=3, longest=0.05, in_saves=1.0, pauses=1.0)
+    assert attempt == Attempt(attempt.seconds, "finished", False, 0) and attempt.seconds >= 0.3
     assert len(started) == 1
 
 

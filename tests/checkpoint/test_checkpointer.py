@@ -3,7 +3,6 @@ import os
 import random
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -140,9 +139,9 @@ def test_time_strings_decide_when_it_is_due(tmp_path):
 
 
 def test_wall_clock_time_counts_too(tmp_path):
-    with Checkpointer(Context(x=1), every="0.05sec", dir=tmp_path) as keeper:
+    with Checkpointer(Context(x=1), every="3600sec", dir=tmp_path) as keeper:
         assert keeper.step() is None
-        time.sleep(0.06)
+        keeper.progress._started -= 3601
         assert keeper.step() is not None and keeper.step() is None
 
 
@@ -235,7 +234,7 @@ def test_values_changed_right_after_an_async_save_do_not_reach_the_file(tmp_path
     real = checkpointer.write_checkpoint
 
     def late(*args, **kwargs):
-        assert changed.wait(10)
+        assert changed.wait(200)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(checkpointer, "write_checkpoint", late)

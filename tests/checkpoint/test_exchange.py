@@ -40,16 +40,17 @@ def meet_without_rank_1() -> str:
     import torch.distributed as dist
 
     group = dist.new_group(backend="gloo")
+    dist.barrier()  # the others are here in time, whatever else the machine does
     if get_rank() == 1:
         return "absent"
     with pytest.raises(CheckpointError) as error:
-        Exchange(group, deadline=timedelta(seconds=0.2)).meet("saving checkpoint-1")
+        Exchange(group, deadline=timedelta(seconds=2)).meet("saving checkpoint-1")
     return str(error.value)
 
 
 def test_ranks_that_do_not_come_are_named(world4):
     texts = world4(meet_without_rank_1)
-    assert re.match(r"saving checkpoint-1: not every rank came within 0 s \(.*[Rr]anks? 1 ", texts[0])
+    assert re.match(r"saving checkpoint-1: not every rank came within 2 s \(.*[Rr]anks? 1 ", texts[0])
     assert "All ranks must call it" in texts[0]
 
 
@@ -132,13 +133,11 @@ def test_background_saves_of_two_ranks_meet_on_their_own_group(world2, tmp_path)
 
 def save_by_the_clock(folder: str) -> list[bool]:
     """Ranks whose clocks differ save at the same steps: rank 0's."""
-    import time
-
-    with Checkpointer(Context(x=1), every="0.05sec", dir=folder) as keeper:
+    with Checkpointer(Context(x=1), every="3600sec", dir=folder) as keeper:
         saved = []
         for step in range(4):
             if step == 1 and get_rank() == 0:
-                time.sleep(0.06)
+                keeper.progress._started -= 3601
             saved.append(keeper.step() is not None)
         control_exchange().gather(None)
     return saved

@@ -1,9 +1,7 @@
 """Registration, moves, names and the table of a Context. The meta device stands for an accelerator."""
 
-import time
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,16 +41,7 @@ def test_items_are_the_attributes_and_assignment_costs_what_python_costs():
     ctx = Context(epoch=1)
     ctx.model, ctx._private = nn.Linear(2, 1), object()
     assert dict(ctx.items()) == {"epoch": 1, "model": ctx.model}
-    assert "__setattr__" not in vars(Context)
-    plain = SimpleNamespace()
-
-    def cost(target):
-        start = time.perf_counter()
-        for value in range(20_000):
-            target.batch = value
-        return time.perf_counter() - start
-
-    assert min(cost(ctx) for _ in range(5)) < 3 * min(cost(plain) for _ in range(5))
+    assert Context.__setattr__ is object.__setattr__
 
 
 def test_torch_context_is_context():

@@ -1,8 +1,6 @@
 """The State: fields, time, randomness, and how plugins are saved."""
 
 import io
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,15 +75,7 @@ def test_fields_of_a_step_are_plain_attributes_and_are_neither_saved_nor_moved()
     assert not set(saved) & State.transient
     state.to(torch.device("meta"))
     assert state.batch.device.type == "cpu" and state.model.weight.device.type == "meta"
-    plain = SimpleNamespace()
-
-    def cost(target):
-        start = time.perf_counter()
-        for value in range(20_000):
-            target.batch = value
-        return time.perf_counter() - start
-
-    assert min(cost(state) for _ in range(5)) < 3 * min(cost(plain) for _ in range(5))
+    assert State.__setattr__ is object.__setattr__  # assignment costs what Python costs
 
 
 def test_output_is_another_name_for_outputs():

@@ -81,10 +81,10 @@ def test_an_alias_bomb_is_refused_quickly(tmp_path):
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     for before, name in zip("abcdefgh", "bcdefghi", strict=True):
         lines.append(f"{name}: &{name} [{', '.join(['*' + before] * 9)}]")
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ParameterError, match="aliases"):
         values_of("\n".join(lines), tmp_path)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 SCALARS = st.one_of(
@@ -123,7 +123,7 @@ def check_file(tmp_path_factory, tree, style, broken, cut, raw):
         text = text[:place] + broken.encode() + text[place:]
     text += raw
     folder = tmp_path_factory.getbasetemp()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         found = values_of(text, folder, "f.json" if style == "json" else "f.yaml").values
     except ParameterError as error:
@@ -132,7 +132,7 @@ def check_file(tmp_path_factory, tree, style, broken, cut, raw):
         problem = None
         assert type(found["lr"]) is float and type(found["size"]) is int and type(found["flag"]) is bool
     assert problem is None or re.match(r"f\.(json|yaml):\d+: ", problem), problem
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 fuzz = given(

@@ -31,7 +31,7 @@ def run_as_job(experiment, params, trial, should_prune=lambda trial, value, step
         with suppress(Exception):  # the run folder tells
             make_job(work, reference_from_afar(experiment), trial, environment)()
         over.set()
-        return future.result(timeout=10)
+        return future.result(timeout=200)
     finally:
         watch.close()
 
@@ -64,7 +64,7 @@ def test_a_report_reaches_the_sampler_and_ends_a_hopeless_trial(tmp_path, sandbo
 def test_a_job_that_leaves_no_word_failed_as_the_cluster_says(tmp_path):
     trial = Trial(0, {}, run_dir=tmp_path / "trial-0", attempts=1)
     watch = JobWatch(TrialWork(None, {}, "sweep", lambda trial, value, step: False))
-    outcome = watch.follow(trial, lambda: "NODE_FAIL").result(timeout=10)
+    outcome = watch.follow(trial, lambda: "NODE_FAIL").result(timeout=200)
     watch.close()
     assert (outcome.status, outcome.error) == ("failed", "NODE_FAIL")
 

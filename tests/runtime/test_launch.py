@@ -46,10 +46,8 @@ def test_failing_worker_ends_the_group_with_its_rank_and_traceback():
             raise ValueError("rank 1 has bad data")
         distributed_barrier()
 
-    start = time.monotonic()
     with pytest.raises(WorkerFailed) as caught:
         launch(work, 2)
-    assert time.monotonic() - start < 20
     assert caught.value.rank == 1 and isinstance(caught.value, DistributedError)
     assert "worker rank 1 failed" in str(caught.value) and "ValueError: rank 1 has bad data" in str(caught.value)
     assert 'raise ValueError("rank 1 has bad data")' in caught.value.traceback
@@ -154,12 +152,10 @@ def test_worker_that_ignores_the_request_to_stop_is_killed(monkeypatch):
             time.sleep(0.5)
             raise ValueError("the cause")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
+        time.sleep(3600)  # longer than a test may take
 
-    start = time.monotonic()
     with pytest.raises(WorkerFailed, match="the cause"):
         launch(work, 2)
-    assert time.monotonic() - start < 15
 
 
 def fail_with_an_answer_outstanding() -> None:
@@ -168,15 +164,14 @@ def fail_with_an_answer_outstanding() -> None:
     if get_rank() == 1:
         torch.distributed.all_reduce(torch.ones(1), async_op=True)
         raise ValueError("the cause")
-    time.sleep(90)
+    time.sleep(3600)  # longer than a test may take
 
 
 @pytest.mark.slow
 def test_worker_that_fails_with_an_answer_outstanding_still_ends():
-    start = time.monotonic()
     with pytest.raises(WorkerFailed, match="the cause") as caught:
         launch(fail_with_an_answer_outstanding, 2)
-    assert caught.value.rank == 1 and time.monotonic() - start < 60
+    assert caught.value.rank == 1
 
 
 NODE = """

@@ -40,4 +40,4 @@ def test_run_counts_its_objects_and_draws_seeds_like_a_python_generator(tmp_path
 def test_resumed_run_counts_the_time_of_its_earlier_parts(tmp_path):
     run = Run(folder=tmp_path, seed=0, elapsed_before=100.0)
     time.sleep(0.01)
-    assert 100.01 <= run.elapsed < 101
+    assert 100.01 <= run.elapsed < 400

@@ -179,9 +179,10 @@ def test_a_process_that_was_told_while_nobody_looks_still_ends():
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with StopSignals():
+        with StopSignals() as signals:
             os.write(tell, b"x")
-            time.sleep(0.3)
+            while signals.requested is None:
+                time.sleep(0.001)
         os._exit(0)
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)

@@ -220,11 +220,11 @@ def test_a_users_method_takes_part_through_candidates_and_estimate(turbo):
 
 
 def test_a_thousand_ranks_are_enumerated_and_ranked_in_seconds():
-    begin = time.perf_counter()
+    begin = time.process_time()
     where = place(1024, batch=2048)
     scored = order(predict(c, where.profile, where.machine) for c in build_space(where).candidates)
     assert len(scored) > 1000 and len(pareto_front(scored)) < 200
-    assert time.perf_counter() - begin < 60
+    assert time.process_time() - begin < 60
 
 
 # ---------------------------------------------------------------------------------------- ranking
@@ -452,9 +452,11 @@ def test_what_needs_no_compiler_is_tried_first():
 @pytest.mark.parametrize(("limit", "kept"), [(120.0, 2.0), (20.0, 1.0)])
 def test_trials_end_before_the_search_must(limit, kept):
     before = time.monotonic()
-    _, trials = measure([scored(0.1, 1, micro=64)], {}, limit=limit)
+    measuring, trials = measure([scored(0.1, 1, micro=64)], {}, limit=limit)
     assert len(trials.deadlines) == 1
-    assert trials.deadlines[0] == pytest.approx(before + limit - kept, abs=0.5)
+    assert (
+        trials.deadlines[0] == pytest.approx(measuring.clock.begin + limit - kept) and measuring.clock.begin >= before
+    )
 
 
 def test_a_process_that_must_be_started_anew_needs_time_for_it():

@@ -87,8 +87,8 @@ def run_on_a_terminal(code, **variables):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    assert process.wait(60) == 0, b"".join(pieces).decode()
-    reader.join(5)
+    assert process.wait(240) == 0, b"".join(pieces).decode()
+    reader.join(60)
     os.close(ours)
     return b"".join(pieces).decode()
 

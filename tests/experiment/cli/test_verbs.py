@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -21,15 +20,8 @@ assert not loaded, loaded
 """
 
 
-def test_help_lists_every_verb_quickly_and_without_torch():
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-m", "drivetrain", "--help"], capture_output=True, text=True, check=True
-        )
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.5
+def test_help_lists_every_verb_without_torch():
+    done = subprocess.run([sys.executable, "-m", "drivetrain", "--help"], capture_output=True, text=True, check=True)
     assert all(verb in done.stdout for verb in VERBS)
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH.format(words=["--help"])], check=True)
 
