@@ -12,8 +12,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10
 
+# More plans, schedules and kills of the same kinds. Before a release, and after a change to strategy/, module/, checkpoint/,
+# runtime/ or the experiment's processes; CI does not run it.
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow or peers" --timeout 1800
 

@@ -82,7 +82,7 @@ def count_calls(monkeypatch, action, die_at: int | None = None, kill=os._exit) -
     return calls
 
 
-@pytest.mark.parametrize("id", ["new", "old"])
+@pytest.mark.parametrize("id", [pytest.param("new", marks=pytest.mark.slow), "old"])
 def test_a_writer_that_dies_before_any_disk_operation_leaves_a_whole_checkpoint(tmp_path, monkeypatch, id):
     """A child process is ended before the first, second, ... operation; what it leaves is read and written on."""
     count = count_calls(monkeypatch, lambda: (save(tmp_path / "count", "old", 1.0), save(tmp_path / "count", id, 2.0)))

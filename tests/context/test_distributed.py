@@ -50,7 +50,7 @@ TARGETS = torch.arange(8) % 3
 
 def session(model, **items):
     ctx = Context(model=model, **items)
-    ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05)
+    ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05, eps=1e-4)
     return ctx
 
 
@@ -163,7 +163,7 @@ def sharded(optimizer_first, ddp_first):
     alone = session(copy.deepcopy(model))
     ctx = Context(model=model, epoch=3)
     if optimizer_first:
-        ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05)
+        ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05, eps=1e-4)
     if ddp_first:
         ctx.ddp()
     if optimizer_first and ddp_first:  # state from before sharding goes along
@@ -173,7 +173,7 @@ def sharded(optimizer_first, ddp_first):
     assert not isinstance(ctx.model, DistributedDataParallel)
     ctx.fsdp()
     if not optimizer_first:
-        ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05)
+        ctx.optimizer = torch.optim.Adam(ctx.model.parameters(), lr=0.05, eps=1e-4)
     train(ctx, 2, own_rows())
     train(alone, 2, slice(0, 8))
 

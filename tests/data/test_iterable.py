@@ -159,8 +159,9 @@ def test_a_stream_is_read_one_batch_ahead_unless_prefetch_is_0():
         assert loader.batch_info.last is (False if prefetch else None)
 
 
-@pytest.mark.parametrize("rng", ["batch", "sample"])
-@pytest.mark.parametrize("kind", [Stream, Stateful, StatefulIterator, Split])
+@pytest.mark.parametrize(
+    ("kind", "rng"), [(Stream, "batch"), (Stateful, "sample"), (StatefulIterator, "batch"), (Split, "sample")]
+)
 def test_filtered_streams_resume_at_every_position_with_and_without_workers(kind, rng, caplog):
     loader = make(kind(), rng=rng)
     batches, states = [], [loader.state_dict()]

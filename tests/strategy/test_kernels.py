@@ -16,7 +16,7 @@ from drivetrain.strategy import Strategy
 from drivetrain.strategy.methods.fp8 import Fp8
 from drivetrain.strategy.registry import find_method
 from drivetrain.train.trainer import Trainer
-from tests.strategy.tasks import VOCAB, WIDTH, loss_func, make_data, make_model, plain_losses
+from tests.strategy.tasks import ADAM, VOCAB, WIDTH, loss_func, make_data, make_model, plain_losses
 from tests.strategy.test_semantics import check_against_plain, follow, follow_all
 
 compiler_noise = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
@@ -56,7 +56,7 @@ def test_it_keeps_half_precision_and_autocast_close():
 
 def test_it_passes_the_dry_run_and_says_what_it_does():
     _, result, plan = auto_accelerate(
-        make_model(), torch.optim.AdamW, make_data(32), loss_func, None, "unpack_dict", {"lr": 0.05}, device="cpu",
+        make_model(), torch.optim.AdamW, make_data(32), loss_func, None, "unpack_dict", ADAM, device="cpu",
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=["chunked_cross_entropy"],
     )  # fmt: skip
     assert any("dry run: loss" in reason for reason in plan.reasons) and "'head' is part of the loss" in plan.explain()
@@ -95,7 +95,7 @@ def test_the_trainer_trains_and_evaluates_with_a_chunked_loss(loss, plan):
     for strategy in (None, plan):
         model = Classifier()
         trainer = Trainer(
-            model, copy.deepcopy(loss), torch.optim.AdamW(model.parameters(), lr=0.05), callbacks=(), strategy=strategy
+            model, copy.deepcopy(loss), torch.optim.AdamW(model.parameters(), **ADAM), callbacks=(), strategy=strategy
         )
         for _ in range(2):  # a second run finds the loss as the first left it
             trainer.train(classes(), num_epochs=1, per_device_batch_size=8, eval_dataset=classes())
@@ -107,7 +107,7 @@ def test_the_trainer_trains_and_evaluates_with_a_chunked_loss(loss, plan):
 def accelerate(plan, model=None, loss=loss_func, data=None, **kwargs):
     return auto_accelerate(
         make_model() if model is None else model, torch.optim.AdamW, make_data(16) if data is None else data, loss, None, "unpack_dict",
-        {"lr": 0.05}, dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu", **kwargs,
+        ADAM, dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu", **kwargs,
     )  # fmt: skip
 
 

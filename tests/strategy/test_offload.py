@@ -11,15 +11,15 @@ from drivetrain.core.errors import ConflictError, MethodConfigError
 from drivetrain.module.master_weights import host_copy, with_master_weights
 from drivetrain.strategy import Strategy
 from drivetrain.train.trainer import Trainer
-from tests.strategy.tasks import loss_func, make_data, make_model, pairs_data, plain_losses
+from tests.strategy.tasks import ADAM, loss_func, make_data, make_model, pairs_data, plain_losses
 from tests.strategy.test_semantics import check_against_plain, follow, follow_all
 
 OFFLOAD = ["cpu_offload", "fused_optimizer"]
 
 
-def accelerated(plan, optimizer=torch.optim.AdamW, **kwargs):
+def accelerated(plan, **kwargs):
     status, result, applied = auto_accelerate(
-        make_model(), optimizer, make_data(32), loss_func, None, "unpack_dict", {"lr": 0.05}, load_strategy=plan,
+        make_model(), torch.optim.AdamW, make_data(32), loss_func, None, "unpack_dict", ADAM, load_strategy=plan,
         dataloader_args={"batch_size": 8, "num_workers": 0}, device="cpu", ignore_dryrun_on_load_strategy=True, **kwargs,
     )  # fmt: skip
     assert status, applied.failure
@@ -105,7 +105,7 @@ def test_the_optimizer_state_is_where_the_copies_are():
 def make_trainer(strategy, **kwargs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     return Trainer(model, nn.MSELoss(), optimizer, callbacks=(), strategy=strategy, seed=1, **kwargs)
 
 

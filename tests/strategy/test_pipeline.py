@@ -30,15 +30,15 @@ ZERO = ("parallel_mode", [("pipe", 2), ("zero", 2)])
 GRID = [("tensor", 2), ("pipe", 2)]
 
 
-def start(plan, *, model=None, size=32, batch=8, optimizer=torch.optim.AdamW, **kwargs):
+def start(plan, *, model=None, size=32, batch=8, **kwargs):
     """Apply a plan to a small transformer and return the result and the plan as applied."""
     status, result, plan = auto_accelerate(
         model or tasks.make_model(tied=False),
-        optimizer,
+        torch.optim.AdamW,
         tasks.make_data(size),
         kwargs.pop("loss_func", tasks.loss_func),
         model_input_format="unpack_dict",
-        optim_args={"lr": 0.05},
+        optim_args=tasks.ADAM,
         dataloader_args={"batch_size": batch, "num_workers": 0},
         load_strategy=plan,
         **{"ignore_dryrun_on_load_strategy": True, **kwargs},
@@ -95,15 +95,18 @@ PLANS_ON_TWO = [
     [TWO, ("pipeline_parallel", {"pipe_schedule": "gpipe", "chunks": 8})],
     [TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 4})],
     [TWO, ("pipeline_parallel", {"schedule": "Interleaved1F1B", "microbatches": 2})],
-    [TWO, ("pipeline_parallel", {"insert_before_modules": ["norm"]})],
     [TWO, "pipeline_parallel", "checkpoint", "fused_optimizer"],
+    [TWO, ("pipeline_parallel", {"insert_before_modules": ["norm"]})],
     [TWO, "pipeline_parallel", ("native_dynamo", {"backend": "aot_eager"})],
 ]
 
 
-def test_every_schedule_trains_like_the_plain_model(world2):
+@pytest.mark.parametrize(
+    "plans", [PLANS_ON_TWO[1::2], pytest.param(PLANS_ON_TWO[::2], marks=pytest.mark.slow)], ids=["quick", "rest"]
+)
+def test_every_schedule_trains_like_the_plain_model(world2, plans):
     expected = tasks.plain_losses(tied=False)
-    for results in zip(*world2(train_by, PLANS_ON_TWO)):
+    for results in zip(*world2(train_by, plans)):
         check_same(results, expected)
 
 
@@ -118,14 +121,17 @@ PLANS_ON_FOUR = [
     [DATA, ("pipeline_parallel", {"nstages": 4, "chunks": 2})],
     [ZERO, ("pipeline_parallel", {"chunks": 2}), "fsdp"],
     [ZERO, ("pipeline_parallel", {"nstages": 4, "chunks": 2}), "fsdp"],
-    [("mixed_parallel", {"parallel_mode": GRID, "tensor_config": {**tasks.TENSOR_PLAN, "head": "colwise_gather"}})],
     [("parallel_mode", [("pipe", 4)]), ("pipeline_parallel", {"chunks": 4})],
+    [("mixed_parallel", {"parallel_mode": GRID, "tensor_config": {**tasks.TENSOR_PLAN, "head": "colwise_gather"}})],
 ]
 
 
-def test_pipelines_with_data_sharding_and_tensor_axes_train_like_the_plain_model(world4):
+@pytest.mark.parametrize(
+    "plans", [PLANS_ON_FOUR[1::2], pytest.param(PLANS_ON_FOUR[::2], marks=pytest.mark.slow)], ids=["quick", "rest"]
+)
+def test_pipelines_with_data_sharding_and_tensor_axes_train_like_the_plain_model(world4, plans):
     expected = tasks.plain_losses(tied=False)
-    for results in zip(*world4(train_by, PLANS_ON_FOUR)):
+    for results in zip(*world4(train_by, plans)):
         check_same(results, expected)
 
 
@@ -159,13 +165,21 @@ def sixteen_bits(plans):
     return found
 
 
-def test_sixteen_bit_parameters_train_in_a_pipeline(world2, world4):
+def check_sixteen_bits(world, mesh):
     expected, _ = tasks.plain_losses(tied=False, steps=3)
-    for world, mesh in ((world2, TWO), (world4, DATA)):
-        plans = [[mesh, ("pipeline_parallel", {"chunks": 2}), (name, "bf16")] for name in ("half", "amp_native")]
-        for found in world(sixteen_bits, plans):
-            assert [dtypes for _, dtypes in found] == [{torch.bfloat16}, {torch.float32}]
-            assert all(losses == pytest.approx(expected, rel=1e-2) for losses, _ in found), found
+    plans = [[mesh, ("pipeline_parallel", {"chunks": 2}), (name, "bf16")] for name in ("half", "amp_native")]
+    for found in world(sixteen_bits, plans):
+        assert [dtypes for _, dtypes in found] == [{torch.bfloat16}, {torch.float32}]
+        assert all(losses == pytest.approx(expected, rel=1e-2) for losses, _ in found), found
+
+
+def test_sixteen_bit_parameters_train_in_a_pipeline(world2):
+    check_sixteen_bits(world2, TWO)
+
+
+@pytest.mark.slow
+def test_sixteen_bit_parameters_train_in_a_pipeline_with_replicas(world4):
+    check_sixteen_bits(world4, DATA)
 
 
 def from_nothing(axes, methods):
@@ -211,7 +225,7 @@ def next_token_loss(batch, out):
 
 def train_gpt2():
     _, result, _ = auto_accelerate(
-        gpt2(), torch.optim.AdamW, Texts(24), next_token_loss, None, "unpack_dict", {"lr": 0.05},
+        gpt2(), torch.optim.AdamW, Texts(24), next_token_loss, None, "unpack_dict", tasks.ADAM,
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=[TWO, "pipeline_parallel"],
         ignore_dryrun_on_load_strategy=True,
     )  # fmt: skip
@@ -221,7 +235,7 @@ def train_gpt2():
 @pytest.mark.slow
 def test_a_model_of_transformers_is_cut_and_trains_like_the_whole_one(world2):
     model, rows, expected = gpt2(), Texts(24).tokens, []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), **tasks.ADAM)
     for batch in rows.split(8):
         loss = next_token_loss({"input_ids": batch}, model(input_ids=batch))
         loss.backward()

@@ -15,7 +15,7 @@ from drivetrain.module.pipeline_schedule import PipelinedModel
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.train.auto import auto_accelerate
-from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
+from tests.strategy.tasks import ADAM, TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
 
 TENSOR = ("tensor_parallel", {"plan": TENSOR_PLAN})
 PIPE = ("pipeline_parallel", {"chunks": 2})
@@ -57,9 +57,19 @@ PAIRS = [
 ]  # fmt: skip
 
 
+QUICK = [
+    ("plain", "pipe"), ("micro batches", "ddp, fused, micro batches"), ("ddp", "zero1"), ("ddp, fused, micro batches", "fsdp"),
+    ("zero1", "zero1 of four"), ("fsdp", "tensor"), ("tensor", "pieces"), ("pieces", "tensor x pipe"),
+    ("sequence", "sequence x zero2"), ("pipe", "tensor x fsdp"), ("pipe", "pipe x fsdp"), ("zero1 of four", "ddp"),
+    ("tensor x fsdp", "hybrid"), ("hybrid", "zero1"), ("sequence x zero2", "plain"), ("pipe x fsdp", "sequence"),
+    ("tensor x pipe", "fsdp"),
+]  # fmt: skip
+"""Every plan is left and entered once; `make test-slow` runs the other pairs."""
+
+
 def start(plan, seed=0):
     status, result, applied = auto_accelerate(
-        make_model(seed, tied=False), torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", {"lr": 0.05},
+        make_model(seed, tied=False), torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", ADAM,
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu",
         ignore_dryrun_on_load_strategy=True,
     )  # fmt: skip
@@ -139,8 +149,9 @@ def saved(worlds, tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(worlds, saved, size):
-    pairs = [pair for pair in PAIRS if PLANS[pair[1]][0] == size]
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["quick", "rest"])
+def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(worlds, saved, size, is_quick):
+    pairs = [pair for pair in PAIRS if PLANS[pair[1]][0] == size and (pair in QUICK) == is_quick]
     expected, weights = plain_losses(tied=False)
     results = worlds[size](resume_under, saved, pairs)
     for pair in pairs:
@@ -155,7 +166,8 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(worlds, saved
 
 
 def test_every_plan_is_left_and_entered():
-    assert {first for first, _ in PAIRS} == {second for _, second in PAIRS} | {"micro batches"} == set(PLANS)
+    assert set(QUICK) < set(PAIRS)
+    assert {first for first, _ in QUICK} == {second for _, second in QUICK} | {"micro batches"} == set(PLANS)
 
 
 def keep_stages(folder):

@@ -13,7 +13,7 @@ import torch
 from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters, unwrap
 from drivetrain.runtime.ranks import clear_data_ranks, num_data_ranks
 from drivetrain.train.auto import auto_accelerate
-from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
+from tests.strategy.tasks import ADAM, TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
 
 ON_ANY_WORLD = {
     "parallel_mode": ["parallel_mode"],
@@ -72,13 +72,29 @@ SIXTEEN_BITS = {
 }
 
 
+QUICK = {
+    "auto_ddp", "zero1", "zero2", "fsdp", "fsdp with units by class, no reshard", "micro batches", "zero1, fused, micro batches",
+    "fsdp, checkpoint, micro batches", "fsdp, compile, checkpoint", "ddp with small buckets, checkpoint, fused", "tensor",
+    "tensor, checkpoint, micro batches", "pieces, fused, micro batches", "amp", "zero1, half", "fsdp, half",
+    "tensor, amp, checkpoint", "sequence, half",
+}  # fmt: skip
+"""Each method once or twice, in company; `make test-slow` runs the rest."""
+
+
+def in_parts(plans, quick):
+    """Parametrize a test by the plans of the quick suite and by the others, which are slow."""
+    first, rest = {n: p for n, p in plans.items() if n in quick}, {n: p for n, p in plans.items() if n not in quick}
+    slow = pytest.param(rest, marks=pytest.mark.slow, id="rest")
+    return pytest.mark.parametrize("plans", [pytest.param(first, id="quick"), slow])
+
+
 def follow(plan, size=32, steps=4, **kwargs):
     """Train by a plan; return the losses of whole batches and the parameters, gathered."""
     kwargs = {"ignore_dryrun_on_load_strategy": True, **kwargs}
     model = make_model()
     names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
     status, result, applied = auto_accelerate(
-        model, torch.optim.AdamW, make_data(size), loss_func, None, "unpack_dict", {"lr": 0.05},
+        model, torch.optim.AdamW, make_data(size), loss_func, None, "unpack_dict", ADAM,
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu", **kwargs,
     )  # fmt: skip
     assert status, applied.failure
@@ -150,21 +166,22 @@ def test_plans_on_one_process_follow_the_plain_model():
     check_against_plain([follow_all(plans)], plans)
 
 
-def test_distributed_methods_and_combinations_follow_the_plain_model_on_two(world2):
-    plans = {**ON_ANY_WORLD, **ON_TWO}
-    results = world2(follow_all, plans, timeout=180)
+@in_parts({**ON_ANY_WORLD, **ON_TWO}, QUICK)
+def test_distributed_methods_and_combinations_follow_the_plain_model_on_two(world2, plans):
+    results = world2(follow_all, plans)
     check_against_plain(results, plans)
-    assert all(result["tensor"][2] == 1 and result["fsdp"][2] == 2 for result in results)
+    ranks = {"tensor": 1, "fsdp": 2}
+    assert all(result[name][2] == ranks[name] for result in results for name in ranks if name in plans)
 
 
-def test_distributed_methods_and_combinations_follow_the_plain_model_on_four(world4):
-    names = ("parallel_mode", "zero1", "fsdp", "fsdp, checkpoint, micro batches")
-    plans = {**{name: ON_ANY_WORLD[name] for name in names}, **ON_FOUR}
-    check_against_plain(world4(follow_all, plans, timeout=180), plans)
+@in_parts({**ON_ANY_WORLD, **ON_FOUR}, {"zero1", *ON_FOUR})
+def test_distributed_methods_and_combinations_follow_the_plain_model_on_four(world4, plans):
+    check_against_plain(world4(follow_all, plans), plans)
 
 
-def test_sixteen_bits_stay_close_to_the_plain_model(world2):
-    check_against_plain(world2(follow_all, SIXTEEN_BITS), SIXTEEN_BITS, curve=2e-2, first=1e-2, parameters=None)
+@in_parts(SIXTEEN_BITS, QUICK)
+def test_sixteen_bits_stay_close_to_the_plain_model(world2, plans):
+    check_against_plain(world2(follow_all, plans), plans, curve=2e-2, first=1e-2, parameters=None)
 
 
 @pytest.mark.slow
@@ -175,11 +192,12 @@ def test_compiled_blocks_of_split_models_follow_the_plain_model(world2):
 
 
 def test_a_short_last_batch_gives_the_gradient_of_its_own_mean(world2, world4):
-    plans = {
-        name: ON_ANY_WORLD[name]
-        for name in ("parallel_mode", "micro batches", "fsdp, checkpoint, micro batches", "zero1")
-    }
-    for world in (world2, world4):
+    """Of its three samples one of four ranks gets none."""
+    for world, names in (
+        (world2, ("fsdp, checkpoint, micro batches", "zero1")),
+        (world4, ("parallel_mode", "micro batches")),
+    ):
+        plans = {name: ON_ANY_WORLD[name] for name in names}
         check_against_plain(world(follow_all, plans, size=27), plans, size=27)
 
 
@@ -189,7 +207,7 @@ def dry_runs(plans):
         model = make_model()
         before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
         status, _, applied = auto_accelerate(
-            model, torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", {"lr": 0.05},
+            model, torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", ADAM,
             dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu",
         )  # fmt: skip
         assert torch.equal(torch.get_rng_state(), random), name

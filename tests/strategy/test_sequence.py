@@ -12,8 +12,8 @@ from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.strategy.methods.fsdp import shard_mesh
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
-from tests.strategy.tasks import LENGTH, Block, TinyGPT, loss_func, make_data, make_model, plain_losses
-from tests.strategy.test_semantics import check_against_plain, follow_all
+from tests.strategy.tasks import ADAM, LENGTH, Block, TinyGPT, loss_func, make_data, make_model, plain_losses
+from tests.strategy.test_semantics import check_against_plain, follow_all, in_parts
 
 ON_TWO = {
     "sequence": [("parallel_mode", [("sequence", 2)]), "sequence_parallel"],
@@ -40,20 +40,22 @@ ON_FOUR = {
 }
 
 
-def test_sequence_plans_follow_the_plain_model_on_two(world2):
-    results = world2(follow_all, ON_TWO, timeout=180)
-    check_against_plain(results, ON_TWO)
-    assert all(result["sequence"][2] == 1 for result in results), "ranks along the sequence share samples"
+@in_parts(ON_TWO, {"sequence, checkpoint, micro batches", "sequence, fsdp"})
+def test_sequence_plans_follow_the_plain_model_on_two(world2, plans):
+    results = world2(follow_all, plans)
+    check_against_plain(results, plans)
+    assert all(result[name][2] == 1 for result in results for name in plans), "ranks along the sequence share samples"
 
 
-def test_sequence_plans_follow_the_plain_model_on_four(world4):
-    check_against_plain(world4(follow_all, ON_FOUR, timeout=180), ON_FOUR)
+@in_parts(ON_FOUR, {"sequence of four", "data x sequence, zero1", "sequence x fsdp, checkpoint"})
+def test_sequence_plans_follow_the_plain_model_on_four(world4, plans):
+    check_against_plain(world4(follow_all, plans), plans)
 
 
 def train(model, plan, steps=2, loss=loss_func, verify=False):
     """Take steps by a plan; return the losses and the plan's explanation."""
     status, result, applied = auto_accelerate(
-        model, torch.optim.AdamW, make_data(), loss, None, "unpack_dict", {"lr": 0.05},
+        model, torch.optim.AdamW, make_data(), loss, None, "unpack_dict", ADAM,
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu",
         ignore_dryrun_on_load_strategy=not verify,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
     [
         pytest.param(trial_tasks.sleeps, "timeout", "nothing was heard for 5 s", marks=pytest.mark.slow),
         pytest.param(trial_tasks.overflows, "nonfinite", "training step 1 is nan", marks=pytest.mark.slow),
-        (trial_tasks.runs_out, "oom", "Tried to allocate 2.00 GiB."),
+        pytest.param(trial_tasks.runs_out, "oom", "Tried to allocate 2.00 GiB.", marks=pytest.mark.slow),
         pytest.param(trial_tasks.exits, "error", "exit code 7", marks=pytest.mark.slow),
         pytest.param(trial_tasks.is_killed, "error", "signal SIGKILL", marks=pytest.mark.slow),
         pytest.param(trial_tasks.raises, "error", "ValueError: the model has a bad day", marks=pytest.mark.slow),
@@ -181,6 +181,7 @@ def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when
             assert result.outcome == outcome and result.is_in_process, result
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -273,10 +274,15 @@ def agreed_on_two_ranks(world2, *names):
     return first
 
 
-def test_two_ranks_agree_when_one_dies_hangs_or_is_slow(world2):
-    found = agreed_on_two_ranks(world2, "sleeps_on_rank_1", "dawdles_on_rank_1")
-    assert found["dead"] == ("error", "rank 1: the process ended with exit code 7 in phase 'check'")
+@pytest.mark.slow
+def test_two_ranks_agree_when_one_hangs(world2):
+    found = agreed_on_two_ranks(world2, "sleeps_on_rank_1")
     assert found["sleeps_on_rank_1"][0] == "timeout" and "nothing was heard for 4 s" in found["sleeps_on_rank_1"][1]
+
+
+def test_two_ranks_agree_when_one_dies_or_is_slow(world2):
+    found = agreed_on_two_ranks(world2, "dawdles_on_rank_1")
+    assert found["dead"] == ("error", "rank 1: the process ended with exit code 7 in phase 'check'")
     outcome, message, seconds, steps, is_verified = found["dawdles_on_rank_1"]
     assert (outcome, message, steps, is_verified) == ("ok", "", 3, True) and seconds > 0.1
     assert found["fsdp"] == ("ok", "", True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.train.trainer import Trainer
-from tests.strategy.tasks import pairs_data
+from tests.strategy.tasks import ADAM, pairs_data
 from tests.strategy.test_offload import accelerated, epoch, weights
 
 ZERO = ["zero1", "fused_optimizer"]
@@ -59,7 +59,7 @@ def test_a_split_state_is_saved_whole_and_resumed(world2, plan):
 def trained(folder, strategy, steps, resume=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     trainer = Trainer(model, nn.MSELoss(), optimizer, callbacks=(), strategy=strategy, seed=1)
     trainer.train(
         pairs_data(),

@@ -83,7 +83,8 @@ class StepLosses(TrainerCallback):
 def make_trainer(strategy, dropout=0.0, optimizer=torch.optim.AdamW, callbacks=(), **kwargs):
     torch.manual_seed(0)
     model = WithDropout(dropout)
-    made = optimizer(model.parameters(), lr=0.01)
+    steady = {"eps": 1e-4} if optimizer is torch.optim.AdamW else {}  # a gradient of mere rounding makes no step
+    made = optimizer(model.parameters(), lr=0.01, **steady)
     return Trainer(model, token_loss, made, strategy=strategy, device="cpu", seed=3, callbacks=callbacks, **kwargs)
 
 
@@ -152,12 +153,12 @@ def test_two_processes_follow_the_plain_run(world2):
             assert found["ranks"] == 1 and ("logits stay split" in found["notes"]) == (not watched)
 
 
-def test_four_processes_follow_the_plain_run(world4):
-    for plan in (TENSOR_DATA, SEQUENCE_DATA):
-        expected, others = run(None), world4(run, plan)
-        for found in others:
-            check_against_plain(found, others, expected)
-            assert found["ranks"] == 2
+@pytest.mark.parametrize("plan", [TENSOR_DATA, pytest.param(SEQUENCE_DATA, marks=pytest.mark.slow)])
+def test_four_processes_follow_the_plain_run(world4, plan):
+    expected, others = run(None), world4(run, plan)
+    for found in others:
+        check_against_plain(found, others, expected)
+        assert found["ranks"] == 2
 
 
 class Noise(Algorithm):
@@ -208,31 +209,31 @@ def save_and_resume(plan, folder):
     return (*results, {name: held[name] for name in results[1][0]})
 
 
-def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path):
-    for name, plan in (("tensor", TENSOR), ("sequence", SEQUENCE)):
-        answers = world2(save_and_resume, plan, tmp_path / name)
-        for (weights, history), (resumed, same), held in answers:
-            assert history == same
-            for key, value in weights.items():
-                assert torch.equal(resumed[key], value) and torch.equal(held[key], value), (name, key)
-                # Ranks of one group drop the same entries: else what each holds whole would drift apart.
-                torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-5)
+@pytest.mark.parametrize("plan", [TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.slow)])
+def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan):
+    answers = world2(save_and_resume, plan, tmp_path)
+    for (weights, history), (resumed, same), held in answers:
+        assert history == same
+        for key, value in weights.items():
+            assert torch.equal(resumed[key], value) and torch.equal(held[key], value), key
+            # Ranks of one group drop the same entries: else what each holds whole would drift apart.
+            torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-5)
     # Another mesh goes on from a checkpoint between two updates.
     trainer = make_trainer(None)
-    train(trainer, num_epochs=3, resume_from=tmp_path / "tensor" / "whole" / "checkpoint-ep2-ba12")
+    train(trainer, num_epochs=3, resume_from=tmp_path / "whole" / "checkpoint-ep2-ba12")
     assert trainer.state.clock.batch == 18
 
 
-def test_a_run_on_columns_of_a_mesh_is_saved_once_and_goes_on_exactly(world4, tmp_path):
+@pytest.mark.parametrize("plan", [TENSOR_ZERO, pytest.param(TENSOR_DATA, marks=pytest.mark.slow)])
+def test_a_run_on_columns_of_a_mesh_is_saved_once_and_goes_on_exactly(world4, tmp_path, plan):
     """Parameters outside the tensor plan are sharded in each column anew: equal ones are written by the first column."""
-    for name, plan in (("replicas", TENSOR_DATA), ("shards", TENSOR_ZERO)):
-        answers = world4(save_and_resume, plan, tmp_path / name)
-        for (weights, history), (resumed, same), held in answers:
-            assert history == same
-            for key, value in weights.items():
-                assert torch.equal(resumed[key], value) and torch.equal(held[key], value), (name, key)
+    answers = world4(save_and_resume, plan, tmp_path)
+    for (weights, history), (resumed, same), held in answers:
+        assert history == same
+        for key, value in weights.items():
+            assert torch.equal(resumed[key], value) and torch.equal(held[key], value), key
     trainer = make_trainer(None, dropout=0.3)
-    train(trainer, num_epochs=2, resume_from=tmp_path / "shards" / "whole" / "checkpoint-ep2-ba12")
+    train(trainer, num_epochs=2, resume_from=tmp_path / "whole" / "checkpoint-ep2-ba12")
     for key, value in weights_of(trainer).items():  # nothing is left to train: these are the weights that were saved
         torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-6)
 

@@ -21,7 +21,7 @@ def losses_of(trainer_class, callback_class, epochs=2, rows=32, callbacks=(), **
             seen.append(float(batch_output["loss"].detach()))
 
     model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     trainer = trainer_class(model, nn.CrossEntropyLoss(), optimizer, callbacks=(Keep(), *callbacks))
     trainer.train(
         make_data(rows),

@@ -13,7 +13,7 @@ def run(strategy=None, precision=None):
     losses = Losses()
     model = make_model()
     trainer = Trainer(
-        model, torch.nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=[losses], strategy=strategy,
+        model, torch.nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), callbacks=[losses], strategy=strategy,
         precision=precision, seed=1,
     )  # fmt: skip
     trainer.train(make_data(40), num_epochs=2, global_batch_size=8, train_dataloader_kwargs={"shuffle": False})

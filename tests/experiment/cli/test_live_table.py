@@ -104,6 +104,7 @@ def test_on_a_terminal_the_table_stands_and_everything_printed_comes_above_it():
     assert bare.rstrip().endswith("the end")  # the descriptors are the terminal again
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_lines():
     assert "trial 1: running" in run_on_a_terminal(ON_A_TERMINAL, TERM="dumb")
 
@@ -123,6 +124,7 @@ def quick(program):
     return program("QUICK")
 
 
+@pytest.mark.slow
 def test_a_sweep_by_optuna_in_a_pool_prints_pure_json(quick, tmp_path):
     pytest.importorskip("optuna")
     words = ["sweep", quick, "x=uniform(0,1)", f"output_dir={tmp_path / 'o'}", "cuda=false", "--sampler", "optuna"]

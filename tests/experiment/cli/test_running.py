@@ -154,6 +154,7 @@ def launch_words(small, tmp_path):
     return ("launch", "--nproc-per-node", "2", small, "--output-dir", tmp_path / "o", "--no-cuda", "--epochs", "1")
 
 
+@pytest.mark.slow
 def test_launch_names_the_rank_that_died_first_and_its_log(launch_words, tmp_path):
     done = command_in_new_process(*launch_words, "--fail", "--run-name", "broken")
     assert done.returncode == 1 and "processes   2" in done.stdout
@@ -169,6 +170,7 @@ def test_launch_runs_on_two_processes(launch_words, tmp_path):
     assert record.manifest["processes"] == 2 and record.state == "finished" and str(record.folder) in done.stdout
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_with_143_and_json_tells_so(small, tmp_path):
     text = small.read_text().replace(
         "ctx.recorder.step()", "ctx.recorder.step(); import os; ctx.recorder.count == 3 and os.kill(os.getpid(), 15)"
