@@ -41,11 +41,10 @@ def test_the_average_of_a_run_equals_the_formula(interval, every):
     history = Watch(Event.BATCH_END, lambda state: {n: p.double() for n, p in named(state.model).items()})
     trainer = conv_run(ema, callbacks=[history])
     train(trainer, image_data(), num_epochs=3)
-    smoothing, average = 2 ** (-every / 10), None
+    smoothing, average = 2 ** (-every / 10), history.values[0]  # a copy of the first, whatever the interval
     for batch, seen in enumerate(history.values, 1):
-        if batch % every:
-            continue
-        average = seen if average is None else {n: smoothing * average[n] + (1 - smoothing) * seen[n] for n in seen}
+        if batch > 1 and batch % every == 0:
+            average = {n: smoothing * average[n] + (1 - smoothing) * seen[n] for n in seen}
     for name, value in ema.inference_weights(trainer.state).items():
         if name.endswith("num_batches_tracked"):
             assert value == history.values[every * (len(history.values) // every) - 1][name]
@@ -69,8 +68,9 @@ def test_evaluation_and_prediction_see_the_average_and_training_goes_on_unchange
     assert same(weights(trainer.model), weights(plain.model))
 
 
-def test_it_begins_at_its_start():
-    ema = EMA(None, smoothing=0.5, ema_start="0.5dur")
+@pytest.mark.parametrize("interval", [None, "3ba"])
+def test_it_begins_at_its_start(interval):
+    ema = EMA(None, smoothing=0.5, ema_start="0.5dur", update_interval=interval)
     started = Watch(Event.BATCH_CHECKPOINT, lambda state: ema.ema_started)
     train(conv_run(ema, callbacks=[started]), image_data(), num_epochs=2)
     assert started.values == [False] * 3 + [True] * 5

@@ -5,16 +5,17 @@ import torch
 from torch.optim.swa_utils import update_bn
 
 from drivetrain.algorithms.swa import SWA
+from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.core.event import Event
 from tests.algorithms.optimizer_tasks import conv_run
-from tests.algorithms.tasks import Watch, image_data, same, train, weights
+from tests.algorithms.tasks import Watch, image_data, make_state, same, train, weights
 
 
 def parameters(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_defaults_on_ten_epochs_average_before_the_end_and_measure_batch_norms():
+def test_defaults_on_ten_epochs_average_the_last_four_and_measure_batch_norms():
     swa = SWA()
     # A callback sees an epoch's end after the algorithms, so the weights of the epoch are those of its last batch.
     last = Watch(Event.BATCH_END, lambda state: parameters(state.model))
@@ -22,7 +23,7 @@ def test_defaults_on_ten_epochs_average_before_the_end_and_measure_batch_norms()
     trainer = conv_run(swa, callbacks=[last, seen])
     train(trainer, image_data(), eval_dataset=image_data(6), num_epochs=10, train_dataloader_kwargs={"shuffle": False})
     epochs = last.values[3::4]
-    expected = [torch.stack(tensors).double().mean(0) for tensors in zip(*epochs[6:9])]
+    expected = [torch.stack(tensors).double().mean(0) for tensors in zip(*epochs[6:])]
     assert swa.swa_completed
     for value, wanted in zip(parameters(trainer.model), expected):
         torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
@@ -36,15 +37,75 @@ def test_defaults_on_ten_epochs_average_before_the_end_and_measure_batch_norms()
     assert same(seen.values[-1], weights(trainer.model))  # the last evaluation saw the same
 
 
-def test_batches_are_averaged_and_training_goes_on_from_the_mean():
-    swa = SWA("0.25dur", "0.75dur", "1ba")
-    watch = Watch(Event.BATCH_END, lambda state: parameters(state.model))
-    train(conv_run(swa, callbacks=[watch]), image_data(), num_epochs=2)
-    # Batches 2 to 5 lie in [0.25, 0.75) of 8; batch 6 ends it, and callbacks see the mean then.
-    expected = [torch.stack(tensors).double().mean(0) for tensors in zip(*watch.values[1:5])]
-    for value, wanted in zip(watch.values[5], expected):
+class Composers:
+    """The reference's arithmetic on weights seen at each event, in float64: averaged every `interval` events from the start on."""
+
+    def __init__(self, interval, start, end, total):
+        self.interval, self.start, self.end, self.total = interval, start, end, total
+        self.seen, self.members, self.mean = 0, [], None
+
+    def add(self, moment, values):
+        if self.mean is not None or moment / self.total < self.start:
+            return
+        if self.seen % self.interval == 0:
+            self.members.append([value.double() for value in values])
+        self.seen += 1
+        if moment / self.total >= self.end:
+            self.mean = [torch.stack(tensors).mean(0) for tensors in zip(*self.members)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "interval"), [(0.25, 0.75, 1), (0.25, 0.75, 2), (0.25, 0.75, 3), (0.3, 0.6, 1), (0.4, 0.9, 2)]
+)
+def test_batches_are_averaged_as_composer_does_and_training_goes_on_from_the_mean(start, end, interval):
+    swa = SWA(f"{start}dur", f"{end}dur", f"{interval}ba")
+    reference = Composers(interval, start, end, 12)
+    before = Watch(Event.AFTER_STEP, lambda state: parameters(state.model))  # before the mean replaces them
+    after = Watch(Event.BATCH_END, lambda state: parameters(state.model))
+    train(conv_run(swa, callbacks=[before, after]), image_data(), num_epochs=3)
+    for moment, values in enumerate(before.values, 1):
+        reference.add(moment, values)
+    swapped = next(moment for moment in range(1, 13) if moment / 12 >= end)
+    for value, wanted in zip(after.values[swapped - 1], reference.mean, strict=True):
         torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
-    assert not same(watch.values[6], watch.values[5])
+    assert not same(after.values[swapped], after.values[swapped - 1])
+
+
+@pytest.mark.parametrize(("epochs", "members"), [(4, 2), (5, 2), (10, 4)])
+def test_the_weights_at_the_end_belong_to_the_mean(epochs, members):
+    last = Watch(Event.AFTER_STEP, lambda state: parameters(state.model))
+    trainer = conv_run(SWA(), callbacks=[last])
+    train(trainer, image_data(), num_epochs=epochs)
+    expected = [torch.stack(tensors).double().mean(0) for tensors in zip(*last.values[3::4][-members:])]
+    for value, wanted in zip(parameters(trainer.model), expected, strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("epochs", "members"), [(1, 1), (2, 1), (3, 1)])
+def test_a_run_too_short_for_two_members_is_warned_about(epochs, members):
+    last = Watch(Event.AFTER_STEP, lambda state: parameters(state.model))
+    trainer = conv_run(SWA(), callbacks=[last])
+    with pytest.warns(NoEffectWarning, match=f"SWA has {members} of at least two .* a run of {epochs}ep"):
+        train(trainer, image_data(), num_epochs=epochs)
+    assert same(parameters(trainer.model), last.values[-1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "duration", "members"),
+    [
+        ({}, "10ep", 4),
+        ({}, "40ba", 4),
+        ({}, "6ep", 2),
+        ({"update_interval": "1ba"}, "10ba", 4),
+        ({"update_interval": "5ba"}, "10ep", 3),
+        ({"swa_start": "2ep", "swa_end": "4ep"}, "9ep", 3),
+        ({"swa_start": "2ep", "swa_end": "4ep", "update_interval": "2ba"}, "9ep", 5),
+        ({"swa_start": "5ep", "swa_end": "6ep"}, "3ep", 0),
+        ({}, "10sec", None),
+    ],
+)
+def test_members_are_counted_before_the_run(settings, duration, members):
+    assert SWA(**settings)._count_members(make_state(max_duration=duration, length=4)) == members
 
 
 @pytest.mark.parametrize(

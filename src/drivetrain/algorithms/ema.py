@@ -63,10 +63,12 @@ class EMA(Algorithm):
     """Averages the weights while training and evaluates with the average.
 
     Give `half_life`, the time after which a weight's influence has halved, or `smoothing`, the share of the old average that stays in
-    each update. Updates come every `update_interval` (by default every batch or epoch, as the half-life counts) from `ema_start` on.
+    each update. The average is a copy of the weights after the first batch, optimizer step or epoch at or after `ema_start`; updates come
+    every `update_interval` (by default every batch or epoch, as the half-life counts).
     Checkpoints hold the training weights and the average beside them.
     """
 
+    allow_multiple = False
     writes = ("model",)
     tags = frozenset({"average"})
     conflicts = {
@@ -122,12 +124,14 @@ class EMA(Algorithm):
             self._average.swap(model)
 
     def _update(self, state: State, model: nn.Module) -> None:
-        if not self._rhythm.is_due(state) or not has_come(self.ema_start, state, str(self)):
+        if not has_come(self.ema_start, state, str(self)):
             return
-        self._rhythm.tick(state)
         if self._average is None:
-            self._average = AveragedWeights(model)  # the first one is a copy
-        else:
+            if self._rhythm.has_begun(state):
+                self._average = AveragedWeights(model)  # a copy, whether an update is due or not
+                self._rhythm.tick(state)
+        elif self._rhythm.is_due(state):
+            self._rhythm.tick(state)
             self._average.update_lerp(model, 1 - self.smoothing)
 
     def _restore_average(self, model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drivetrain.algorithms.utils.checks import check_fraction, check_whole, elapsed_fraction
 from drivetrain.algorithms.utils.passes import run_and_forget
+from drivetrain.algorithms.utils.rhythm import num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ConfigTypeError
@@ -104,6 +105,7 @@ class SeqLengthWarmup(Algorithm):
     length, so that memory is reserved in one piece; the model does not notice.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.AFTER_DATALOADER})
     reads, writes = ("model", "batch"), ("batch",)
 
@@ -145,7 +147,12 @@ class SeqLengthWarmup(Algorithm):
         return min(max(length, self.min_seq_length), self.max_seq_length)
 
     def _steps_done(self, state: State) -> int:
-        total = _num_batches(state)
+        total = num_batches(state)
+        if total is None and state.max_duration is not None and state.max_duration.unit is TimeUnit.EPOCH:
+            raise ConfigError(
+                "SeqLengthWarmup: the run ends after epochs, and the loader does not know its length. "
+                "Give max_duration in batches ('10000ba')."
+            )
         if total is not None:
             every = max(1, int(total * self.duration) // self._num_steps)
             return state.clock.batch // every
@@ -187,22 +194,3 @@ class SeqLengthWarmup(Algorithm):
     def load_state_dict(self, state: Any) -> None:
         """Take back what was logged last."""
         self._logged = None if state["logged"] is None else tuple(state["logged"])
-
-
-def _num_batches(state: State) -> int | None:
-    """Return the batches of the whole run, or None where it ends by samples, tokens or time."""
-    end, per_epoch = state.max_duration, state.dataloader_len
-    if end is None:
-        return None
-    if end.unit is TimeUnit.BATCH:
-        return int(end.value)
-    if end.unit is TimeUnit.STEP:
-        return int(end.value) * state.accumulation_steps
-    if end.unit is TimeUnit.EPOCH:
-        if per_epoch is None:
-            raise ConfigError(
-                "SeqLengthWarmup: the run ends after epochs, and the loader does not know its length. "
-                "Give max_duration in batches ('10000ba')."
-            )
-        return int(end.value) * int(per_epoch.value)
-    return None

@@ -1,7 +1,8 @@
 """Stochastic weight averaging (Izmailov et al., 2018, arXiv 1803.05407): the mean of the weights seen late in training.
 
-Averaging begins at `swa_start` and ends at `swa_end`, where the mean takes the model's place. Batch norms then get the statistics
-of a pass over training data, since the mean's activations were never seen.
+The weights at `swa_start` are the first member of the mean, and every `update_interval` after that adds one. At `swa_end`, whose
+weights belong to the mean when they are due, the mean takes the model's place. Batch norms then get the statistics of a pass over
+training data, because no training batch has seen the mean's activations.
 """
 
 import math
@@ -11,9 +12,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import model_of, torch_optimizers
+from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_choice, check_whole
-from drivetrain.algorithms.utils.rhythm import Rhythm, has_come
+from drivetrain.algorithms.utils.rhythm import has_come, num_batches
 from drivetrain.algorithms.utils.statistics import measure_batch_norms
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
@@ -42,6 +43,7 @@ class SWA(Algorithm):
     and the run's own scheduler rests from then on.
     """
 
+    allow_multiple = False
     writes = ("model", "optimizers", "schedulers")
     tags = frozenset({"average"})
     conflicts = {
@@ -69,8 +71,8 @@ class SWA(Algorithm):
         self.schedule_swa_lr, self.anneal_strategy = schedule_swa_lr, anneal_strategy
         self.anneal_steps, self.swa_lr = anneal_steps, swa_lr
         self._update_event = Event.EPOCH_END if self.update_interval.unit is TimeUnit.EPOCH else Event.BATCH_END
-        self.events = frozenset({Event.INIT, self._update_event, Event.FIT_END})
-        self._rhythm = Rhythm(self.update_interval)
+        self.events = frozenset({Event.INIT, Event.FIT_START, self._update_event, Event.FIT_END})
+        self._first_at: int | None = None  # the batch or epoch of the first member; the others are counted from it
         self._average: AveragedWeights | None = None
         self._restored: Mapping[str, Any] | None = None
         self._first_rates: list[float] | None = None
@@ -103,27 +105,54 @@ class SWA(Algorithm):
         if event is Event.INIT:
             return
         self._restore_average(model)
-        if event is Event.FIT_END:
+        if event is Event.FIT_START:
+            self._warn_if_too_short(state)
+        elif event is Event.FIT_END:
             if self.swa_started and not self.swa_completed:
                 self._complete(model)
             if self.swa_completed:
                 measure_batch_norms(state)  # of the final weights: steps after the swap have moved them
-        elif not self.swa_completed and self._rhythm.is_due(state):
-            self._rhythm.tick(state)
+        elif not self.swa_completed and has_come(self.swa_start, state, str(self)):
             self._update(state, model)
 
     def _update(self, state: State, model: nn.Module) -> None:
-        if has_come(self.swa_end, state, str(self)):
-            if self.swa_started:
-                self._complete(model)
-                if self._update_event is Event.EPOCH_END:
-                    measure_batch_norms(state)  # for the evaluation that follows
-        elif has_come(self.swa_start, state, str(self)):
-            if self._average is None:
-                self._average = AveragedWeights(model)
+        now = int(state.clock.get(self.update_interval.unit).value)
+        if self._first_at is None:
+            self._first_at, self._average = now, AveragedWeights(model)
+        if (now - self._first_at) % int(self.update_interval.value) == 0:
+            assert self._average is not None
             self._average.update_mean(model)
             if self.schedule_swa_lr:
                 self._anneal(state)
+        if has_come(self.swa_end, state, str(self)):
+            self._complete(model)
+            if self._update_event is Event.EPOCH_END:
+                measure_batch_norms(state)  # for the evaluation that follows
+
+    def _warn_if_too_short(self, state: State) -> None:
+        """Warn when the run ends before the mean has two members: it is then what plain training gives."""
+        members = None if self.swa_completed else self._count_members(state)
+        if members is not None and members < 2:
+            warn_no_effect(
+                f"SWA has {members} of at least two sets of weights to average in a run of {state.max_duration} (swa_start="
+                f"{str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, update_interval={str(self.update_interval)!r}), so it has no "
+                "effect. Train longer, start earlier, or give update_interval in batches."
+            )
+
+    def _count_members(self, state: State) -> int | None:
+        """Return how many sets of weights a whole run averages, or None where its length is not known."""
+        length, in_epochs = state.dataloader_len, self._update_event is Event.EPOCH_END
+        total: float | None = num_batches(state)
+        if in_epochs and state.max_duration is not None and state.max_duration.unit is TimeUnit.EPOCH:
+            total = state.max_duration.value
+        elif in_epochs and total is not None:
+            total = None if length is None else total / length.value
+        per_epoch = 1 if in_epochs else None if length is None else length.value
+        scale = total if self.swa_start.unit is TimeUnit.DURATION else per_epoch
+        if total is None or scale is None:
+            return None
+        first, last = (max(1, math.ceil(round(time.value * scale, 9))) for time in (self.swa_start, self.swa_end))
+        return max(0, (min(last, int(total)) - first) // int(self.update_interval.value) + 1)
 
     def _complete(self, model: nn.Module) -> None:
         assert self._average is not None
@@ -158,14 +187,14 @@ class SWA(Algorithm):
         """Return the mean and how far it has come."""
         return {
             "average": self._restored if self._average is None else self._average.state_dict(),
-            "done_at": self._rhythm.done_at,
+            "first_at": self._first_at,
             "completed": self.swa_completed,
             "first_rates": self._first_rates,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back; the mean is put in place when the model is there, the scheduler rests from now on if it did."""
-        self._average, self._restored, self._rhythm.done_at = None, state["average"], state["done_at"]
+        self._average, self._restored, self._first_at = None, state["average"], state["first_at"]
         self.swa_completed, self._first_rates = state["completed"], state["first_rates"]
         if self._first_rates is not None and self._state is not None:
             self._rest_schedulers(self._state)

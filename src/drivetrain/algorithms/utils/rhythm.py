@@ -1,4 +1,4 @@
-"""When something that repeats is due, and whether a moment of the run has come."""
+"""When something that repeats is due, whether a moment of the run has come, and how long the run is."""
 
 from drivetrain.algorithms.utils.checks import elapsed_fraction
 from drivetrain.context.state import State
@@ -13,6 +13,20 @@ def has_come(time: Time, state: State, who: str) -> bool:
     return state.clock.get(time.unit).value >= time.value
 
 
+def num_batches(state: State) -> int | None:
+    """Return the batches of the whole run, or None where that cannot be counted."""
+    end, per_epoch = state.max_duration, state.dataloader_len
+    if end is None:
+        return None
+    if end.unit is TimeUnit.BATCH:
+        return int(end.value)
+    if end.unit is TimeUnit.STEP:
+        return int(end.value) * state.accumulation_steps
+    if end.unit is TimeUnit.EPOCH and per_epoch is not None:
+        return int(end.value * per_epoch.value)
+    return None
+
+
 class Rhythm:
     """Is due once whenever its counter is at a multiple of the interval; what was done is saved, so a resumed run keeps it."""
 
@@ -20,11 +34,18 @@ class Rhythm:
         self.every = every
         self.done_at = 0
 
+    def has_begun(self, state: State) -> bool:
+        """Return whether its counter has counted anything yet."""
+        return self._now(state) > 0
+
     def is_due(self, state: State) -> bool:
-        """Say whether it is time; `tick` then notes that it was used."""
-        now = int(state.clock.get(self.every.unit).value)
+        """Return whether it is time; `tick` then notes that it was used."""
+        now = self._now(state)
         return 0 < now != self.done_at and now % int(self.every.value) == 0
 
     def tick(self, state: State) -> None:
         """Note that what was due has been done."""
-        self.done_at = int(state.clock.get(self.every.unit).value)
+        self.done_at = self._now(state)
+
+    def _now(self, state: State) -> int:
+        return int(state.clock.get(self.every.unit).value)
