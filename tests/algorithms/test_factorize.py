@@ -1,21 +1,26 @@
 """Thin pairs cost less, fit what they replace, and keep its geometry."""
 
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from drivetrain.algorithms.factorize import (
     Factorize,
     FactorizedConv2d,
     FactorizedLinear,
+    LowRankSolution,
     apply_factorization,
     factorize_conv2d,
     factorize_matrix,
     factorizing_could_speedup,
 )
+from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.train.trainer import Trainer
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "area"), [(8, 8, 1), (16, 8, 9), (5, 30, 4)])
@@ -32,8 +37,7 @@ def test_fractions_are_of_the_smaller_side_and_groups_are_left_alone():
     assert FactorizedLinear(16, 64, latent_features=0.25).latent_size == 4
     assert FactorizedLinear(16, 64, latent_features=0.01).latent_size == 1
     assert not factorizing_could_speedup(nn.Conv2d(8, 8, 3, groups=2), 1)
-    with pytest.raises(ValueError, match="cannot be factorized"):
-        factorizing_could_speedup(nn.ReLU(), 1)
+    assert not factorizing_could_speedup(nn.ReLU(), 1)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -116,10 +120,73 @@ def test_a_rank_that_saves_nothing_is_refused():
         FactorizedLinear(8, 8, latent_features=7)
     with pytest.raises(ValueError, match="grouped"):
         FactorizedConv2d(8, 8, 3, groups=2)
-    with pytest.raises(ValueError, match="both False"):
-        Factorize(False, False)
     with pytest.raises(ValueError, match="initialise|initialize"):
         Factorize(initialize="sdv")
+
+
+@pytest.mark.parametrize("rank", [4, 5, 8, 9, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_rank_as_large_as_a_side_gives_the_one_best_matrix(rank, bias):
+    torch.manual_seed(0)
+    X, W, b = torch.randn(40, 8), torch.randn(8, 4), torch.randn(4)
+    solution = factorize_matrix(X, X @ W + b * bias, W, bias=b if bias else None, rank=rank)
+    assert (solution.Wb, solution.rank) == (None, -1) and solution.nmse < 1e-10
+    torch.testing.assert_close(solution.Wa, W, rtol=1e-4, atol=1e-5)
+    assert solution.bias is (b if bias else None)
+    x, kernel = torch.randn(4, 3, 8, 8), torch.randn(4, 3, 2, 2)
+    solution = factorize_conv2d(x, kernel, None, rank, b if bias else None)
+    assert (solution.Wb, solution.rank) == (None, -1)
+    torch.testing.assert_close(solution.Wa, kernel, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_as_large_as_that_of_the_pair_returns_the_pair():
+    X, first, second = torch.randn(40, 8), torch.randn(8, 2), torch.randn(2, 6)
+    solution = factorize_matrix(X, X @ first @ second, first, second, rank=3)
+    assert solution.Wa is first and solution.Wb is second and solution.rank == -1
+    x, first, second = torch.randn(4, 3, 8, 8), torch.randn(2, 3, 3, 3), torch.randn(6, 2, 1, 1)
+    solution = factorize_conv2d(x, first, second, 2)
+    assert torch.equal(solution.Wa, first) and torch.equal(solution.Wb, second)
+
+
+def test_a_fraction_is_of_the_inputs_and_the_arguments_of_a_convolution_stand_in_composers_order():
+    X, W = torch.randn(40, 16), torch.randn(16, 6)
+    assert factorize_matrix(X, X @ W, W).rank == 4
+    assert list(inspect.signature(factorize_conv2d).parameters) == [
+        "X", "Wa", "Wb", "rank", "biasA", "biasB", "n_iters", "conv2d_kwargs",
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="biasB belongs to"):
+        factorize_conv2d(torch.randn(1, 3, 8, 8), torch.randn(4, 3, 2, 2), biasB=torch.randn(4))
+    assert LowRankSolution() == LowRankSolution(None, None, None, -1, 0.0)
+
+
+def test_factorized_layers_answer_like_the_ones_they_replace():
+    conv, linear = FactorizedConv2d(8, 12, 3, 4, padding=1), FactorizedLinear(16, 12, latent_features=5)
+    assert (conv.in_channels, conv.out_channels, conv.latent_channels, conv.kernel_size) == (8, 12, 4, 3)
+    assert (linear.in_features, linear.out_features, linear.latent_features) == (16, 12, 5)
+    assert list(conv.state_dict()) == list(linear.state_dict()) == ["module0.weight", "module1.weight", "module1.bias"]
+    assert conv.module0 is conv.conv0 and linear.module1 is linear.linear1
+    assert conv.should_factorize(3) and not conv.should_factorize(4)
+    assert FactorizedConv2d.max_allowed_latent_channels(8, 12, 3) == 10
+    assert FactorizedLinear.max_allowed_latent_features(16, 12) == 6
+    before = linear.module0.weight.clone()
+    linear.reset_parameters()
+    assert not torch.equal(linear.module0.weight, before)
+    solution = linear.solution_for_rank(torch.randn(40, 16), 3)
+    assert linear.latent_size == 5
+    linear.apply_solution(solution)
+    assert linear.latent_size == 3 and linear.module0.out_features == linear.module1.in_features == 3
+
+
+def test_nothing_to_factorize_is_warned_about():
+    with pytest.warns(NoEffectWarning, match="both False"):
+        apply_factorization(nn.Sequential(nn.Linear(600, 600)), False, False)
+    with pytest.warns(NoEffectWarning, match="both False"):
+        Trainer(nn.Sequential(nn.Linear(4, 4)), None, None, callbacks=(), algorithms=[Factorize(False, False)])
+    net = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3), nn.Linear(32, 32))
+    parametrizations.weight_norm(net[0])
+    with pytest.warns(NoEffectWarning, match="left 1 layers of Sequential as they are.*parametrized"):
+        apply_factorization(net, min_channels=16, latent_channels=4, min_features=16)
+    assert isinstance(net[1], FactorizedConv2d) and isinstance(net[2], FactorizedLinear)
 
 
 def test_only_wide_layers_that_gain_are_replaced():

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.low_rank import LowRankSolution, factorize_conv2d, factorize_matrix, split_matrix
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_choice, check_whole
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
@@ -46,34 +47,87 @@ def max_rank_with_speedup(in_size: int, out_size: int) -> int:
 
 def factorizing_could_speedup(module: nn.Module, latent_size: float) -> bool:
     """Say whether a layer split at this rank would do less arithmetic than it does now."""
-    if isinstance(module, FactorizedConv2d | FactorizedLinear):
-        return clean_latent_size(latent_size, module.in_size, module.out_size) < module.latent_size
+    if isinstance(module, FactorizedModule):
+        return module.should_factorize(latent_size)
     if isinstance(module, nn.Conv2d):
         if module.groups > 1:
             return False
-        area = module.kernel_size[0] * module.kernel_size[1]
+        inputs = module.in_channels * math.prod(module.kernel_size)
         latent = clean_latent_size(latent_size, module.in_channels, module.out_channels)
-        return latent <= max_rank_with_speedup(module.in_channels * area, module.out_channels)
+        return latent <= max_rank_with_speedup(inputs, module.out_channels)
     if isinstance(module, nn.Linear):
         latent = clean_latent_size(latent_size, module.in_features, module.out_features)
         return latent <= max_rank_with_speedup(module.in_features, module.out_features)
-    raise ConfigError(
-        f"factorizing_could_speedup: {type(module).__name__} cannot be factorized; expected Conv2d, Linear, FactorizedConv2d or "
-        "FactorizedLinear."
-    )
+    return False
 
 
-def _checked_rank(who: str, latent: float, in_size: int, out_size: int, inputs: int) -> int:
-    rank, most = clean_latent_size(latent, in_size, out_size), max_rank_with_speedup(inputs, out_size)
-    if rank > most:
-        raise ConfigError(
-            f"{who}: a rank of {rank} saves nothing; the largest that does is {most}. Use a smaller latent size."
-        )
-    return rank
+class FactorizedModule(nn.Module):
+    """What the two kinds share: `module0` has few outputs and no bias, `module1` has the layer's outputs and its bias."""
+
+    module0: nn.Module
+    module1: nn.Module
+
+    def __init__(self, in_size: int, out_size: int, latent_size: float, inputs: int):
+        super().__init__()
+        self.in_size, self.out_size = in_size, out_size
+        rank, most = clean_latent_size(latent_size, in_size, out_size), max_rank_with_speedup(inputs, out_size)
+        if rank > most:
+            raise ConfigError(
+                f"{type(self).__name__}: a rank of {rank} saves nothing; the largest that does is {most}. Use a smaller latent size."
+            )
+        self.latent_size = rank
+        """The rank."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.module1(self.module0(input))
+
+    def reset_parameters(self) -> None:
+        """Draw new weights for both parts."""
+        for part in (self.module0, self.module1):
+            part.reset_parameters()  # type: ignore[operator]
+
+    def should_factorize(self, proposed_rank: float) -> bool:
+        """Return whether this rank, or this fraction of the smaller size, would do less arithmetic than the present one."""
+        return clean_latent_size(proposed_rank, self.in_size, self.out_size) < self.latent_size
+
+    def set_rank(self, input: Tensor, rank: int) -> LowRankSolution | None:
+        """Lower the rank, refitting both parts so that the outputs for `input` change little; return how well that went.
+
+        The parts get new parameters: optimizers made before must be told (`drivetrain.surgery.update_params_in_optimizer`).
+        """
+        check_whole(f"{type(self).__name__}.set_rank", 1, rank=rank)
+        if rank > self.latent_size:
+            raise ConfigError(
+                f"{type(self).__name__}.set_rank(rank={rank}): the rank is {self.latent_size} and can only be lowered."
+            )
+        if rank == self.latent_size:
+            return None
+        solution = self.solution_for_rank(input, rank)
+        self.apply_solution(solution)
+        return solution
+
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        """Return parts of a lower rank whose outputs for `input` are close to the present ones; nothing changes yet."""
+        raise NotImplementedError
+
+    def apply_solution(self, solution: LowRankSolution) -> None:
+        """Take the parts that `solution_for_rank` found."""
+        raise NotImplementedError
+
+    def _assign(self, size: str, solution: LowRankSolution, first: Tensor, second: Tensor) -> None:
+        self.latent_size = solution.rank
+        for part, name, weight in ((self.module0, f"out_{size}", first), (self.module1, f"in_{size}", second)):
+            setattr(part, name, solution.rank)
+            part.weight = nn.Parameter(weight.contiguous(), requires_grad=part.weight.requires_grad)  # type: ignore[arg-type]
+        if solution.bias is not None:
+            self.module1.bias.data.copy_(solution.bias)  # type: ignore[operator]
 
 
-class FactorizedConv2d(nn.Module):
-    """Two convolutions in place of one: `conv0` has its geometry and few channels, `conv1` is 1x1 and has its bias."""
+class FactorizedConv2d(FactorizedModule):
+    """Two convolutions in place of one: the first has its geometry and few channels, the second is 1x1 and has its bias."""
+
+    module0: nn.Conv2d
+    module1: nn.Conv2d
 
     def __init__(
         self,
@@ -83,41 +137,35 @@ class FactorizedConv2d(nn.Module):
         latent_channels: float = 0.25,
         **conv: Any,
     ):
-        super().__init__()
         if conv.get("groups", 1) > 1:
             raise ConfigError(f"FactorizedConv2d(groups={conv['groups']}): grouped convolutions are not factorized.")
-        bias, area = conv.pop("bias", True), math.prod(_pair(kernel_size))
-        self.in_size, self.out_size = in_channels, out_channels
-        rank = _checked_rank("FactorizedConv2d", latent_channels, in_channels, out_channels, in_channels * area)
-        self.conv0 = nn.Conv2d(in_channels, rank, kernel_size, bias=False, **conv)
-        self.conv1 = nn.Conv2d(rank, out_channels, 1, bias=bias)
+        super().__init__(in_channels, out_channels, latent_channels, in_channels * math.prod(_pair(kernel_size)))
+        bias = conv.pop("bias", True)
+        self.kernel_size = kernel_size
+        self.module0 = nn.Conv2d(in_channels, self.latent_size, kernel_size, bias=False, **conv)
+        self.module1 = nn.Conv2d(self.latent_size, out_channels, 1, bias=bias)
 
-    @property
-    def latent_size(self) -> int:
-        """The rank."""
-        return self.conv0.out_channels
+    in_channels = property(lambda self: self.in_size, doc="As of the convolution it replaces.")
+    out_channels = property(lambda self: self.out_size, doc="As of the convolution it replaces.")
+    latent_channels = property(lambda self: self.latent_size, doc="The rank.")
+    conv0 = property(lambda self: self.module0, doc="The convolution with few channels.")
+    conv1 = property(lambda self: self.module1, doc="The 1x1 convolution.")
 
-    latent_channels = latent_size
+    @staticmethod
+    def max_allowed_latent_channels(in_channels: int, out_channels: int, kernel_size: int | tuple[int, int]) -> int:
+        """Return the largest rank that saves arithmetic."""
+        return max_rank_with_speedup(in_channels * math.prod(_pair(kernel_size)), out_channels)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.conv1(self.conv0(input))
-
-    def set_rank(self, input: Tensor, rank: int) -> LowRankSolution | None:
-        """Lower the rank, refitting both parts so that the outputs for `input` change little; return how well that went.
-
-        The parts get new parameters: optimizers made before must be told (`drivetrain.surgery.update_params_in_optimizer`).
-        """
-        if not _is_lower("FactorizedConv2d", rank, self.latent_size):
-            return None
-        bias = None if self.conv1.bias is None else self.conv1.bias.detach()
-        conv = self.conv0
-        solution = factorize_conv2d(
-            input, conv.weight.detach(), self.conv1.weight.detach(), biasB=bias, rank=rank, stride=conv.stride,
-            padding=conv.padding, dilation=conv.dilation, padding_mode=conv.padding_mode,
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        conv, bias = self.module0, self.module1.bias
+        return factorize_conv2d(
+            input, conv.weight.detach(), self.module1.weight.detach(), rank, biasB=None if bias is None else bias.detach(),
+            stride=conv.stride, padding=conv.padding, dilation=conv.dilation, padding_mode=conv.padding_mode,
         )  # fmt: skip
-        _assign(self.conv0, "out_channels", rank, solution.Wa)
-        _assign(self.conv1, "in_channels", rank, solution.Wb, solution.bias)
-        return solution
+
+    def apply_solution(self, solution: LowRankSolution) -> None:
+        assert solution.Wa is not None and solution.Wb is not None
+        self._assign("channels", solution, solution.Wa, solution.Wb)
 
     @staticmethod
     def from_conv2d(
@@ -130,48 +178,45 @@ class FactorizedConv2d(nn.Module):
         )  # fmt: skip
         if initialize == "svd":
             first, second = split_matrix(module.weight.detach().flatten(1).t(), new.latent_size)
-            new.conv0.weight = nn.Parameter(first.t().reshape(-1, *module.weight.shape[1:]).contiguous())
-            new.conv1.weight = nn.Parameter(second.t()[:, :, None, None].contiguous())
-            new.conv1.bias = module.bias
+            new.module0.weight = nn.Parameter(first.t().reshape(-1, *module.weight.shape[1:]).contiguous())
+            new.module1.weight = nn.Parameter(second.t()[:, :, None, None].contiguous())
+            new.module1.bias = module.bias
         return new
 
 
-class FactorizedLinear(nn.Module):
-    """Two linear layers in place of one: `linear0` has few outputs and no bias, `linear1` has the bias."""
+class FactorizedLinear(FactorizedModule):
+    """Two linear layers in place of one: the first has few outputs and no bias, the second has the bias."""
+
+    module0: nn.Linear
+    module1: nn.Linear
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, latent_features: float = 0.25):
-        super().__init__()
-        self.in_size, self.out_size = in_features, out_features
-        rank = _checked_rank("FactorizedLinear", latent_features, in_features, out_features, in_features)
-        self.linear0 = nn.Linear(in_features, rank, bias=False)
-        self.linear1 = nn.Linear(rank, out_features, bias=bias)
+        super().__init__(in_features, out_features, latent_features, in_features)
+        self.module0 = nn.Linear(in_features, self.latent_size, bias=False)
+        self.module1 = nn.Linear(self.latent_size, out_features, bias=bias)
 
-    @property
-    def latent_size(self) -> int:
-        """The rank."""
-        return self.linear0.out_features
+    in_features = property(lambda self: self.in_size, doc="As of the layer it replaces.")
+    out_features = property(lambda self: self.out_size, doc="As of the layer it replaces.")
+    latent_features = property(lambda self: self.latent_size, doc="The rank.")
+    linear0 = property(lambda self: self.module0, doc="The layer with few outputs.")
+    linear1 = property(lambda self: self.module1, doc="The layer with the bias.")
 
-    latent_features = latent_size
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.linear1(self.linear0(input))
+    @staticmethod
+    def max_allowed_latent_features(in_features: int, out_features: int) -> int:
+        """Return the largest rank that saves arithmetic."""
+        return max_rank_with_speedup(in_features, out_features)
 
     @torch.no_grad()
-    def set_rank(self, input: Tensor, rank: int) -> LowRankSolution | None:
-        """Lower the rank, refitting both parts so that the outputs for `input` change little; return how well that went.
+    def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
+        rows, bias = input.reshape(-1, self.in_size), self.module1.bias
+        return factorize_matrix(
+            rows, self(rows), self.module0.weight.detach().t(), self.module1.weight.detach().t(),
+            None if bias is None else bias.detach(), rank,
+        )  # fmt: skip
 
-        The parts get new parameters: optimizers made before must be told (`drivetrain.surgery.update_params_in_optimizer`).
-        """
-        if not _is_lower("FactorizedLinear", rank, self.latent_size):
-            return None
-        rows = input.reshape(-1, self.in_size)
-        bias = None if self.linear1.bias is None else self.linear1.bias.detach()
-        solution = factorize_matrix(
-            rows, self(rows), self.linear0.weight.detach().t(), self.linear1.weight.detach().t(), bias, rank
-        )
-        _assign(self.linear0, "out_features", rank, solution.Wa.t())
-        _assign(self.linear1, "in_features", rank, solution.Wb.t(), solution.bias)  # type: ignore[union-attr]
-        return solution
+    def apply_solution(self, solution: LowRankSolution) -> None:
+        assert solution.Wa is not None and solution.Wb is not None
+        self._assign("features", solution, solution.Wa.t(), solution.Wb.t())
 
     @staticmethod
     def from_linear(
@@ -181,25 +226,10 @@ class FactorizedLinear(nn.Module):
         new = FactorizedLinear(module.in_features, module.out_features, module.bias is not None, latent_features)
         if initialize == "svd":
             first, second = split_matrix(module.weight.detach().t(), new.latent_size)
-            new.linear0.weight = nn.Parameter(first.t().contiguous())
-            new.linear1.weight = nn.Parameter(second.t().contiguous())
-            new.linear1.bias = module.bias
+            new.module0.weight = nn.Parameter(first.t().contiguous())
+            new.module1.weight = nn.Parameter(second.t().contiguous())
+            new.module1.bias = module.bias
         return new
-
-
-def _is_lower(who: str, rank: int, current: int) -> bool:
-    check_whole(f"{who}.set_rank", 1, rank=rank)
-    if rank > current:
-        raise ConfigError(f"{who}.set_rank(rank={rank}): the rank is {current} and can only be lowered.")
-    return rank < current
-
-
-def _assign(layer: nn.Module, size: str, rank: int, weight: Tensor | None, bias: Tensor | None = None) -> None:
-    assert weight is not None
-    setattr(layer, size, rank)
-    layer.weight = nn.Parameter(weight.contiguous(), requires_grad=layer.weight.requires_grad)  # type: ignore[arg-type]
-    if bias is not None:
-        layer.bias.data.copy_(bias)  # type: ignore[operator]
 
 
 def apply_factorization(
@@ -215,30 +245,29 @@ def apply_factorization(
     initialize: Initialize = "random",
 ) -> None:
     """Factorize the convolutions and linear layers that are wide enough, where it saves arithmetic."""
-    check_factorize(
-        "apply_factorization", factorize_convs, factorize_linears, latent_channels, latent_features, initialize
-    )
-    done = inside(model, _LAYERS)
+    check_factorize("apply_factorization", latent_channels, latent_features, initialize)
+    if not factorize_convs and not factorize_linears:
+        warn_no_effect("Factorize has no effect: factorize_convs and factorize_linears are both False.")
+        return
+    done = inside(model, FactorizedModule)
+    left_alone: set[nn.Module] = set()
+
+    def is_wide(module: nn.Module, sizes: tuple[int, int], narrowest: int, latent: float) -> bool:
+        if module in done or min(sizes) < narrowest or not factorizing_could_speedup(module, latent):
+            return False
+        if parametrize.is_parametrized(module):
+            left_alone.add(module)
+        return type(module) in (nn.Conv2d, nn.Linear)  # a subclass computes something else with its weights
 
     def factorize_conv(module: nn.Module, index: int) -> nn.Module | None:
-        if (
-            type(module) is not nn.Conv2d
-            or module in done
-            or min(module.in_channels, module.out_channels) < min_channels
-        ):
-            return None
-        if not factorizing_could_speedup(module, latent_channels):
+        assert isinstance(module, nn.Conv2d)
+        if not is_wide(module, (module.in_channels, module.out_channels), min_channels, latent_channels):
             return None
         return FactorizedConv2d.from_conv2d(module, index, latent_channels, initialize)
 
     def factorize_linear(module: nn.Module, index: int) -> nn.Module | None:
-        if (
-            type(module) is not nn.Linear
-            or module in done
-            or min(module.in_features, module.out_features) < min_features
-        ):
-            return None
-        if not factorizing_could_speedup(module, latent_features):
+        assert isinstance(module, nn.Linear)
+        if not is_wide(module, (module.in_features, module.out_features), min_features, latent_features):
             return None
         return FactorizedLinear.from_linear(module, index, latent_features, initialize)
 
@@ -247,22 +276,22 @@ def apply_factorization(
         policies[nn.Conv2d] = factorize_conv
     if factorize_linears:
         policies[nn.Linear] = factorize_linear
-    if not replace_module_classes(model, policies, optimizers) and not done:
+    replaced = replace_module_classes(model, policies, optimizers)
+    leave_fused_paths(model, FactorizedModule)
+    if left_alone:
+        warn_no_effect(
+            f"Factorize left {len(left_alone)} layers of {type(model).__name__} as they are, because their weights are parametrized "
+            "(WeightStandardization, weight norm). Factorize them first."
+        )
+    elif not replaced and not done:
         warn_no_effect(
             f"Factorize found nothing in {type(model).__name__} that is wide enough (min_channels={min_channels}, "
             f"min_features={min_features}) and would be cheaper in two parts."
         )
 
 
-_LAYERS = (FactorizedConv2d, FactorizedLinear)
-
-
-def check_factorize(
-    who: str, convs: bool, linears: bool, latent_channels: float, latent_features: float, initialize: str
-) -> None:
-    """Refuse settings under which nothing could be factorized."""
-    if not convs and not linears:
-        raise ConfigError(f"{who}: factorize_convs and factorize_linears are both False, so there is nothing to do.")
+def check_factorize(who: str, latent_channels: float, latent_features: float, initialize: str) -> None:
+    """Reject sizes and names that mean nothing."""
     for name, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{who}({name}={value!r}): expected a count, or a fraction below 1.")
@@ -270,7 +299,10 @@ def check_factorize(
 
 
 class Factorize(ModelSurgery):
-    """Factorizes the wide layers of the model."""
+    """Factorizes the wide layers of the model: after those that wrap or make wide layers, before their weights are parametrized."""
+
+    after = ("SqueezeExcite", "GatedLinearUnits")
+    before = ("WeightStandardization", "FP8Linear")
 
     def __init__(
         self,
@@ -283,7 +315,7 @@ class Factorize(ModelSurgery):
         *,
         initialize: Initialize = "random",
     ):
-        check_factorize("Factorize", factorize_convs, factorize_linears, latent_channels, latent_features, initialize)
+        check_factorize("Factorize", latent_channels, latent_features, initialize)
         self.factorize_convs, self.factorize_linears = factorize_convs, factorize_linears
         self.min_channels, self.latent_channels = min_channels, latent_channels
         self.min_features, self.latent_features, self.initialize = min_features, latent_features, initialize

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, warn_no_effect
+from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, leave_fused_paths, warn_no_effect
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.module.classes import written_class
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
@@ -165,7 +165,6 @@ def _plan_torch(layer: Any, gating: Gating) -> Plan:
         return {}
     sizes = (layer.linear1.in_features, layer.linear1.out_features)
     layer.activation = nn.Identity()
-    layer.activation_relu_or_gelu = 0  # keeps torch's fused evaluation path away, which reads linear1.weight
     return {
         layer.linear1: lambda: GatedProjection(
             *sizes, gating.act_fn, gating.gated_layer_bias, gating.non_gated_layer_bias
@@ -209,6 +208,7 @@ def apply_gated_linear_units(
         plan |= adapter.plan(layer, gating)
     policies = {nn.Module: lambda module, index: plan[module]() if module in plan else None}
     replace_module_classes(model, policies, optimizers)
+    leave_fused_paths(model, _GATED)
 
 
 _GATED = (GatedProjection, GatedFeedForward)

@@ -26,6 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 class ModelSurgery(Algorithm):
     """An algorithm that changes the model once, at INIT; a checkpoint of the changed model needs it again."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes: tuple[str, ...] = ("model", "optimizers")
     tags = frozenset({"surgery"})
@@ -109,3 +110,13 @@ def inside(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ..
     """Return everything that stands inside a layer of the given classes: what was treated before, however it was changed since."""
     holders = [module for module in model.modules() if isinstance(module, layers)]
     return {child for holder in holders for child in holder.modules() if child is not holder}
+
+
+def leave_fused_paths(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> None:
+    """Keep torch's fused evaluation, which reads `linear1.weight`, away from encoders that have other layers in its place."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if isinstance(module.linear1, layers) or isinstance(module.linear2, layers):
+                module.activation_relu_or_gelu = 0  # no activation that the fused path knows
+        elif isinstance(module, nn.TransformerEncoder) and any(isinstance(child, layers) for child in module.modules()):
+            module.use_nested_tensor = False
