@@ -1,6 +1,7 @@
 """RandAugment and AugMix: on single images, and as a part of the training data alone."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from drivetrain.algorithms.augmix import AugmentAndMixTransform, AugMix, augmix_image
 from drivetrain.algorithms.randaugment import RandAugment, RandAugmentTransform, randaugment, randaugment_image
+from drivetrain.algorithms.utils import augmentation_sets
 from drivetrain.algorithms.utils.datasets import Steps, with_transform
 from drivetrain.algorithms.utils.images import as_pil, as_tensor
 from drivetrain.core.event import Event
@@ -65,7 +67,7 @@ def test_depth_zero_changes_nothing():
 def test_augmix_mixes_chains_with_the_image(monkeypatch):
     from drivetrain.algorithms import augmix
 
-    monkeypatch.setattr(augmix, "find_set", lambda name, who: (lambda image, level, generator: 255 - image,))
+    monkeypatch.setattr(augmix, "find_set", lambda name, who: (lambda image, level: 255 - image,))
     monkeypatch.setattr(augmix, "draw_weights", lambda count, alpha, generator: [0.25, 0.75])
     monkeypatch.setattr(augmix, "draw_beta", lambda alpha, generator: 0.4)
     image = picture()
@@ -222,3 +224,38 @@ def test_a_loader_of_unknown_kind_is_refused():
     state = make_state(train_dataloader=iter(()))
     with pytest.raises(ValueError, match="cannot be reached"):
         run(RandAugment(), state, Event.FIT_START)
+
+
+def darken(image, level):
+    return image // 2 + int(level)
+
+
+@pytest.mark.parametrize("function", [randaugment_image, augmix_image])
+def test_a_set_may_be_functions_or_a_set_itself(function):
+    image = torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
+    named, given = (
+        function(image, augmentation_set=chosen, generator=torch.Generator().manual_seed(3))
+        for chosen in ("safe", augmentation_sets["safe"])
+    )
+    assert torch.equal(named, given)
+    own = function(image, 3, 1, augmentation_set=[darken])
+    assert torch.equal(own, darken(image, 3)) or function is augmix_image
+    assert not torch.equal(own, image)
+    for wrong in ([], [1], None):
+        with pytest.raises(TypeError, match="augmentation_set"):
+            function(image, augmentation_set=wrong)
+
+
+@pytest.mark.parametrize("cls", [RandAugment, RandAugmentTransform, AugMix, AugmentAndMixTransform])
+def test_classes_take_functions_too_and_show_their_names(cls):
+    for chosen in ([darken], augmentation_sets["safe"], "safe"):
+        made = cls(augmentation_set=chosen)
+        assert made.augmentation_set is chosen
+    if hasattr(made, "extra_repr"):
+        assert "augmentation_set=[darken]" in repr(cls(augmentation_set=[darken]))
+
+
+def test_sets_of_functions_reach_the_training_data_and_travel_to_workers():
+    transform = RandAugmentTransform(4, 1, [darken, *augmentation_sets["safe"]])
+    again = pickle.loads(pickle.dumps(transform))
+    assert again.augmentation_set == transform.augmentation_set

@@ -10,7 +10,14 @@ from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
-from drivetrain.algorithms.utils.primitives import check_image, each_image, find_set
+from drivetrain.algorithms.utils.primitives import (
+    AugmentationSet,
+    apply_one_of,
+    check_image,
+    each_image,
+    find_set,
+    shown_set,
+)
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
@@ -23,7 +30,7 @@ def augmix_image(
     depth: int = -1,
     width: int = 3,
     alpha: float = 1.0,
-    augmentation_set: str = "all",
+    augmentation_set: AugmentationSet = "all",
     *,
     generator: Generator = None,
 ) -> Any:
@@ -43,7 +50,7 @@ def augmix_image(
         for weight in weights:
             chain = image
             for _ in range(depth if depth > 0 else draw_integer(1, 4, generator)):
-                chain = augmentations[draw_integer(0, len(augmentations), generator)](chain, severity, generator)
+                chain = apply_one_of(augmentations, chain, severity, generator)
             total += mixing * weight * _values(chain)
         return _like(image, total)
 
@@ -61,7 +68,7 @@ def _like(image: Any, values: Tensor) -> Any:
     return values.clamp(0, 255).to(image.dtype) if image.dtype is torch.uint8 else values.to(image.dtype)
 
 
-def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set: str, who: str) -> None:
+def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set: AugmentationSet, who: str) -> None:
     check_severity(severity, who)
     check_whole(who, 1, width=width)
     if isinstance(depth, bool) or not isinstance(depth, int):
@@ -77,7 +84,12 @@ class AugmentAndMixTransform(nn.Module):
     """AugMix as a step of a dataset's transforms; it draws from torch's global generator, which loaders seed per batch."""
 
     def __init__(
-        self, severity: int = 3, depth: int = -1, width: int = 3, alpha: float = 1.0, augmentation_set: str = "all"
+        self,
+        severity: int = 3,
+        depth: int = -1,
+        width: int = 3,
+        alpha: float = 1.0,
+        augmentation_set: AugmentationSet = "all",
     ):
         super().__init__()
         _check(severity, depth, width, alpha, augmentation_set, type(self).__name__)
@@ -92,7 +104,7 @@ class AugmentAndMixTransform(nn.Module):
         """Show the settings."""
         return (
             f"severity={self.severity}, depth={self.depth}, width={self.width}, alpha={self.alpha}, "
-            f"augmentation_set={self.augmentation_set!r}"
+            f"augmentation_set={shown_set(self.augmentation_set)}"
         )
 
 
@@ -104,7 +116,12 @@ class AugMix(Algorithm):
     tags = frozenset({"augment"})
 
     def __init__(
-        self, severity: int = 3, depth: int = -1, width: int = 3, alpha: float = 1.0, augmentation_set: str = "all"
+        self,
+        severity: int = 3,
+        depth: int = -1,
+        width: int = 3,
+        alpha: float = 1.0,
+        augmentation_set: AugmentationSet = "all",
     ):
         _check(severity, depth, width, alpha, augmentation_set, "AugMix")
         self.severity, self.depth, self.width = severity, depth, width

@@ -6,8 +6,15 @@ from torch import nn
 
 from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
-from drivetrain.algorithms.utils.draws import Generator, draw_integer
-from drivetrain.algorithms.utils.primitives import check_image, each_image, find_set
+from drivetrain.algorithms.utils.draws import Generator
+from drivetrain.algorithms.utils.primitives import (
+    AugmentationSet,
+    apply_one_of,
+    check_image,
+    each_image,
+    find_set,
+    shown_set,
+)
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
@@ -15,7 +22,12 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def randaugment_image(
-    img: Any, severity: int = 9, depth: int = 2, augmentation_set: str = "all", *, generator: Generator = None
+    img: Any,
+    severity: int = 9,
+    depth: int = 2,
+    augmentation_set: AugmentationSet = "all",
+    *,
+    generator: Generator = None,
 ) -> Any:
     """Return an image after `depth` augmentations drawn from a set, with replacement.
 
@@ -27,7 +39,7 @@ def randaugment_image(
 
     def augment(image: Any) -> Any:
         for _ in range(depth):
-            image = augmentations[draw_integer(0, len(augmentations), generator)](image, severity, generator)
+            image = apply_one_of(augmentations, image, severity, generator)
         return image
 
     return each_image(augment, img)
@@ -37,7 +49,7 @@ def randaugment(
     img: Any = None,
     severity: int = 9,
     depth: int = 2,
-    augmentation_set: str = "all",
+    augmentation_set: AugmentationSet = "all",
     *,
     generator: Generator = None,
 ) -> Any:
@@ -47,7 +59,7 @@ def randaugment(
     return randaugment_image(img, severity, depth, augmentation_set, generator=generator)
 
 
-def _check(severity: int, depth: int, augmentation_set: str, who: str) -> None:
+def _check(severity: int, depth: int, augmentation_set: AugmentationSet, who: str) -> None:
     check_severity(severity, who)
     check_whole(who, 0, depth=depth)
     find_set(augmentation_set, who)
@@ -62,7 +74,7 @@ def check_severity(severity: float, who: str) -> None:
 class RandAugmentTransform(nn.Module):
     """RandAugment as a step of a dataset's transforms; it draws from torch's global generator, which loaders seed per batch."""
 
-    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: str = "all"):
+    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: AugmentationSet = "all"):
         super().__init__()
         _check(severity, depth, augmentation_set, type(self).__name__)
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
@@ -73,7 +85,7 @@ class RandAugmentTransform(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the settings."""
-        return f"severity={self.severity}, depth={self.depth}, augmentation_set={self.augmentation_set!r}"
+        return f"severity={self.severity}, depth={self.depth}, augmentation_set={shown_set(self.augmentation_set)}"
 
 
 class RandAugment(Algorithm):
@@ -83,7 +95,7 @@ class RandAugment(Algorithm):
     reads, writes = ("dataloader",), ("dataloader",)
     tags = frozenset({"augment"})
 
-    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: str = "all"):
+    def __init__(self, severity: int = 9, depth: int = 2, augmentation_set: AugmentationSet = "all"):
         _check(severity, depth, augmentation_set, "RandAugment")
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
         self._transform = RandAugmentTransform(severity, depth, augmentation_set)

@@ -6,7 +6,7 @@ Strengths follow Hendrycks et al., "AugMix" (arXiv 1912.02781); colour, contrast
 around 1, the `_original` variants as in the paper's code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.utils import pil_ops, tensor_ops
-from drivetrain.algorithms.utils.draws import Generator, draw_coin, draw_uniform
+from drivetrain.algorithms.utils.draws import Generator, draw_coin, draw_integer, draw_uniform
 from drivetrain.algorithms.utils.images import is_pil
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 
@@ -45,6 +45,7 @@ def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augme
         return (operate(tensor_ops, levels, level, generator).float() / 255).to(image.dtype)
 
     del augment.__wrapped__  # its signature is not the one to show
+    augment.draws_from_generator = True  # type: ignore[attr-defined]
     return augment
 
 
@@ -169,21 +170,47 @@ def _either_sign(value: float, generator: Generator) -> float:
     return -value if draw_coin(generator) else value
 
 
-_SAFE = (autocontrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x, translate_y)
+_SAFE = [autocontrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x, translate_y]
 
-augmentation_sets: dict[str, tuple[Augmentation, ...]] = {
-    "all": (*_SAFE, color, contrast, brightness, sharpness),
+augmentation_sets: dict[str, list[Augmentation]] = {
+    "all": [*_SAFE, color, contrast, brightness, sharpness],
     "safe": _SAFE,
-    "original": (*_SAFE, color_original, contrast_original, brightness_original, sharpness_original),
+    "original": [*_SAFE, color_original, contrast_original, brightness_original, sharpness_original],
 }
 """`safe` leaves out what the corruptions of ImageNet-C and CIFAR-10-C resemble."""
 
 
-def find_set(name: str, who: str) -> tuple[Augmentation, ...]:
-    """Return the augmentations of a set."""
-    if name not in augmentation_sets:
-        raise UnknownSetError(unknown_name("augmentation set", name, augmentation_sets, where=who))
-    return augmentation_sets[name]
+AugmentationSet = str | Sequence[Augmentation]
+"""The name of a set, or functions `(image, level) -> image`."""
+
+
+def find_set(given: AugmentationSet, who: str) -> Sequence[Augmentation]:
+    """Return the augmentations of a set, given by its name or as functions."""
+    if isinstance(given, str):
+        if given not in augmentation_sets:
+            raise UnknownSetError(unknown_name("augmentation set", given, augmentation_sets, where=who))
+        return augmentation_sets[given]
+    if not isinstance(given, list | tuple) or not given or not all(map(callable, given)):
+        raise ConfigTypeError(
+            f"{who}(augmentation_set={given!r}): expected a name ({', '.join(augmentation_sets)}) or a list of functions "
+            "(image, level) -> image."
+        )
+    return given
+
+
+def apply_one_of(augmentations: Sequence[Augmentation], image: Any, level: float, generator: Generator = None) -> Any:
+    """Return the image after one augmentation drawn from the list; functions from elsewhere draw from generators of their own."""
+    chosen = augmentations[draw_integer(0, len(augmentations), generator)]
+    return chosen(image, level, generator) if hasattr(chosen, "draws_from_generator") else chosen(image, level)
+
+
+def shown_set(given: AugmentationSet) -> str:
+    """Return a set as a repr shows it."""
+    return (
+        repr(given)
+        if isinstance(given, str)
+        else f"[{', '.join(getattr(one, '__name__', repr(one)) for one in given)}]"
+    )
 
 
 def check_image(image: Any, who: str) -> None:
