@@ -132,7 +132,7 @@ CASES = [
         data=texts,
         events=("init", "batch_start"),
     ),
-    Case(name="GyroDropout", settings={"sigma": 4, "tau": 2}, events=("init", "fit_start")),
+    Case(name="GyroDropout", settings={"sigma": 4, "tau": 2}, events=("init", "fit_start", "batch_start")),
 ]
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.algorithms.gyro_dropout import GyroDropout, GyroDropoutLayer, apply_gyro_dropout, num_batches
+from drivetrain.algorithms.gyro_dropout import GyroDropout, GyroDropoutLayer, apply_gyro_dropout
+from drivetrain.algorithms.utils.rhythm import num_batches
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
@@ -88,6 +89,49 @@ def test_the_trainer_tells_the_layers_how_long_they_live():
         images(), num_epochs=2, per_device_batch_size=5
     )
     assert model.dropout.total_iterations == 10 and int(model.dropout.steps) == 10
+
+
+@pytest.mark.parametrize("settings", [{"microbatch_size": 2}, {"gradient_accumulation_steps": 2}, {}], ids=str)
+@pytest.mark.parametrize("others", [[], ["SAM"], ["SelectiveBackprop"]], ids=str)
+def test_a_batch_is_one_step_however_many_passes_it_takes(settings, others):
+    from drivetrain import algorithms
+
+    model, seen = ConvNet(), []
+    extra = [getattr(algorithms, name)(**({} if name == "SAM" else {"start": 0, "end": 1})) for name in others]
+
+    class Watch:
+        def batch_end(self, state, logger):
+            seen.append((int(model.dropout.steps), tuple(model.dropout.picks.tolist())))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plugins = [GyroDropout(sigma=4, tau=3), *extra]  # int(12 / 4) * 3 = 9 steps
+    Trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[Watch()], algorithms=plugins, seed=2).train(
+        images(), num_epochs=2, per_device_batch_size=4, **settings
+    )
+    assert [steps for steps, _ in seen] == list(range(1, 13))
+    assert len({picks for _, picks in seen[:9]}) == len({picks for _, picks in seen[9:]}) == 1
+
+
+def test_a_recomputed_block_meets_the_same_masks():
+    from drivetrain.module.checkpointing import checkpoint_blocks
+
+    torch.manual_seed(0)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)), nn.Linear(4, 2))
+        if recompute:
+            checkpoint_blocks(model, [model[0]])
+        apply_gyro_dropout(model, 1, 4, sigma=4, tau=1)
+        layer = next(module for module in model.modules() if isinstance(module, GyroDropoutLayer))
+        layer.counts_passes = False
+        x = torch.ones(3, 4)
+        for step in range(4):
+            torch.manual_seed(step)
+            layer.choose(step)
+            model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_the_function_takes_the_length_and_checks_its_settings():

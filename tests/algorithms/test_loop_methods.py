@@ -34,10 +34,10 @@ CASES = {
     "EMA": (lambda: EMA("4ba"), {E.INIT, E.BATCH_END, *LOOKING}),
     "EMA of steps": (lambda: EMA("4st", update_interval="2st"), {E.INIT, E.BATCH_END, *LOOKING}),
     "EMA of epochs": (lambda: EMA("2ep"), {E.INIT, E.EPOCH_END, *LOOKING}),
-    "SWA": (lambda: SWA("0.3dur", "0.9dur"), {E.INIT, E.EPOCH_END, E.FIT_END}),
+    "SWA": (lambda: SWA("0.3dur", "0.9dur"), {E.INIT, E.FIT_START, E.EPOCH_END, E.FIT_END}),
     "SWA of batches": (
         lambda: SWA("0.3dur", "0.9dur", "1ba", schedule_swa_lr=True, swa_lr=0.01),
-        {E.INIT, E.BATCH_END, E.FIT_END},
+        {E.INIT, E.FIT_START, E.BATCH_END, E.FIT_END},
     ),
     "LayerFreezing": (lambda: LayerFreezing(0.3), {E.AFTER_LOAD, E.EPOCH_END}),
     "Lookahead": (lambda: Lookahead(3), {E.FIT_START, E.AFTER_STEP, E.FIT_END}),

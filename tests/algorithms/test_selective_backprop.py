@@ -14,6 +14,7 @@ from drivetrain.algorithms.selective_backprop import (
 )
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
+from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import ConvNet, Watch, conv_trainer, image_data, make_state, same, train, weights
 
 
@@ -153,3 +154,70 @@ def test_mapping_batches_are_scored_by_their_logits():
         Event.AFTER_DATALOADER
     )
     assert len(state.batch["image"]) == len(state.batch["labels"]) == 4
+
+
+class OwnLoss(nn.Module):
+    """A model in Composer's form: it takes the whole batch and computes its loss from outputs and batch."""
+
+    def __init__(self, net=None):
+        super().__init__()
+        self.net = net or ConvNet()
+
+    def forward(self, batch):
+        return self.net(batch[0])
+
+    def loss(self, outputs, batch, reduction="mean"):
+        return F.cross_entropy(outputs, batch[1], reduction=reduction)
+
+
+class OwnLossByKeywords(OwnLoss):
+    def loss(self, outputs, batch, *args, **kwargs):
+        return {"loss": F.cross_entropy(outputs, batch[1], *args, **kwargs)}
+
+
+class OwnLossWithoutReduction(OwnLoss):
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("model", [OwnLoss, OwnLossByKeywords])
+def test_a_models_own_loss_selects_what_a_loss_function_does(model, scale):
+    chosen = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        net, rows = ConvNet(), Watch(Event.BATCH_START, lambda state: state.batch[0].clone())
+        trained, loss = (model(net), None) if own else (net, nn.CrossEntropyLoss())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        plugin = SelectiveBackprop(0, 1, scale_factor=scale)
+        train(Trainer(trained, loss, optimizer, [rows], algorithms=[plugin], seed=3), image_data(), num_epochs=1)
+        chosen.append([*rows.values, *weights(net)])
+    assert chosen[0][0].shape[0] == 3 and same(*chosen)
+
+
+def test_a_model_that_gives_no_loss_for_each_sample_is_rejected():
+    for model, text in (
+        (OwnLossWithoutReduction(), r"OwnLossWithoutReduction.loss has no `reduction`"),
+        (ConvNet(), "computes its loss in"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            Trainer(model, None, None, callbacks=(), algorithms=[SelectiveBackprop()])
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_what_else_belongs_to_a_sample_is_selected_with_it(form):
+    x, y = image_data(8).tensors
+    entries = {"image": x, "labels": y, "weights": torch.arange(8), "scale": torch.tensor(2.0)}
+    batch = entries if form is dict else form(entries.values())
+    keys = ("image", "labels") if form is dict else (0, 1)
+
+    class Named(ConvNet):
+        def forward(self, image):
+            return {"logits": super().forward(image)} if form is dict else super().forward(image)
+
+    state = make_state(batch, model=Named(), loss_fn=nn.CrossEntropyLoss(), max_duration="10ba")
+    run_algorithm = Engine(state, plugins=[SelectiveBackprop(0, 1, input_key=keys[0], target_key=keys[1])])
+    run_algorithm.fire(Event.AFTER_DATALOADER)
+    images, labels, numbers, scale = state.batch.values() if form is dict else state.batch
+    assert len(images) == 4 and scale == 2
+    assert torch.equal(images, x[numbers]) and torch.equal(labels, y[numbers])

@@ -6,10 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from drivetrain.algorithms.selective_backprop import SelectiveBackprop
+from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup
 from drivetrain.algorithms.sequence_packing import RealTokens, SequencePacking, additive_mask
 from drivetrain.algorithms.warnings import NotIntendedUseWarning
 from drivetrain.core.event import Event
 from drivetrain.data.packed import PackedDataset
+from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import Documents, TinyTransformer, Watch, text_trainer, train
 
 
@@ -88,8 +91,6 @@ class Maskless(nn.Module):
 
 def test_a_model_without_a_mask_is_refused_and_without_positions_is_warned_about():
     def trainer(**arguments):
-        from drivetrain.train.trainer import Trainer
-
         model = Maskless()
         return Trainer(
             model, None, torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[SequencePacking(16, **arguments)]
@@ -99,6 +100,34 @@ def test_a_model_without_a_mask_is_refused_and_without_positions_is_warned_about
         train(trainer(), Documents(8))
     with pytest.warns(NotIntendedUseWarning, match="position_ids"):
         train(trainer(document_mask=False), Documents(8), num_epochs=1)
+
+
+class MaskNeeded(TinyTransformer):
+    """A model that cannot be called without the mask that packing adds."""
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        assert attention_mask.shape == (len(input_ids), 1, input_ids.shape[1], input_ids.shape[1])
+        return {"logits": self.logits(input_ids, attention_mask, position_ids)}
+
+
+def token_loss(logits, labels, reduction="mean"):
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction=reduction)
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["packing first", "packing last"])
+@pytest.mark.parametrize("name", ["SeqLengthWarmup", "SelectiveBackprop"])
+def test_extra_passes_of_other_algorithms_get_the_mask_too(name, order):
+    other = {
+        "SeqLengthWarmup": lambda: SeqLengthWarmup(1.0, 8, 24, 8),
+        "SelectiveBackprop": lambda: SelectiveBackprop(0, 1, 0.5, 1, 0, "input_ids", "labels"),
+    }[name]()
+    torch.manual_seed(0)
+    model, sizes = MaskNeeded(), Watch(Event.BEFORE_LOSS, lambda state: tuple(state.outputs["logits"].shape[:2]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plugins = [SequencePacking(24), other][order]
+    trainer = Trainer(model, token_loss, optimizer, [sizes], algorithms=plugins, seed=1)
+    train(trainer, Documents(32), num_epochs=1, per_device_batch_size=4, train_dataloader_kwargs={"drop_last": True})
+    assert sizes.values == {"SeqLengthWarmup": [(4, 8), (4, 16)], "SelectiveBackprop": [(2, 24)] * 2}[name]
 
 
 def test_loaders_and_data_that_cannot_be_packed_are_refused():

@@ -182,8 +182,22 @@ def test_impossible_settings_are_refused(settings):
 def test_an_unknown_block_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="ConvBlock"):
         apply_stochastic_depth(ConvNet(), "ConvBlok")
-    with pytest.raises(ValueError, match="ResNetBottleneck"):
-        apply_stochastic_depth(ConvNet(), "ResNetBottleneck")
+
+
+@pytest.mark.parametrize("target", ["ResNetBottleneck", Bottleneck], ids=["name", "class"])
+def test_a_kind_of_block_that_does_not_occur_is_warned_about(target):
+    model = ConvNet()
+    with pytest.warns(NoEffectWarning, match=r"found no (ResNetBottleneck|Bottleneck) in ConvNet"):
+        apply_stochastic_depth(model, target)
+    assert stochastic_blocks(model) == []
+
+
+def test_before_the_first_batch_of_a_warm_up_nothing_is_scaled():
+    model = TextNet().eval()
+    tokens = texts().tensors[0][:2]
+    expected = model(tokens)
+    Trainer(model, None, None, callbacks=(), algorithms=[StochasticDepth(drop_rate=0.5, drop_warmup=0.5)])
+    torch.testing.assert_close(model.eval()(tokens), expected)
 
 
 @pytest.mark.parametrize("warmup", [0.1, "0.5dur", "4ba", "1ep"])

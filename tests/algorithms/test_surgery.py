@@ -1,22 +1,29 @@
 """What holds for every algorithm that changes a model: when it acts, what it leaves alone, and that training goes on exactly."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+from drivetrain import algorithms
 from drivetrain.algorithms import SqueezeExcite, registry
+from drivetrain.algorithms.alibi import AlibiBias
+from drivetrain.algorithms.gated_linear_units import GatedProjection
+from drivetrain.algorithms.stochastic_depth import stochastic_blocks
 from drivetrain.algorithms.surgery import torch_optimizers
 from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigTypeError
+from drivetrain.core.errors import ConfigTypeError, PluginConflictError
 from drivetrain.core.event import Event
+from drivetrain.module.surgery import count_module_instances
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
-from tests.algorithms.surgery_models import CASES, ConvNet, images, label
+from tests.algorithms.surgery_models import CASES, ConvNet, TextNet, images, label, texts
 
 every_case = pytest.mark.parametrize("case", CASES, ids=label)
 first_cases = {case.name: case for case in reversed(CASES)}
@@ -240,9 +247,73 @@ def test_units_find_the_new_parameters(form):
     assert torch_optimizers(trainer.state) == []
 
 
-def test_several_algorithms_share_a_model():
-    from drivetrain import algorithms
+EFFECTS = {
+    "Alibi": lambda model: count_module_instances(model, AlibiBias),
+    "BlurPool": lambda model: count_module_instances(model, (algorithms.BlurConv2d, algorithms.BlurMaxPool2d)),
+    "ChannelsLast": lambda model: sum(
+        p.shape[1] > 1 and not p.is_contiguous() for p in model.parameters() if p.ndim == 4 and p.shape[2] > 1
+    ),
+    "Factorize": lambda model: count_module_instances(
+        model, (algorithms.FactorizedConv2d, algorithms.FactorizedLinear)
+    ),
+    "GatedLinearUnits": lambda model: count_module_instances(model, GatedProjection),
+    "GhostBatchNorm": lambda model: count_module_instances(model, algorithms.GhostBatchNorm2d),
+    "GyroDropout": lambda model: count_module_instances(model, algorithms.GyroDropoutLayer),
+    "LowPrecisionGroupNorm": lambda model: count_module_instances(model, algorithms.LPGroupNorm),
+    "LowPrecisionLayerNorm": lambda model: count_module_instances(model, algorithms.LPLayerNorm),
+    "SqueezeExcite": lambda model: count_module_instances(model, algorithms.SqueezeExcite2d),
+    "StochasticDepth": lambda model: len(stochastic_blocks(model)),
+    "WeightStandardization": lambda model: sum(parametrize.is_parametrized(module) for module in model.modules()),
+}
+"""How much each algorithm has changed in a model."""
+ONE_EACH = {case.name: case for case in reversed(CASES)}
+ON_BOTH = ("Factorize", "GyroDropout", "StochasticDepth")
 
+
+def test_every_surgery_algorithm_has_a_known_effect():
+    assert set(EFFECTS) == set(ONE_EACH)
+
+
+def effects_of(names, model):
+    """Return how much each algorithm changed when all act, in this order, on one model in mixed precision."""
+    state = State(model=model(), seed=3, precision="amp_bf16")
+    Engine(state, plugins=[ONE_EACH[name].algorithm() for name in names]).fire(Event.INIT)
+    state.model.eval()(images().tensors[0][:2] if model is ConvNet else texts().tensors[0][:2])
+    return {name: EFFECTS[name](state.model) for name in names}
+
+
+@pytest.mark.parametrize("model", [ConvNet, TextNet])
+def test_each_pair_has_the_effects_of_both_in_either_order(model):
+    names = [name for name, case in ONE_EACH.items() if case.model is model or name in ON_BOTH]
+    alone = {name: effects_of([name], model)[name] for name in names}
+    assert all(alone.values())
+    for pair in itertools.permutations(names, 2):
+        together = effects_of(pair, model)  # a warning would be an error here
+        assert all(together[name] >= alone[name] for name in pair), (pair, together)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("name", ["KernelNorm", "Whitening"])
+def test_what_writes_kernels_cannot_run_with_what_computes_them(name, order):
+    pair = [getattr(algorithms, name)(), algorithms.WeightStandardization()]
+    with pytest.raises(PluginConflictError, match=f"(?=.*{name})(?=.*WeightStandardization)"):
+        Engine(State(model=ConvNet()), plugins=[pair[i] for i in order])
+
+
+@pytest.mark.parametrize("name", ["Factorize", "GatedLinearUnits"])
+def test_torchs_encoder_still_evaluates_without_its_fused_path(name):
+    layer = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2))
+    Engine(State(model=model, seed=0), plugins=[ONE_EACH[name].algorithm()]).fire(Event.INIT)
+    encoder, x, padding = model[0].eval(), torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    expected = encoder(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found, expected)
+
+
+def test_several_algorithms_share_a_model():
     model = ConvNet()
     plugins = [
         algorithms.LowPrecisionGroupNorm(),

@@ -8,7 +8,8 @@ import pytest
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigTypeError, PluginConflictError, PluginOrderError
 from drivetrain.core.event import TRUE_PAIRS, Event
-from drivetrain.core.ordering import refers_to
+from drivetrain.core.one_of import OneOf
+from drivetrain.core.ordering import check_conflicts, refers_to
 from drivetrain.core.plugin import Algorithm, Callback
 from tests.core.helpers import Notes, NoteState, fired
 
@@ -199,3 +200,28 @@ def test_a_reference_is_a_class_a_name_or_a_tag():
     assert not any(refers_to(reference, plugin) for reference in (Callback, "notes", "t", "#u"))
     with pytest.raises(ConfigTypeError, match="3 names no plugin"):
         engine_of(Notes("x", Event.INIT, before=(3,)), Notes("y", Event.INIT))
+
+
+class Lone(Algorithm):
+    allow_multiple = False
+    events = frozenset({Event.BATCH_START})
+
+    def apply(self, event, state, logger): ...
+
+
+class Sociable(Lone):
+    allow_multiple = True
+
+
+class Lasting(Lone):
+    writes = ("optimizers",)
+
+
+def test_a_class_that_allows_one_is_rejected_twice_also_inside_a_composite():
+    check_conflicts([Lone(), Sociable(), Sociable(), OneOf(Sociable(), Sociable())])
+    check_conflicts([OneOf(Lone(), Lone())])  # they take turns
+    for pair in ([Lone(), Lone()], [Lone(), OneOf(Lone(), Sociable())]):
+        with pytest.raises(PluginConflictError, match="a run takes one Lone"):
+            check_conflicts(pair)
+    with pytest.raises(PluginConflictError, match="a run takes one Lasting"):
+        check_conflicts([OneOf(Lasting(), Lasting())])

@@ -57,6 +57,7 @@ class AlternatingFlip(Algorithm):
     It acts before samples are selected, because afterwards nobody knows which ones are left.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_DATALOADER})
     reads, writes = ("batch",), ("batch",)
     before = ("SelectiveBackprop",)

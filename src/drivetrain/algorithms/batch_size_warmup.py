@@ -36,6 +36,7 @@ class BatchSizeWarmup(Algorithm):
     The learning rate is multiplied for the length of a step only, so that schedulers never see the factor.
     """
 
+    allow_multiple = False
     events = frozenset({Event.BATCH_START, Event.BEFORE_STEP, Event.AFTER_STEP})
     writes = ("settings", "optimizers")
 

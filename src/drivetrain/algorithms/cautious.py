@@ -10,6 +10,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 class Cautious(Algorithm):
     """Wraps the optimizer, so that of each update only entries that agree with the gradient are kept and scaled up."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes = ("optimizers",)
     after = ("#surgery", "#optimizer", "FastDefaults")

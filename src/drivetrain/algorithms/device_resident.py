@@ -21,6 +21,7 @@ class DeviceResidentData(Algorithm):
     `dtype` stores floating-point tensors in another type.
     """
 
+    allow_multiple = False
     events = frozenset({Event.FIT_START})
     reads, writes = ("dataloader",), ("dataloader",)
     conflicts = dict.fromkeys(("RandAugment", "AugMix"), _PER_SAMPLE)

@@ -28,6 +28,7 @@ class FastDefaults(Algorithm):
     that layer. In deterministic mode TF32 and cuDNN's measuring stay off.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.FIT_END})
     writes = ("model", "optimizers", "settings")
     after = ("#surgery", "#optimizer")

@@ -37,8 +37,10 @@ def apply_fp8_linear(
 class FP8Linear(Algorithm):
     """Lets the wide linear layers of the model multiply in 8 bits; compile the model too, or the scaling costs what is gained."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes = ("model", "optimizers")
+    after = ("GatedLinearUnits",)
     tags = frozenset({"surgery"})
 
     def __init__(self, recipe: Recipe = "tensorwise", min_features: int = 2048, skip: Sequence[str] = ("head",)):

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
 from drivetrain.algorithms.utils.checks import check_fraction, check_whole
+from drivetrain.algorithms.utils.rhythm import num_batches
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
-from drivetrain.core.time import TimeUnit
 from drivetrain.module.surgery import replace_module_classes
 
 
@@ -24,7 +24,8 @@ class GyroDropoutLayer(nn.Module):
     """Dropout with masks out of a fixed set.
 
     Masks and choices are made when the first training batch shows their shape. They are buffers, as is the count of steps, so a
-    resumed run goes on with them.
+    resumed run goes on with them. In a loop of your own each forward pass in training mode is a step. The Trainer counts batches
+    instead (`GyroDropout` calls `choose`), because one batch may take several passes: microbatches, SAM's second pass, recomputation.
     """
 
     masks: Tensor | None
@@ -40,6 +41,8 @@ class GyroDropoutLayer(nn.Module):
         self.p, self.sigma, self.tau = p, sigma, tau
         self.total_iterations = iters_per_epoch * max_epoch
         self._count = 0  # the host's copy of `steps`, so that no step waits for the device
+        self.counts_passes = True
+        """Whether a forward pass is a step; False where a loop says when a step begins."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("masks", None)
         self.register_buffer("picks", None)
@@ -54,24 +57,33 @@ class GyroDropoutLayer(nn.Module):
             return x
         if self.p == 1:
             return x * 0
-        rows = torch.arange(x.shape[0], device=x.device) * self.tau // x.shape[0]
-        return x * self._in_use(x)[rows].to(x.dtype) / (1 - self.p)
-
-    @torch.compiler.disable
-    def _in_use(self, x: Tensor) -> Tensor:
-        """Return the masks of this step, shape (tau, *features), and count it."""
-        if self.masks is None:
-            self.masks = (torch.rand(self.sigma, *x.shape[1:], device=x.device) >= self.p).to(torch.uint8)
+        if self.counts_passes or self.masks is None or self.picks is None:
+            self._prepare(x)
+        assert self.masks is not None and self.picks is not None
         if self.masks.shape[1:] != x.shape[1:]:
             raise ConfigError(
                 f"GyroDropout keeps masks of shape {tuple(self.masks.shape[1:])}, but meets features of shape {tuple(x.shape[1:])}. "
                 "It needs inputs of one size."
             )
-        if self.picks is None or self._count % self.interval == 0:
+        rows = torch.arange(x.shape[0], device=x.device) * self.tau // x.shape[0]
+        return x * self.masks[self.picks][rows].to(x.dtype) / (1 - self.p)
+
+    @torch.compiler.disable
+    def _prepare(self, x: Tensor) -> None:
+        """Draw the masks when the first batch shows their shape; count the pass where that is the layer's own task."""
+        if self.masks is None:
+            self.masks = (torch.rand(self.sigma, *x.shape[1:], device=x.device) >= self.p).to(torch.uint8)
+        if self.counts_passes:
+            self.choose(self._count)
+        elif self.picks is None:  # a pass before the first step
             self.picks = torch.randint(self.sigma, (self.tau,), device=x.device)
-        self._count += 1
+
+    def choose(self, step: int) -> None:
+        """Begin a training step: choose other masks where the interval is over."""
+        if self.picks is None or step % self.interval == 0:
+            self.picks = torch.randint(self.sigma, (self.tau,), device=self.steps.device)
+        self._count = step + 1
         self.steps += 1
-        return self.masks[self.picks]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # A new layer has no masks yet, and torch would call the saved ones unexpected.
@@ -116,38 +128,35 @@ def apply_gyro_dropout(
 
 
 class GyroDropout(ModelSurgery):
-    """Replaces the dropout layers at INIT, and tells them the length of the run when that is known."""
+    """Replaces the dropout layers at INIT, gives them the length of the run when that is known, and each batch is a step of theirs."""
 
-    events = frozenset({Event.INIT, Event.FIT_START})
+    events = frozenset({Event.INIT, Event.FIT_START, Event.BATCH_START})
     writes = ("model",)
 
     def __init__(self, p: float = 0.5, sigma: int = 256, tau: int = 16):
         check_gyro("GyroDropout", p, sigma, tau)
         self.p, self.sigma, self.tau = p, sigma, tau
+        self._layers: list[GyroDropoutLayer] = []
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:
             return super().apply(event, state, logger)
+        if event is Event.BATCH_START:
+            for layer in self._layers:
+                layer.choose(state.clock.batch)
+            return None
         total = num_batches(state)
-        for module in model_of(state, str(self)).modules():
-            if isinstance(module, GyroDropoutLayer):
-                module.total_iterations = total
+        if total is None:
+            raise ConfigError(
+                f"GyroDropout spreads its masks over the run and cannot count the batches of max_duration={state.max_duration}: give it in "
+                "batches, or in epochs of a loader with a length."
+            )
+        model = model_of(state, str(self))
+        self._layers = [module for module in model.modules() if isinstance(module, GyroDropoutLayer)]
+        for layer in self._layers:
+            layer.total_iterations, layer.counts_passes = total, False
+        return None
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
         apply_gyro_dropout(model, 0, 0, self.p, self.sigma, self.tau, optimizers)
         return {}
-
-
-def num_batches(state: State) -> int:
-    """Return how many batches the run has; its length must be known."""
-    duration, per_epoch = state.max_duration, state.dataloader_len
-    if duration is not None and duration.unit is TimeUnit.BATCH:
-        return int(duration.value)
-    if duration is not None and duration.unit is TimeUnit.STEP:
-        return int(duration.value) * state.accumulation_steps
-    if duration is not None and duration.unit is TimeUnit.EPOCH and per_epoch is not None:
-        return int(duration.value * per_epoch.value)
-    raise ConfigError(
-        f"GyroDropout spreads its masks over the run and cannot count the batches of max_duration={duration}: give it in batches, or in "
-        "epochs of a loader with a length."
-    )

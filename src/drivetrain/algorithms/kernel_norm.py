@@ -39,9 +39,13 @@ def normalise_kernels(kernels: Sequence[Tensor]) -> None:
 class KernelNorm(Algorithm):
     """Keeps convolution kernels at norm sqrt(filters): all that are trained, or those that `layers` names (patterns allowed)."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.BEFORE_STEP})
     reads, writes = ("model",), ("model",)
     after = ("#surgery",)
+    conflicts = {
+        "WeightStandardization": "a standardized kernel has one norm whatever its weights are. Use one of them"
+    }
 
     def __init__(self, layers: str | Sequence[str] | None = None):
         self.layers = layers if layers is None or isinstance(layers, str) else list(layers)

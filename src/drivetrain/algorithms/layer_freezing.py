@@ -73,6 +73,7 @@ class LayerFreezing(Algorithm):
     to freeze what was frozen. A model in DDP is wrapped anew, because DDP waits for every gradient it knows.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_LOAD, Event.EPOCH_END})
     writes = ("model",)
 

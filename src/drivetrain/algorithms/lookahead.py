@@ -35,6 +35,7 @@ class Lookahead(Algorithm):
     buffers take part. The slow weights are taken when the run starts.
     """
 
+    allow_multiple = False
     events = frozenset({Event.FIT_START, Event.AFTER_STEP, Event.FIT_END})
     writes = ("model",)
     tags = frozenset({"average"})

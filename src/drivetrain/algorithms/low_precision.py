@@ -49,6 +49,7 @@ def replace_norms(
 class LowPrecisionNorm(Algorithm):
     """The timing: once, after all other changes to the model."""
 
+    allow_multiple = False
     writes = ("model",)
     after = ("#surgery",)
     replace: Callable[..., None]

@@ -29,6 +29,7 @@ class Muon(Algorithm):
     weight_decay); what is not given is taken over from the replaced optimizer where that has it.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes = ("optimizers",)
     after = ("#surgery",)

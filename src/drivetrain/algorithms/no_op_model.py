@@ -25,10 +25,10 @@ class NoOpModelClass(nn.Module):
         *_, target = tensors_of(batch)
         return target.to(self.weight.dtype) * self.weight
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs: Tensor, batch: Any, reduction: str = "mean") -> Tensor:
         """Return the mean squared distance of outputs and targets."""
         *_, target = tensors_of(batch)
-        return F.mse_loss(outputs, target.to(outputs.dtype))
+        return F.mse_loss(outputs, target.to(outputs.dtype), reduction=reduction)
 
     def extra_repr(self) -> str:
         return f"in place of {self.original_name}"
@@ -37,6 +37,7 @@ class NoOpModelClass(nn.Module):
 class NoOpModel(Algorithm):
     """Replaces model and loss, and lets the optimizers train the one weight that is left."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes = ("model", "optimizers")
     before = ("#surgery",)

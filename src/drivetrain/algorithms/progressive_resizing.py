@@ -89,6 +89,7 @@ class ProgressiveResizing(Algorithm):
     between they grow linearly. Widths are multiples of `size_increment`.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_DATALOADER})
     reads, writes = ("batch",), ("batch",)
     tags = frozenset({"augment"})

@@ -40,6 +40,7 @@ class Resolution(Algorithm):
     `schedule` lists moments and sizes, `[("0dur", 128), ("0.4dur", 160)]`, and replaces `train_crop`.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_DATALOADER, Event.EVAL_BATCH_START})
     reads, writes = ("batch",), ("batch",)
     tags = frozenset({"augment"})

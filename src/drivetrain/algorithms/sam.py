@@ -20,6 +20,7 @@ class SAM(Algorithm):
     The perturbation uses the gradient averaged over all processes, so any number of them takes the same steps.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_LOAD})
     writes = ("optimizers",)
 

@@ -32,6 +32,7 @@ class ScheduleFree(Algorithm):
     evaluation, batch norms are measured on `bn_batches` batches of training data, and put back afterwards.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.FIT_START, Event.FIT_END}) | _STARTS | _ENDS
     writes = ("optimizers", "model")
     after = ("#surgery",)

@@ -1,5 +1,6 @@
 """Selective backprop (Jiang et al., 2019, arXiv 1910.00762): score a batch without gradients, train on its hard part."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch.nn import functional as F
 
 from drivetrain.algorithms.utils.checks import check_fraction, check_whole, elapsed_fraction
 from drivetrain.algorithms.utils.draws import Generator
-from drivetrain.algorithms.utils.losses import logits_of, mean_per_sample, per_sample
-from drivetrain.algorithms.utils.parts import first_tensor, map_tensors, take_rows
+from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
+from drivetrain.algorithms.utils.parts import first_tensor, map_tensors, take_rows, tensors_of
 from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
@@ -50,13 +51,20 @@ def select_using_loss(
     """
     _check(keep, scale_factor, "select_using_loss")
     losses_of = per_sample(loss_fun, "select_using_loss")
-    count = first_tensor(input, "select_using_loss").shape[0]
-    with torch.no_grad():
-        scaled = map_tensors(lambda x: _downscaled(x, scale_factor), input)
-        losses = mean_per_sample(losses_of(model(scaled), target), count)
-        # Ranks are drawn on the host, the order is found on the device, and neither waits for the other.
-        chosen = losses.argsort()[draw_ranks(count, keep, generator).to(losses.device, non_blocking=True)]
+    chosen = choose_rows(input, lambda x: losses_of(model(x), target), keep, scale_factor, generator)
     return take_rows(input, chosen), take_rows(target, chosen)
+
+
+@torch.no_grad()
+def choose_rows(
+    input: Any, losses_of: Callable[[Any], Tensor], keep: float, scale_factor: float, generator: Generator
+) -> Tensor:
+    """Return the rows of the input that a draw by their losses selects, in the order of the draw."""
+    count = first_tensor(input, "select_using_loss").shape[0]
+    scaled = map_tensors(lambda x: _downscaled(x, scale_factor), input)
+    losses = mean_per_sample(losses_of(scaled), count)
+    # Ranks are drawn on the host, the order is found on the device, and neither waits for the other.
+    return losses.argsort()[draw_ranks(count, keep, generator).to(losses.device, non_blocking=True)]
 
 
 def draw_ranks(count: int, keep: float, generator: Generator = None) -> Tensor:
@@ -87,9 +95,11 @@ def _downscaled(x: Tensor, scale: float) -> Tensor:
 class SelectiveBackprop(Algorithm):
     """Trains on the hard part of each batch between two moments of the run.
 
-    The scoring pass uses the model in its present mode and the run's precision; it leaves buffers and generators as they were.
+    The scoring pass uses the model in its present mode and the run's precision; it leaves buffers and generators as they were. Losses
+    per sample come from the Trainer's loss function, or from the model's own `loss(outputs, batch, reduction="none")`.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.AFTER_DATALOADER})
     reads, writes = ("model", "batch"), ("batch",)
     before = ("#augment",)
@@ -115,30 +125,42 @@ class SelectiveBackprop(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.INIT:
-            per_sample(state.loss_fn, str(self))  # a loss that cannot be asked per sample is refused before any work
+            losses_of_samples(state, str(self))  # a loss without a reduction is rejected before any work
             return
         elapsed = elapsed_fraction(state, str(self))
         batch_index = state.clock.batch_in_epoch
         if self.keep == 1 or not should_selective_backprop(elapsed, batch_index, self.start, self.end, self.interrupt):
             return
         inputs, targets = state.batch_get_item(self.input_key), state.batch_get_item(self.target_key)
+        losses_of = losses_of_samples(state, str(self))
         with without_trace(state), autocast_of(state):
-            chosen = select_using_loss(
+            chosen = choose_rows(
                 inputs,
-                targets,
-                lambda x: self._outputs(state, x),
-                state.loss_fn,
+                lambda x: losses_of(self._outputs(state, x), targets),
                 self.keep,
                 self.scale_factor,
-                generator=state.rng(type(self).__name__),
+                state.rng(type(self).__name__),
             )
-        state.batch_set_item(self.input_key, chosen[0])
-        state.batch_set_item(self.target_key, chosen[1])
+        self._take_other_rows(state, inputs, targets, chosen)
+        state.batch_set_item(self.input_key, take_rows(inputs, chosen))
+        state.batch_set_item(self.target_key, take_rows(targets, chosen))
 
     def _outputs(self, state: State, inputs: Any) -> Any:
         """Return what the loss compares, for other inputs than the batch's."""
         batch = state.batch
         if self.scale_factor != 1:
-            batch = batch_set(dict(batch) if isinstance(batch, Mapping) else list(batch), self.input_key, inputs)
+            batch = batch_set(copy.copy(batch), self.input_key, inputs)
         outputs = call_model(state, batch)
-        return logits_of(outputs, str(self)) if isinstance(state.batch, Mapping) else outputs
+        takes_logits = isinstance(state.batch, Mapping) and state.loss_fn is not None
+        return logits_of(outputs, str(self)) if takes_logits else outputs
+
+    def _take_other_rows(self, state: State, inputs: Any, targets: Any, chosen: Tensor) -> None:
+        """Select the same rows of what else the batch holds for each sample: masks, weights, document numbers."""
+        batch = state.batch
+        if not isinstance(batch, Mapping | list | tuple):
+            return
+        selected = {id(tensor) for part in (inputs, targets) for tensor in tensors_of(part)}
+        count = first_tensor(inputs, str(self)).shape[0]
+        for key, value in list(batch.items() if isinstance(batch, Mapping) else enumerate(batch)):
+            if isinstance(value, Tensor) and id(value) not in selected and value.ndim and value.shape[0] == count:
+                state.batch_set_item(key, take_rows(value, chosen))

@@ -61,6 +61,7 @@ class SequencePacking(Algorithm):
     that a checkpoint holds is a place among packed rows.
     """
 
+    allow_multiple = False
     events = frozenset({Event.BEFORE_LOAD, Event.BEFORE_FORWARD, Event.AFTER_LOSS})
     reads, writes = ("batch", "dataloader"), ("dataloader", "batch", "settings")
 
@@ -86,7 +87,12 @@ class SequencePacking(Algorithm):
         if event is Event.BEFORE_LOAD:
             self._pack(state)
         elif event is Event.BEFORE_FORWARD:
-            state.batch = self._with_mask(state)
+            if "document_ids" not in state.batch:
+                raise ConfigError(
+                    f"SequencePacking found no 'document_ids' in the batch ({', '.join(map(str, state.batch))}): "
+                    "the loader's rows are not packed."
+                )
+            state.batch = self.prepare_batch(state, state.batch)
         else:
             # Rows hold different numbers of targets: the mean over a window must count targets, not rows.
             state.batch_output.setdefault("num_items", num_targets(state.batch["labels"], self.ignore_index))
@@ -115,15 +121,12 @@ class SequencePacking(Algorithm):
         if state.dataloader is not None:
             state.set_dataloader(state.dataloader, "train")  # it has another length now
 
-    def _with_mask(self, state: State) -> dict[str, Any]:
-        """Return the batch as the model takes it: with the mask, without what its `forward` does not know."""
-        batch, accepted = dict(state.batch), accepted_names(state.model)
-        document_ids = batch.pop("document_ids", None)
-        if document_ids is None:
-            raise ConfigError(
-                f"SequencePacking found no 'document_ids' in the batch ({', '.join(map(str, state.batch))}): "
-                "the loader's rows are not packed."
-            )
+    def prepare_batch(self, state: State, given: Any) -> Any:
+        """Return a packed batch as the model takes it: with the mask, without what its `forward` does not know."""
+        if not isinstance(given, Mapping) or "document_ids" not in given:
+            return given
+        batch, accepted = dict(given), accepted_names(state.model)
+        document_ids = batch.pop("document_ids")
         if self.document_mask:
             if accepted is not None and "attention_mask" not in accepted:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 class SOAP(Algorithm):
     """Replaces the optimizer by SOAP; `lr=None` takes over its rates, and its weight decay where it has one."""
 
+    allow_multiple = False
     events = frozenset({Event.INIT})
     writes = ("optimizers",)
     after = ("#surgery",)

@@ -133,9 +133,11 @@ def apply_stochastic_depth(
     check_unwrapped(model, "apply_stochastic_depth")
     blocks = find_blocks_to_skip(model, target_layer_name)
     if not blocks:
-        warn_no_effect(
-            f"StochasticDepth found no repeated blocks that keep the shape of their input in {type(model).__name__}."
+        sought = (
+            "repeated blocks that keep the shape of their input" if target_layer_name == "auto" else target_layer_name
         )
+        shown = sought.__name__ if isinstance(sought, type) else sought
+        warn_no_effect(f"StochasticDepth found no {shown} in {type(model).__name__}, so no block is skipped.")
         return
     if drop_rate == 0:
         warn_no_effect("StochasticDepth(drop_rate=0) skips nothing.")
@@ -166,15 +168,11 @@ def stochastic_blocks(model: nn.Module) -> list[Any]:
 
 
 def find_blocks_to_skip(model: nn.Module, target: str | type[nn.Module]) -> list[Any]:
-    """Return the blocks that `target` names."""
+    """Return the blocks that `target` names, none where a known kind does not occur; a name of nothing is an error."""
     if target == "ResNetBottleneck":
-        found = [module for module in model.modules() if _is_bottleneck(module)]
-        if not found:
-            raise ConfigError(
-                f"StochasticDepth(target_layer_name='ResNetBottleneck'): {type(model).__name__} has no bottleneck block (conv1, bn1, "
-                "..., conv3, bn3, relu, downsample). Use 'auto', or the name of your block's class."
-            )
-        return found
+        return [module for module in model.modules() if _is_bottleneck(module)]
+    if isinstance(target, type):
+        return [module for module in model.modules() if module is not model and isinstance(module, target)]
     if target == "auto":
         candidates = [module for _, module in repeated_blocks(model)]
         return [block for block in candidates if _is_bottleneck(block) or keeps_shape(block) is not False]
@@ -227,6 +225,7 @@ class StochasticDepth(ModelSurgery):
             self.events = frozenset({Event.INIT, Event.BATCH_START})
         self._generator = torch.Generator()
         self._blocks: list[Any] = []
+        self._warmed_up = 0.0 if self._warms_up else 1.0  # the share of the rate that is in force
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_START:
@@ -235,6 +234,7 @@ class StochasticDepth(ModelSurgery):
         self._generator.manual_seed(derive_seed(state.seed, type(self).__name__))
         super().apply(event, state, logger)
         self._blocks = stochastic_blocks(model_of(state, str(self)))
+        self._set_rates()
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
         apply_stochastic_depth(
@@ -248,7 +248,11 @@ class StochasticDepth(ModelSurgery):
         return {"stochastic_depth/num_stochastic_layers": len(stochastic_blocks(model))}
 
     def _warm_up(self, state: State) -> None:
-        set_drop_rates(self._blocks, self.drop_rate * self._progress(state), self.drop_distribution)
+        self._warmed_up = self._progress(state)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        set_drop_rates(self._blocks, self.drop_rate * self._warmed_up, self.drop_distribution)
 
     def _progress(self, state: State) -> float:
         """Return how much of the warm-up lies behind, from 0 to 1."""
@@ -265,7 +269,10 @@ class StochasticDepth(ModelSurgery):
         return {**super().config(), "target_layer_name": target.__name__ if isinstance(target, type) else target}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
+        return {"generator": self._generator.get_state(), "warmed_up": self._warmed_up}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+        if self._warms_up:
+            self._warmed_up = state["warmed_up"]
+            self._set_rates()  # an evaluation may come before the next batch

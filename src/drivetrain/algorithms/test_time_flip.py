@@ -57,6 +57,7 @@ class TestTimeFlip(Algorithm):
     """Averages the model's outputs over mirrored (and, with `shift`, moved) images in evaluation and prediction."""
 
     __test__ = False  # no test class, whatever its name says to pytest
+    allow_multiple = False
     events = frozenset({Event.EVAL_AFTER_FORWARD, Event.PREDICT_AFTER_FORWARD})
     reads, writes = ("batch", "model"), ("outputs",)
 

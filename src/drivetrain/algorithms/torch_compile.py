@@ -30,6 +30,7 @@ class TorchCompile(Algorithm):
     room for that many compilations.
     """
 
+    allow_multiple = False
     events = frozenset({Event.AFTER_LOAD})
     writes = ("model",)
     after = ("#surgery", "LowPrecisionLayerNorm", "LowPrecisionGroupNorm", "ChannelsLast")

@@ -48,6 +48,13 @@ def apply_weight_standardization(
     return len(chosen)
 
 
+class _ConvolutionTracer(torch.fx.Tracer):
+    """Follows a model down to what holds one convolution or none, which need not be traceable."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return len(_convolutions(m)) <= 1
+
+
 def _convolutions(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
 
@@ -62,7 +69,7 @@ def _in_order(model: nn.Module) -> list[nn.Module]:
     """Return the convolutions in the order in which the model first calls them."""
     known = _convolutions(model)
     try:
-        graph = torch.fx.symbolic_trace(model).graph
+        graph = _ConvolutionTracer().trace(model)
     except Exception as error:  # whatever a user's forward does to a tracer
         warnings.warn(
             f"WeightStandardization could not trace {type(model).__name__} ({type(error).__name__}), so its last convolutions are "
@@ -72,15 +79,16 @@ def _in_order(model: nn.Module) -> list[nn.Module]:
         )
         return known
     named = dict(model.named_modules())
-    called = dict.fromkeys(named[str(node.target)] for node in graph.nodes if node.op == "call_module")
-    ordered = [module for module in called if module in known]
-    return [conv for conv in known if conv not in called] + ordered  # those never called are surely not the last
+    holders = [named[str(node.target)] for node in graph.nodes if node.op == "call_module"]
+    called = dict.fromkeys(conv for holder in holders for conv in _convolutions(holder))
+    return [conv for conv in known if conv not in called] + list(called)  # those never called are surely not the last
 
 
 class WeightStandardization(ModelSurgery):
     """Standardizes the convolution kernels of the model."""
 
     writes = ("model",)
+    before = ("StochasticDepth",)  # blocks that are skipped at random cannot be traced
 
     def __init__(self, n_last_layers_ignore: int = 0):
         check_whole("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)

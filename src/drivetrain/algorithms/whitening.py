@@ -28,9 +28,11 @@ class Whitening(Algorithm):
     `num_images` training images are looked at. A run that was begun before keeps what it has.
     """
 
+    allow_multiple = False
     events = frozenset({Event.INIT, Event.FIT_START})
     reads, writes = ("dataloader",), ("model",)
-    after = ("DeviceResidentData",)
+    after = ("DeviceResidentData", "#surgery")
+    conflicts = {"WeightStandardization": "the whitening filters would be standardized away. Use one of them"}
 
     def __init__(self, layer: str | None = None, num_images: int = 5000, eps: float = 5e-4, input_key: BatchKey = 0):
         check_whole("Whitening", 1, num_images=num_images)

@@ -47,11 +47,25 @@ def check_conflicts(plugins: Sequence[Any]) -> None:
     for one, other in combinations(plugins, 2):
         if one is other:
             raise PluginConflictError(f"{plugin_name(one)} is listed twice; the same object can attend only once.")
+        _check_repeated(one, other)
         _refuse(one, other)
     for plugin in plugins:
         for one, other in combinations(getattr(plugin, "members", ()), 2):
             if not _take_turns(one, other):  # what outlasts the batch meets the other's turn
+                _check_repeated(one, other)
                 _refuse(one, other)
+
+
+def _check_repeated(one: Any, other: Any) -> None:
+    """Reject a second plugin of a class that allows one, also inside a composite; members of one composite may take turns."""
+    for first in (one, *getattr(one, "members", ())):
+        for second in (other, *getattr(other, "members", ())):
+            is_one_kind = type(first) is type(second) and phase_of(first) == "algorithm"
+            if is_one_kind and not getattr(first, "allow_multiple", True):
+                raise PluginConflictError(
+                    f"{plugin_name(one)} and {plugin_name(other)} cannot run together: a run takes one {type(first).__name__}. Remove "
+                    "one of them."
+                )
 
 
 def order_events(plugins: Sequence[Any], attending: Mapping[Event, Sequence[Any]]) -> dict[Event, list[Any]]:

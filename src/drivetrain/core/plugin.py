@@ -119,6 +119,8 @@ class Plugin:
 class Algorithm(Plugin):
     """A plugin that may change the state."""
 
+    allow_multiple: bool = True
+    """Whether a run may hold several of the class."""
     find_unused_parameters: bool = False
     """Whether some parameters may get no gradient in a step, which distributed wrappers must know."""
     backwards_create_graph: bool = False

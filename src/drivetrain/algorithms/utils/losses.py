@@ -100,13 +100,32 @@ def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[
     if isinstance(loss_function, nn.Module) and isinstance(getattr(loss_function, "reduction", None), str):
         return partial(_unreduced, loss_function)
     target = loss_function.forward if isinstance(loss_function, nn.Module) else loss_function
-    if not callable(target) or "reduction" not in inspect.signature(target).parameters:
-        name = getattr(loss_function, "__name__", type(loss_function).__name__)
+    if not callable(target) or not _takes_reduction(target):
+        name = getattr(loss_function, "__qualname__", type(loss_function).__name__)
+        fault = "the model computes its loss in `forward`" if target is None else f"the loss {name} has no `reduction`"
         raise ConfigTypeError(
-            f"{who} needs a loss for each sample, and the loss {name} has no `reduction`. Give one like torch.nn.CrossEntropyLoss() or "
-            "torch.nn.functional.cross_entropy, which can be asked for reduction='none'."
+            f"{who} needs a loss for each sample, and {fault}. Give one like torch.nn.CrossEntropyLoss() or "
+            "torch.nn.functional.cross_entropy, which can be asked for reduction='none', or the model a method "
+            "loss(outputs, batch, reduction='mean')."
         )
     return partial(loss_function, reduction="none")
+
+
+def _takes_reduction(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def losses_of_samples(state: State, who: str) -> Callable[[Any, Any], Tensor]:
+    """Return the run's loss without its reduction, as a function of outputs and targets.
+
+    That is the loss function's, or the model's own `loss(outputs, batch, reduction="none")` for the present batch.
+    """
+    own = own_loss(state)
+    if state.loss_fn is not None or own is None:
+        return per_sample(state.loss_fn, who)
+    of_batch = per_sample(own, who)
+    return lambda outputs, targets: _total(of_batch(outputs, state.batch))
 
 
 def _unreduced(module: Any, outputs: Any, targets: Any) -> Tensor:

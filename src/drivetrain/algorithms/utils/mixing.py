@@ -23,6 +23,7 @@ INTERPOLATED = frozenset({Event.BEFORE_FORWARD, Event.AFTER_LOSS})
 class PairMixing(Algorithm):
     """Mixes each sample with another one of its batch; a subclass says how inputs are mixed."""
 
+    allow_multiple = False
     reads = ("batch", "outputs", "loss")
 
     def __init__(self, interpolate_loss: bool, input_key: BatchKey, target_key: BatchKey):

@@ -33,10 +33,14 @@ def bare_model(state: State) -> nn.Module:
 def call_model(state: State, batch: Any) -> Any:
     """Return the model's outputs for a batch, which meets the model as it does in the loop.
 
-    A mapping is spread over those arguments that the model's `forward` has; of a tuple the first entry is the input, unless
+    Algorithms that give the model more than the loader does (`prepare_batch(state, batch) -> batch`, which changes nothing else) do
+    so here too. A mapping is spread over those arguments that the model's `forward` has; of a tuple the first entry is the input, unless
     the model computes its own loss.
     """
     model = bare_model(state)
+    for algorithm in state.algorithms:
+        prepare = getattr(algorithm, "prepare_batch", None)
+        batch = batch if prepare is None else prepare(state, batch)
     has_loss = state.loss_fn is not None
     if not has_loss and own_loss(state) is not None:
         return model(batch)
@@ -50,7 +54,7 @@ def call_model(state: State, batch: Any) -> Any:
 def own_loss(state: State) -> Any:
     """Return the model's method `loss(outputs, batch)`, or None where it has none."""
     loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
-    return loss if inspect.ismethod(loss) else None
+    return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None
 
 
 def accepted_names(model: nn.Module) -> frozenset[str] | None:
@@ -70,10 +74,9 @@ def _taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def without_trace(state: State) -> Iterator[None]:
     """Put the model's buffers and torch's generators back afterwards: running statistics and dropout go on as if nothing was."""
     kept = [
-        (module._buffers, name, buffer, buffer.clone())
+        (module._buffers, name, buffer, None if buffer is None else buffer.clone())
         for module in bare_model(state).modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
     ]
     accelerator = None if state.device.type == "cpu" else torch.get_device_module(state.device)
     generators = torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
@@ -85,7 +88,7 @@ def without_trace(state: State) -> Iterator[None]:
             accelerator.set_rng_state(generators[1])
         with torch.no_grad():
             for buffers, name, buffer, before in kept:
-                buffers[name] = buffer.copy_(before)
+                buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
 
 
 def run_and_forget(state: State, batch: Any) -> None:
