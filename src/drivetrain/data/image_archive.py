@@ -1,59 +1,165 @@
 """Pictures in a tar file, `<split>/<class>/<name>`, as uint8 tensors: decoded once, read back from a cache afterwards.
 
 Small pictures train faster than they can be decoded, so a benchmark or a short run wants all of them as one tensor. The
-cache is a plain file of tensors beside nothing else; it carries the archive's size and date in its name, so that a
-changed archive is decoded anew.
+cache is a plain file of tensors; the archive's SHA-256 is part of its name, so that a changed archive is decoded again.
+
+An archive may come from anywhere. Only JPEG and PNG are decoded (PIL would start other programs for some formats), a picture is
+measured before it is decoded, and nothing is unpacked beyond a limit, whatever the headers promise.
 """
 
-import os
+import bz2
+import gzip
+import hashlib
+import io
+import logging
+import lzma
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.core.files import replacing
+
+logger = logging.getLogger(__name__)
 
 Split = tuple[Tensor, Tensor]
 """Images (N, 3, H, W) as uint8 and class numbers (N,)."""
 
+FORMATS = ("JPEG", "PNG")
+MAX_PIXELS = 2**26
+"""Of one picture: 8192 by 8192."""
+MAX_BYTES = 2**35
+"""Of all pixels together, and of the unpacked archive: 32 GiB. `max_bytes=` changes it."""
+MAX_FILE = 2**28
+"""Bytes of one file in the archive, and of one of its headers."""
+_COMPRESSIONS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\x00", lzma.open),
+)
 
-def load_image_archive(path: str | Path, cache_dir: str | Path | None = None) -> dict[str, Split]:
+
+def load_image_archive(
+    path: str | Path, cache_dir: str | Path | None = None, *, max_bytes: int = MAX_BYTES
+) -> dict[str, Split]:
     """Return the pictures of every split; classes are numbered in alphabetical order, samples follow their names.
 
-    The cache is kept in `cache_dir`, by default `~/.cache/drivetrain`.
+    The cache is kept in `cache_dir`, by default `~/.cache/drivetrain`; one that is damaged is made again. An archive that holds
+    more than `max_bytes` of pixels is a `ConfigError`.
     """
     archive = Path(path).expanduser()
     if not archive.is_file():
         raise ConfigError(
             f"load_image_archive: there is no file {str(archive)!r}. Expected a tar file of <split>/<class>/<name>."
         )
-    facts = archive.stat()
     folder = Path(cache_dir).expanduser() if cache_dir is not None else Path.home() / ".cache" / "drivetrain"
-    cache = folder / f"{archive.name}-{facts.st_size:x}-{int(facts.st_mtime):x}.pt"
-    if cache.is_file():
-        return torch.load(cache, weights_only=True)
-    splits = _decode(archive)
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = cache.with_suffix(f".{os.getpid()}")
-    torch.save(splits, unfinished)
-    unfinished.replace(cache)  # at once: another process sees all of it or nothing
+    with open(archive, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    cache = folder / f"images-{digest}.pt"
+    cached = _read_cache(cache)
+    if cached is not None:
+        return cached
+    splits = _decode(archive, max_bytes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(cache) as aside:
+            torch.save(splits, aside)
+    except OSError as error:
+        logger.warning(
+            "the pictures of %s cannot be kept in %s, and are decoded again next time: %s", archive, folder, error
+        )
     return splits
 
 
-def _decode(archive: Path) -> dict[str, Split]:
+def _read_cache(cache: Path) -> dict[str, Split] | None:
+    """Return what a cache holds, None where there is none or it is damaged."""
+    if not cache.is_file():
+        return None
     try:
-        from PIL import Image
+        splits = torch.load(cache, weights_only=True)
+    except Exception as error:  # a truncated file raises whatever the reader happens to meet
+        logger.warning("the cache %s is damaged (%s), so the pictures are decoded again.", cache, error)
+        return None
+    if not isinstance(splits, dict) or not all(map(_is_split, splits.values())):
+        logger.warning("the cache %s does not hold pictures, so they are decoded again.", cache)
+        return None
+    return splits
+
+
+def _is_split(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(part, Tensor) for part in value):
+        return False
+    images, labels = value
+    return images.dtype is torch.uint8 and images.ndim == 4 and labels.shape == images.shape[:1]
+
+
+class _Unpacked(io.RawIOBase):
+    """The unpacked archive, of which no single read and no position may exceed a limit."""
+
+    def __init__(self, stream: BinaryIO, limit: int, name: str):
+        self._stream, self._limit, self._name = stream, limit, name
+
+    def read(self, size: int = -1) -> bytes:
+        """Read as tarfile asks for it; a header that claims to be huge is an error."""
+        if not 0 <= size <= MAX_FILE:
+            raise ConfigError(
+                f"load_image_archive: {self._name} holds a header or file of more than {MAX_FILE:,} bytes."
+            )
+        self._check(self._stream.tell() + size)
+        return self._stream.read(size)
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position within the limit."""
+        self._check(position)
+        return self._stream.seek(position, whence)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._stream.tell()
+
+    def _check(self, position: int) -> None:
+        if position > self._limit + MAX_FILE:
+            raise ConfigError(
+                f"load_image_archive: {self._name} unpacks to more than {self._limit:,} bytes. If that is right, raise max_bytes."
+            )
+
+
+def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
+    try:
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise MissingExtra("pillow", None, "decoding pictures") from error
     found: dict[str, list[tuple[str, str, Tensor]]] = {}
-    with tarfile.open(archive) as tar:
+    total = 0
+    with _open_packed(archive) as packed, _open_tar(packed, max_bytes, archive) as tar:
         for member in tar:
             parts = Path(member.name).parts
             stream = tar.extractfile(member) if member.isfile() and len(parts) >= 3 else None
             if stream is None:
                 continue
-            picture = Image.open(stream).convert("RGB")
+            place = f"load_image_archive: {member.name!r} in {str(archive)!r}"
+            try:
+                picture = Image.open(io.BytesIO(stream.read(member.size)), formats=FORMATS)
+            except UnidentifiedImageError:
+                raise ConfigError(f"{place} is neither {' nor '.join(FORMATS)}, and nothing else is decoded.") from None
+            except (Image.DecompressionBombError, Image.DecompressionBombWarning, OSError, ValueError) as error:
+                raise ConfigError(f"{place} cannot be decoded: {error}") from None
+            pixels_in = picture.width * picture.height
+            total += 3 * pixels_in
+            if pixels_in > MAX_PIXELS:
+                raise ConfigError(f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}.")
+            if total > max_bytes:
+                raise ConfigError(
+                    f"{place}: the pictures up to here have more than {max_bytes:,} bytes. Raise max_bytes."
+                )
+            try:
+                picture = picture.convert("RGB")
+            except (OSError, ValueError, SyntaxError) as error:
+                raise ConfigError(f"{place} cannot be decoded: {error}") from None
             pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
             found.setdefault(parts[-3], []).append(
                 (parts[-2], parts[-1], pixels.view(picture.height, picture.width, 3))
@@ -61,6 +167,20 @@ def _decode(archive: Path) -> dict[str, Split]:
     if not found:
         raise ConfigError(f"load_image_archive: {str(archive)!r} holds no <split>/<class>/<name>.")
     return {split: _join(pictures, archive) for split, pictures in found.items()}
+
+
+def _open_packed(archive: Path) -> BinaryIO:
+    with open(archive, "rb") as stream:
+        head = stream.read(8)
+    opener = next((opener for magic, opener in _COMPRESSIONS if head.startswith(magic)), None)
+    return open(archive, "rb") if opener is None else opener(archive)  # type: ignore[no-any-return]
+
+
+def _open_tar(packed: BinaryIO, max_bytes: int, archive: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(fileobj=_Unpacked(packed, max_bytes, repr(str(archive))), mode="r:")  # type: ignore[arg-type]
+    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError) as error:
+        raise ConfigError(f"load_image_archive: {str(archive)!r} cannot be read as a tar file: {error}") from None
 
 
 def _join(pictures: list[tuple[str, str, Tensor]], archive: Path) -> Split:

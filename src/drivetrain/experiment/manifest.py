@@ -1,6 +1,7 @@
 """What a run was made of: command, parameters' origins, code, packages, machine. Written once, at the start."""
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -11,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.files import read_limited
 from drivetrain.experiment.run_folder import MANIFEST, read_json, write_json
 
 SCHEMA = 1
+SOURCE_LIMIT = 64 * 2**20
 MAX_DIFF = 500_000
 """Characters of a git diff that are kept; generated files can have millions."""
 
@@ -22,6 +25,7 @@ def describe_run(
     *,
     experiment: str,
     source: str | None,
+    function: str,
     origins: Mapping[str, str],
     identity: str,
     seed: int,
@@ -37,6 +41,8 @@ def describe_run(
         "schema": SCHEMA,
         "experiment": experiment,
         "source": source,
+        "source_sha256": hash_source(source),
+        "function": function,
         "started": time.time(),
         "identity": identity,
         "seed": seed,
@@ -53,6 +59,14 @@ def describe_run(
         "git": _git(str(Path(source).parent) if source else os.getcwd()),
         "packages": _packages(),
     }
+
+
+def hash_source(path: str | Path | None) -> str | None:
+    """Return the SHA-256 of a source file, None where it cannot be read."""
+    try:
+        return None if path is None else hashlib.sha256(read_limited(Path(path).resolve(), SOURCE_LIMIT)).hexdigest()
+    except OSError:
+        return None
 
 
 def add_to_manifest(folder: Path, **fields: Any) -> None:

@@ -273,7 +273,8 @@ def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: 
         )
     manifest = describe_run(
         experiment=experiment.name,
-        source=inspect.getsourcefile(inspect.unwrap(experiment.main_function)),
+        source=_source_of(experiment),
+        function=inspect.unwrap(experiment.main_function).__qualname__,
         origins=resolved.origins,
         identity=identity(resolved, experiment.parameters),
         seed=resolved.values["random_seed"],
@@ -285,6 +286,11 @@ def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: 
         notes=notes,
     )
     write_json(place.folder / MANIFEST, manifest)
+
+
+def _source_of(experiment: Any) -> str | None:
+    file = inspect.getsourcefile(inspect.unwrap(experiment.main_function))
+    return None if file is None else os.path.abspath(file)
 
 
 def _devices(values: dict[str, Any]) -> list[str]:

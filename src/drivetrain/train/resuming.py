@@ -1,5 +1,6 @@
 """How a run begins, is restored, and ends: the state it fills, and what a signal does to it."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from drivetrain.context.codec import unpack
 from drivetrain.context.context import Context
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, ResumeError
+from drivetrain.core.display import printable
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
@@ -145,6 +147,13 @@ def _restore_required_algorithms(trainer: Any, saved: dict[str, Any]) -> None:
 
     entries = [{**entry, "config": unpack(entry["config"], None)} for entry in entries]
     added = restore_required(entries, trainer.state.algorithms)
+    for plugin in added:
+        warnings.warn(
+            f"the checkpoint adds the algorithm {printable(repr(plugin))}, which this Trainer was not given: the saved model "
+            "cannot be loaded without it. Put it into algorithms=[...] to keep it, or load another checkpoint.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
     trainer._algorithms = (*trainer._algorithms, *added)
     trainer.engine.set_plugins(trainer._plugins())
     for plugin in added:

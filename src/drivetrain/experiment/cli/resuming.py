@@ -1,13 +1,16 @@
-"""`drivetrain resume`: continue a run in its own folder, and say from where."""
+"""`drivetrain resume`: continue a run in its own folder; say first what will be run, then from where it goes on."""
 
 import argparse
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
-from drivetrain.experiment.cli.output import add_json_option, print_lines
+from drivetrain.experiment.cli.output import add_json_option, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.places import find_run
 from drivetrain.experiment.cli.running import start
-from drivetrain.experiment.cli.targets import find_target
+from drivetrain.experiment.cli.targets import find_in_file
+from drivetrain.experiment.cli.trust import check_trust, describe_source, source_of
 from drivetrain.experiment.records import RunRecord
 
 KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "deterministic")
@@ -23,6 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="accept changes of parameters that are not marked resumable"
     )
+    parser.add_argument(
+        "--trust", action="store_true", help="run the program although somebody else may have written its file"
+    )
     add_json_option(parser)
 
 
@@ -31,7 +37,12 @@ def execute(arguments: argparse.Namespace) -> int:
     record = find_run(arguments.run)
     if record.is_live:
         raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait for it to end.")
-    experiment = experiment_of(record)
+    source = source_of(record)
+    with prints_to_stderr() if arguments.json else nullcontext():
+        print_lines(*describe_source(record, source))  # before anything of it is run
+    if not arguments.trust:
+        check_trust(source)
+    experiment = _experiment_in(source, record)
     resolved = _resolved(experiment, record, arguments)
     if not arguments.json:
         _print_place(record)
@@ -39,16 +50,10 @@ def execute(arguments: argparse.Namespace) -> int:
     return start(experiment, resolved, argv=argv, force=arguments.force, as_json=arguments.json)
 
 
-def experiment_of(record: RunRecord) -> Any:
-    """Return the experiment of a run, from the file it was defined in."""
-    source = record.manifest.get("source")
-    if not source:
-        raise ResumeError(
-            f"the run {record.folder} does not say which file its experiment is in (it was started from a prompt?). Start the program "
-            f"again with --resume {record.folder}."
-        )
+def _experiment_in(source: Path, record: RunRecord) -> Any:
+    """Return the experiment of a run from the file it was defined in; this runs the file."""
     try:
-        return find_target(f"{source}:{record.experiment}")
+        return find_in_file(source, record.experiment)
     except ExperimentError as error:
         raise ResumeError(
             f"the experiment {record.experiment!r} of {record.folder} is no longer where it was: {error} Start the program from its new "

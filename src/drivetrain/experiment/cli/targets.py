@@ -19,6 +19,16 @@ def find_target(target: str) -> Any:
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
 
+def find_in_file(path: Path, name: str) -> Any:
+    """Return the experiment of this name that a file defines."""
+    from drivetrain.experiment.experiments import Experiment
+
+    found = _attribute(_load_file(path), name, f"{path}:{name}")
+    if not isinstance(found, Experiment):
+        raise ExperimentError(f"{path}: {name!r} is a {type(found).__name__}, not an experiment.")
+    return found
+
+
 def find_experiment(target: str, words: list[str]) -> tuple[Any, list[str]]:
     """Return the experiment a target names and the remaining words; in a group the first word names the experiment."""
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
