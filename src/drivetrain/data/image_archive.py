@@ -157,10 +157,10 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
                     f"{place}: the pictures up to here have more than {max_bytes:,} bytes. Raise max_bytes."
                 )
             try:
-                picture = picture.convert("RGB")
+                colours = picture.convert("RGB")
             except (OSError, ValueError, SyntaxError) as error:
                 raise ConfigError(f"{place} cannot be decoded: {error}") from None
-            pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+            pixels = torch.frombuffer(bytearray(colours.tobytes()), dtype=torch.uint8)
             found.setdefault(parts[-3], []).append(
                 (parts[-2], parts[-1], pixels.view(picture.height, picture.width, 3))
             )
@@ -173,12 +173,12 @@ def _open_packed(archive: Path) -> BinaryIO:
     with open(archive, "rb") as stream:
         head = stream.read(8)
     opener = next((opener for magic, opener in _COMPRESSIONS if head.startswith(magic)), None)
-    return open(archive, "rb") if opener is None else opener(archive)  # type: ignore[no-any-return]
+    return open(archive, "rb") if opener is None else opener(archive)
 
 
 def _open_tar(packed: BinaryIO, max_bytes: int, archive: Path) -> tarfile.TarFile:
     try:
-        return tarfile.open(fileobj=_Unpacked(packed, max_bytes, repr(str(archive))), mode="r:")  # type: ignore[arg-type]
+        return tarfile.open(fileobj=_Unpacked(packed, max_bytes, repr(str(archive))), mode="r:")
     except (tarfile.TarError, OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(f"load_image_archive: {str(archive)!r} cannot be read as a tar file: {error}") from None
 
