@@ -158,7 +158,7 @@ def _run_state() -> dict[str, Any] | None:
     if run is None:
         return None
     return {
-        "parameters": {name: _packed_or_text(value) for name, value in run.params.items()},
+        "parameters": {name: _packed_or_text(value) for name, value in run.shown(run.params).items()},
         "random_gen": run.random_gen.getstate(),
         "elapsed": run.elapsed,
     }

@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".experiments": ["Experiment", "ExperimentGroup"],
         ".parameters": ["Parameter", "ParameterGroup"],
         ".signature": ["Param"],
+        "drivetrain.core.secret": ["Secret"],
         ".proxies": ["current_experiment", "params", "output_dir", "params_file", "random_gen", "subprocess_counter"],
         ".running": ["new_seed", "TrialPruned"],
         ".subprocesses": ["launch_subprocess", "is_subprocess", "local_rank"],

@@ -6,13 +6,14 @@ Written out rather than taken from argparse, which abbreviates options, takes `-
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ParameterError, nearest_name
+from drivetrain.core.secret import MASK
 from drivetrain.experiment.files import Given
 from drivetrain.experiment.parameters import Parameter, ParameterSet
 from drivetrain.experiment.resolve import PARAMS_FILE
@@ -37,6 +38,7 @@ def parse(argv: Sequence[str], parameters: ParameterSet) -> Command:
     command = Command()
     values: dict[str, Any] = {}
     tokens = [str(token) for token in argv]
+    shown: Callable[[str], str] = repr
     while tokens:
         token = tokens.pop(0)
         if token == "--":
@@ -46,10 +48,11 @@ def parse(argv: Sequence[str], parameters: ParameterSet) -> Command:
         if token == "-h":
             token = "--help"
         if not token.startswith("--"):
-            raise ParameterError(f"unexpected argument {token!r}: values follow their option, as in --lr 0.1.")
+            raise ParameterError(f"unexpected argument {shown(token)}: values follow their option, as in --lr 0.1.")
         flag, has_value, text = token[2:].partition("=")
         name = flag.replace("-", "_")
         parameter = parameters.owner_of(name)
+        shown = repr if parameter is None or not parameter.is_secret else lambda _: MASK
         if parameter is None:
             _own_option(command, name, token, bool(has_value), parameters)
         elif parameter.is_flag:

@@ -50,12 +50,14 @@ def parameter(
     behaviour: Any = None,
     *,
     resumable: bool = False,
+    secret: bool | None = None,
 ) -> Callable[[Any], Any]:
     """Add a parameter to an experiment or group, above or below its decorator.
 
     `type` is a type, or any function of the given text. A function as `default` is called once per run. `envvar` names the
     environment variable it may be read from. `resumable` lets it differ when a run is continued. `behaviour` is an object whose
-    `on_value(parameter, value, values)` is called when the parameter was given.
+    `on_value(parameter, value, values)` is called when the parameter was given. `secret` says whether the value is masked wherever it
+    is written; by default its type (`Secret[str]`) and name (`api_key`, `password`) decide.
     """
     made = Parameter(
         name=name,
@@ -72,6 +74,7 @@ def parameter(
         hidden=hidden,
         behaviour=behaviour,
         resumable=resumable,
+        secret=secret,
     )
     return _adder(made)
 

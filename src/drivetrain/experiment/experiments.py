@@ -132,7 +132,7 @@ class Experiment(_WithParameters):
                 raise
             exit_with_error(error, usage_line(program))
         if command.prints_params:
-            self._print(params_table(resolved.values, resolved.origins), exit_on_error)
+            self._print(params_table(resolved.shown(), resolved.origins), exit_on_error)
             return None
         return self._start_command(resolved, command, argv)
 

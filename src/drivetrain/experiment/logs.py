@@ -8,13 +8,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.files import PRIVATE_FILE, open_regular
+from drivetrain.core.secret import hide
 from drivetrain.experiment.run_folder import LOG
 
 COLOURS = {"DEBUG": "35", "INFO": "34", "WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
@@ -25,9 +26,14 @@ class LineFormatter(logging.Formatter):
 
     converter = staticmethod(time.gmtime)
 
-    def __init__(self, rank: int, *, shows_time: bool, colours: bool):
+    def __init__(self, rank: int, *, shows_time: bool, colours: bool, hidden: Iterable[str] = ()):
         super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._hidden = tuple(hidden)
         self._rank, self._shows_time, self._colours = rank, shows_time, colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record with its traceback, and without secrets."""
+        return hide(super().format(record), self._hidden)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put one line together."""
@@ -78,16 +84,16 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def run_log(folder: Path, rank: int, *, debug: bool) -> Iterator[None]:
-    """Log to the run's folder, and on rank 0 to the console unless the program does that already."""
+def run_log(folder: Path, rank: int, *, debug: bool, hidden: Iterable[str] = ()) -> Iterator[None]:
+    """Log to the run's folder, and on rank 0 to the console unless the program does that already; `hidden` texts are masked."""
     root = logging.getLogger()
     level = logging.DEBUG if debug else logging.INFO
     handlers: list[logging.Handler] = [_FileHandler(log_file(folder, rank))]
-    handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False))
+    handlers[0].setFormatter(LineFormatter(rank, shows_time=True, colours=False, hidden=hidden))
     if rank == 0 and not root.handlers:
         console = _ConsoleHandler()
         colours = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        console.setFormatter(LineFormatter(rank, shows_time=False, colours=colours))
+        console.setFormatter(LineFormatter(rank, shows_time=False, colours=colours, hidden=hidden))
         handlers.append(console)
     level_before = root.level
     try:

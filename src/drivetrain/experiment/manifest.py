@@ -6,13 +6,13 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.files import read_limited
+from drivetrain.core.secret import hide
 from drivetrain.experiment.run_folder import MANIFEST, read_json, write_json
 
 SCHEMA = 1
@@ -29,14 +29,16 @@ def describe_run(
     origins: Mapping[str, str],
     identity: str,
     seed: int,
-    argv: Sequence[str] | None,
+    argv: Sequence[str],
     devices: Sequence[str],
     processes: int,
     launcher: str | None,
     trial: Mapping[str, Any] | None,
     notes: Sequence[str],
+    hidden: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return the manifest of a run that begins now."""
+    """Return the manifest of a run that begins now; `hidden` are secret texts, which the changes of the code may hold too."""
+    git = _git(str(Path(source).parent) if source else os.getcwd())
     return {
         "schema": SCHEMA,
         "experiment": experiment,
@@ -46,7 +48,7 @@ def describe_run(
         "started": time.time(),
         "identity": identity,
         "seed": seed,
-        "argv": list(sys.argv if argv is None else argv),
+        "argv": list(argv),
         "origins": dict(origins),
         "processes": processes,
         "launcher": launcher,
@@ -56,7 +58,7 @@ def describe_run(
         "resumed": [],
         "host": _host(),
         "devices": list(devices),
-        "git": _git(str(Path(source).parent) if source else os.getcwd()),
+        "git": None if git is None else {name: hide(text, hidden) for name, text in git.items()},
         "packages": _packages(),
     }
 

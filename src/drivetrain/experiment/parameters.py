@@ -7,10 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.experiment.values import BadValue, ValueType, choice_of, declared_type, read_bool
+from drivetrain.core.secret import MASK, Secret, hide, is_secret_value, looks_secret, texts_of
+from drivetrain.experiment.values import (
+    BadValue,
+    ValueType,
+    choice_of,
+    declared_type,
+    is_secret_type,
+    read_bool,
+    wraps_secret,
+)
 
 RESERVED = ("help", "print_params", "force")
 """Options of the command line itself. A parameter called `force` takes the word over; the other two are never given away."""
+
+SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
+"""With the name of a secret parameter in capitals: the environment variable it may come from."""
 
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
@@ -35,6 +47,7 @@ class Parameter:
         behaviour: Any = None,
         *,
         resumable: bool = False,
+        secret: bool | None = None,
     ):
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise ParameterError(
@@ -55,7 +68,9 @@ class Parameter:
         self.default: Any = False if is_flag and default is None and not required else default
         self.calls_default = callable(default) and not inspect.isclass(default)
         self.allow_from_file, self.resumable, self.hidden = allow_from_file, resumable, hidden
-        self.envvar = envvar or None
+        self._envvar = envvar
+        self.secret = secret
+        """Whether the value is hidden wherever it is written; None: its type and name decide."""
         self.help, self.default_help = help, default_help
         self.behaviour = behaviour
         self.type = bool if is_flag else type
@@ -74,6 +89,22 @@ class Parameter:
             return declared_type(self.type)
         except BadValue as problem:
             raise ParameterError(f"parameter {self.name!r}: {problem}.") from None
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the value is hidden: as declared, by its type (`Secret[str]`), or text under a name such as `api_key`."""
+        if self.secret is not None:
+            return self.secret
+        takes_text = self.type in (str, Any, object) or inspect.isroutine(self.type)
+        return is_secret_type(self.type) or (takes_text and self.allowed_values is None and looks_secret(self.name))
+
+    @property
+    def envvar(self) -> str | None:
+        """The environment variable the value may come from; a secret has one of its own unless `envvar=False`."""
+        if isinstance(self._envvar, str):
+            return self._envvar or None
+        own = SECRET_VARIABLE + self.name.replace(".", "_").upper()
+        return own if self._envvar is None and self.is_secret else None
 
     @property
     def flag(self) -> str:
@@ -96,15 +127,23 @@ class Parameter:
         try:
             return self.value_type.read(value, is_text)
         except BadValue as problem:
-            shown = repr(value)
+            shown = MASK if self.is_secret else repr(value)
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
-            raise ParameterError(f"{where}: {self.name} cannot be {shown}: {problem}.") from None
+            reason = hide(str(problem), texts_of(value, is_secret=self.is_secret))
+            raise ParameterError(f"{where}: {self.name} cannot be {shown}: {reason}.") from None
 
     def make_default(self) -> Any:
         """Return the default for one run; a function is called."""
-        if self.calls_default:
-            return self.default()
-        return copy.copy(self.default) if isinstance(self.default, list | dict | set) else self.default
+        value = self.default() if self.calls_default else self.default
+        if value is not None and wraps_secret(self.type) and not is_secret_value(value):
+            return Secret(value)
+        return (
+            value
+            if self.calls_default
+            else copy.copy(self.default)
+            if isinstance(self.default, list | dict | set)
+            else self.default
+        )
 
     def describe_default(self) -> str | None:
         """Return the default as help prints it, None where there is none."""
@@ -112,6 +151,8 @@ class Parameter:
             return self.default_help
         if self.default is None and self.required:
             return None
+        if self.default is not None and self.is_secret:
+            return MASK
         if self.calls_default:
             return "computed"
         return str(getattr(self.default, "name", self.default))
@@ -154,6 +195,11 @@ class ParameterSet(Mapping[str, Parameter]):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """The names of parameters whose values are hidden."""
+        return frozenset(name for name, parameter in self.items() if parameter.is_secret)
 
     def owner_of(self, flag: str) -> Parameter | None:
         """Return the parameter an option (without dashes, `_` for `-`) belongs to."""

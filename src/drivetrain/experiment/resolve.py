@@ -7,11 +7,12 @@ it came from.
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.secret import is_masked, masked, texts_of
 from drivetrain.experiment.files import Given, flatten, read_parameter_file, unknown_parameter
 from drivetrain.experiment.parameters import Parameter, ParameterSet
 
@@ -25,6 +26,31 @@ class Resolved:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """`cli`, `run`, `file.yaml:3`, `env:NAME`, `defaults` or `default`, by parameter."""
+    secrets: frozenset[str] = frozenset()
+    """Parameters whose values are masked wherever they are written."""
+    public: frozenset[str] = frozenset()
+    """Parameters that were declared not to be secret, so that nothing within them is masked."""
+
+    def copy(self) -> "Resolved":
+        """Return the same with values and origins of its own."""
+        return replace(self, values=dict(self.values), origins=dict(self.origins))
+
+    def shown(self) -> dict[str, Any]:
+        """Return the values as files and screens show them."""
+        return {name: self.shown_value(name, value) for name, value in self.values.items()}
+
+    def shown_value(self, name: str, value: Any) -> Any:
+        """Return one value as files and screens show it."""
+        return value if name in self.public else masked(value, is_secret=name in self.secrets)
+
+    def hidden(self) -> frozenset[str]:
+        """Return the secret texts, for whatever must not hold them."""
+        found = (
+            texts_of(value, is_secret=name in self.secrets)
+            for name, value in self.values.items()
+            if name not in self.public
+        )
+        return frozenset().union(*found)
 
     def is_declared(self, name: str) -> bool:
         """Say whether somebody gave this value for this run, rather than it being a default."""
@@ -57,9 +83,13 @@ def resolve(
         _from_environment(parameters, os.environ if environment is None else environment),
         given_in_python(defaults or {}, parameters, "defaults"),
     ]
-    resolved = Resolved()
+    public = frozenset(name for name, parameter in parameters.items() if parameter.secret is False)
+    resolved = Resolved(secrets=parameters.secrets, public=public)
     for name, parameter in parameters.items():
-        given = next((source[name] for source in sources if name in source and source[name].value is not None), None)
+        every = [source[name] for source in sources if name in source and source[name].value is not None]
+        given = next((entry for entry in every if name in public or not is_masked(entry.value)), None)
+        if given is None and every:
+            raise ParameterError(masked_value(parameter, every[0].origin))
         if given is None:
             resolved.values[name], resolved.origins[name] = parameter.make_default(), "default"
         else:
@@ -73,6 +103,15 @@ def resolve(
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
     return resolved
+
+
+def masked_value(parameter: Parameter, where: str) -> str:
+    """Say that a value was hidden when it was written, and how to give it again."""
+    variable = f" or in the environment variable {parameter.envvar}" if parameter.envvar else ""
+    return (
+        f"{where}: the value of {parameter.name} is masked, because it is a secret. Give it again with {parameter.flag}{variable}. "
+        "If it is not a secret, declare it with secret=False."
+    )
 
 
 def _read(parameter: Parameter, given: Given) -> Any:
@@ -116,4 +155,4 @@ def _items(text: str, origin: str) -> list[str]:
         lexer.whitespace_split, lexer.commenters = True, ""
         return list(lexer)
     except ValueError as error:
-        raise ParameterError(f"{origin}: {text!r} cannot be split into items: {error}.") from None
+        raise ParameterError(f"{origin}: the value cannot be split into items: {error}.") from None

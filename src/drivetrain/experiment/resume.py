@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.core.secret import is_masked
 from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.records import FINISHED, RunRecord, find_runs, is_run, read_run
-from drivetrain.experiment.resolve import Resolved
+from drivetrain.experiment.resolve import Resolved, masked_value
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.standard import BOOKKEEPING
 
@@ -46,9 +47,11 @@ def identity(resolved: Resolved, parameters: ParameterSet) -> str:
 
 def _compared(resolved: Resolved, parameters: ParameterSet) -> dict[str, Any]:
     return {
-        name: plain(value)
+        name: plain(resolved.shown_value(name, value))
         for name, value in resolved.values.items()
-        if name not in BOOKKEEPING and not parameters[name].resumable and (name != SEED or resolved.is_declared(SEED))
+        if name not in BOOKKEEPING | resolved.secrets  # a key that was renewed makes no other run
+        and not parameters[name].resumable
+        and (name != SEED or resolved.is_declared(SEED))
     }
 
 
@@ -103,9 +106,12 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
         if name in BOOKKEEPING or name not in record.parameters:
             continue
         stored = record.manifest.get("seed") if name == SEED else record.parameters[name]
-        if plain(resolved.values[name]) == stored:
+        now = plain(resolved.shown_value(name, resolved.values[name]))
+        if name not in given and name not in resolved.public and is_masked(stored):
+            raise ResumeError(masked_value(parameter, f"the parameters of {record.folder}"))
+        if now == stored or (name in given and parameter.is_secret):
             continue
-        line = f"{name}: {stored!r} in the run, {plain(resolved.values[name])!r} now"
+        line = f"{name}: {stored!r} in the run, {now!r} now"
         if name not in given:
             if stored is not None:
                 resolved.values[name] = _stored_value(parameters, name, stored)

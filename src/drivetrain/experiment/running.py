@@ -8,7 +8,8 @@ import inspect
 import logging
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import DrivetrainError, ExperimentError, ResumeError
+from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
 from drivetrain.experiment.launching import launch_experiment, must_launch, wants_cpu
 from drivetrain.experiment.locking import FolderLock
@@ -138,7 +140,16 @@ def _new_run(experiment: Any, folder: Path, resolved: Resolved) -> Run:
     values, origins = resolved.values, dict(resolved.origins)
     if not _insists_on_cuda(resolved):
         origins["cuda"] = "default"
-    return Run(folder=folder, seed=values["random_seed"], params=values, name=experiment.name, origins=origins)
+    return Run(
+        folder=folder,
+        seed=values["random_seed"],
+        params=values,
+        name=experiment.name,
+        origins=origins,
+        secrets=resolved.secrets,
+        public=resolved.public,
+        hidden=resolved.hidden(),
+    )
 
 
 def _join_world(resolved: Resolved) -> bool:
@@ -238,7 +249,7 @@ def _run_in(
         stack.callback(set_current_run, None)
         if rank == 0:
             _write_record(experiment, place, argv, trial)
-        stack.enter_context(run_log(place.folder, rank, debug=values["debug"]))
+        stack.enter_context(run_log(place.folder, rank, debug=values["debug"], hidden=run.hidden))
         if status is not None:
             status.begin()
         for note in place.beginning.notes:
@@ -248,7 +259,11 @@ def _run_in(
         if status is not None:
             result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
             status.end(
-                ending.state, exit_code=ending.exit_code, error=_sentence(ending.error), **result, **ending.extra
+                ending.state,
+                exit_code=ending.exit_code,
+                error=_sentence(ending.error, run.hidden),
+                **result,
+                **ending.extra,
             )
     if ending.error is not None:
         raise ending.error
@@ -258,7 +273,13 @@ def _run_in(
 def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: dict[str, Any] | None) -> None:
     """Write down what the run is made of; a continued run keeps its record and adds to it."""
     resolved, record = place.resolved, place.beginning.record
-    write_parameters(place.folder, resolved.values)
+    # A secret that nobody gave is in the code, and "not given" brings it back; one that was given is masked.
+    kept = {
+        name: None if name in resolved.secrets and not resolved.is_declared(name) else value
+        for name, value in resolved.shown().items()
+    }
+    write_parameters(place.folder, kept)
+    argv = mask_command(sys.argv if argv is None else argv, resolved.secrets, resolved.hidden())
     if record is not None:
         resumed = [*record.manifest.get("resumed", []), {"argv": argv, "notes": place.beginning.notes}]
         add_to_manifest(place.folder, resumed=resumed)
@@ -284,6 +305,7 @@ def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: 
         launcher=None if world is None else world.launcher,
         trial=trial,
         notes=notes,
+        hidden=resolved.hidden(),
     )
     write_json(place.folder / MANIFEST, manifest)
 
@@ -353,8 +375,8 @@ def _log_ending(experiment: Any, ending: Ending) -> None:
     logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
 
 
-def _sentence(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+def _sentence(error: BaseException | None, hidden: Iterable[str]) -> str | None:
+    return None if error is None else hide(f"{type(error).__name__}: {error}", hidden)
 
 
 def bind_proxies(experiment: Any, run: Run) -> None:
@@ -376,7 +398,7 @@ def _run_subprocess(experiment: Any, resolved: Resolved) -> Any:
     with ExitStack() as stack:
         set_current_run(run)
         stack.callback(set_current_run, None)
-        stack.enter_context(run_log(folder, values["local_rank"], debug=values["debug"]))
+        stack.enter_context(run_log(folder, values["local_rank"], debug=values["debug"], hidden=run.hidden))
         ending = _live(experiment, run)
     if ending.error is not None:
         raise ending.error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.secret import masked
 from drivetrain.experiment.docstrings import argument_help
 from drivetrain.experiment.parameters import Parameter
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
@@ -41,6 +42,8 @@ class Param:
     envvar: str | None = None
     allowed_values: Sequence[Any] | None = None
     hidden: bool = False
+    secret: bool | None = None
+    """Whether the value is masked wherever it is written; None: its type and name decide."""
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Nested:
         except ValueError as error:
             if isinstance(error, ParameterError):
                 raise
-            raise ParameterError(f"{self.kind.__name__} refuses {arguments}: {error}") from error
+            raise ParameterError(f"{self.kind.__name__} refuses {masked(arguments)}: {error}") from error
 
 
 class CallSignature:
@@ -202,6 +205,7 @@ def _parameter(name: str, annotation: Any, default: Any, extra: Param, help: str
         help=extra.help or help,
         hidden=extra.hidden,
         resumable=extra.resumable,
+        secret=extra.secret,
     )
     parameter.calls_default = False  # a function in a signature is a value
     if extra.allowed_values is None:

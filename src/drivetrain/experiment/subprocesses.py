@@ -51,7 +51,7 @@ def launch_subprocess(**additional_params: Any) -> BaseProcess:
         raise AssertionError("a subprocess cannot launch further subprocesses; launch them in the main process.")
     experiment = proxies.target(proxies.current_experiment)
     number = int(proxies.target(proxies.subprocess_counter)) + 1
-    resolved = Resolved(dict(run.params), dict(run.origins))
+    resolved = Resolved(dict(run.params), dict(run.origins), run.secrets, run.public)
     place = {"subprocess": str(proxies.target(proxies.params_file)), "local_rank": number}
     for name, given in given_in_python(additional_params | place, experiment.parameters).items():
         resolved.values[name] = experiment.parameters[name].read(given.value, is_text=False, where="launch_subprocess")

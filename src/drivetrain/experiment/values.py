@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.errors import MissingExtra, nearest_name
+from drivetrain.core.secret import Secret
 
 TRUE_WORDS = ("yes", "true", "t", "y", "1", "on")
 FALSE_WORDS = ("no", "false", "f", "n", "0", "off")
@@ -179,6 +180,7 @@ def declared_type(kind: Any) -> ValueType:
     """Return the type of `parameter(type=...)`: a known type, an annotation, or any function of one value."""
     if (
         kind in SIMPLE
+        or kind is Secret
         or typing.get_origin(kind) is not None
         or (isinstance(kind, type) and issubclass(kind, enum.Enum))
     ):
@@ -188,8 +190,30 @@ def declared_type(kind: Any) -> ValueType:
     return custom_type(kind)
 
 
+def wraps_secret(annotation: Any) -> bool:
+    """Return whether values of this type are put into a `Secret`."""
+    return annotation is Secret or typing.get_origin(annotation) is Secret
+
+
+def is_secret_type(annotation: Any) -> bool:
+    """Return whether values of this type hide themselves: `Secret[str]`, or pydantic's `SecretStr`."""
+    return wraps_secret(annotation) or (isinstance(annotation, type) and hasattr(annotation, "get_secret_value"))
+
+
+def secret_type(annotation: Any) -> ValueType:
+    """Return the type whose values are read as those of X in `Secret[X]`, and then hidden."""
+    inner = annotated_type(next(iter(typing.get_args(annotation)), str))
+
+    def read(value: Any, is_text: bool) -> Any:
+        return Secret(inner.read(value.reveal() if isinstance(value, Secret) else value, is_text))
+
+    return ValueType(read, "SECRET")
+
+
 def annotated_type(annotation: Any) -> ValueType:
     """Return the type an annotation of a signature means."""
+    if wraps_secret(annotation):
+        return secret_type(annotation)
     if annotation in SIMPLE:
         return SIMPLE[annotation]
     if typing.get_origin(annotation) is Literal:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
+from drivetrain.core.secret import masked
 from drivetrain.core.time import Time
 from drivetrain.record.console import ConsoleSink
 from drivetrain.record.csv_files import CsvSink
@@ -167,7 +168,8 @@ class Recorder:
 
     def params(self, params: Mapping[str, Any]) -> None:
         """Record the settings of the run."""
-        self._add("params", "params", _plain_mapping("params", params))
+        values, run = _plain_mapping("params", params), current_run()
+        self._add("params", "params", masked(values) if run is None else run.shown(values))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Record results of the run; tensors are read at once, which waits for their device."""

@@ -8,12 +8,13 @@ its own default.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.secret import masked
 
 
 @dataclass(kw_only=True, eq=False)
@@ -22,11 +23,18 @@ class Run:
 
     folder: Path
     seed: int
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict, repr=False)
     name: str = ""
 
     origins: dict[str, str] = field(default_factory=dict)
     """Where each parameter's value came from: `cli`, `run`, `file:line`, `env:NAME`, `defaults`, `default`."""
+
+    secrets: frozenset[str] = frozenset()
+    """Names of parameters whose values are masked wherever they are written."""
+    public: frozenset[str] = frozenset()
+    """Names of parameters that were declared not to be secret."""
+    hidden: frozenset[str] = field(default=frozenset(), repr=False)
+    """The secret texts themselves, for whatever must not hold them."""
 
     recorder: object | None = None
     """The Recorder that metrics of this run go to; None until one is made."""
@@ -55,6 +63,13 @@ class Run:
     def elapsed(self) -> float:
         """Seconds spent in this run, earlier parts included."""
         return self.elapsed_before + time.monotonic() - self.started
+
+    def shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings without secrets: parameters of this run as declared, other names by what they look like."""
+        own = {
+            name: masked(value, is_secret=name in self.secrets) for name, value in values.items() if name in self.params
+        }
+        return masked(values) | own | {name: values[name] for name in self.public & set(values)}
 
     def next_index(self, kind: str) -> int:
         """Count the objects of one kind in order of creation: 0, 1, 2, ... (seeds of unnamed loaders use it)."""

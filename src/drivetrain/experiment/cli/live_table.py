@@ -147,7 +147,9 @@ class LiveTable:
             seconds = trial.seconds + (0.0 if began is None else now - began)
             table.add_row(
                 str(trial.index),
-                Text(printable(", ".join(f"{name}={plain_text(trial.params.get(name))}" for name in names))),
+                Text(
+                    printable(", ".join(f"{name}={plain_text(self._result.shown(trial).get(name))}" for name in names))
+                ),
                 Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
                 plain_text(trial.value),
                 f"{seconds:.1f} s",

@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import DrivetrainError, ParameterError
+from drivetrain.core.secret import hide
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     add_json_option,
@@ -80,7 +82,7 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
     except Exception as error:
         if isinstance(error, DrivetrainError) and not _has_begun(folder, began):
             raise  # refused before anything was done: bad input
-        _print_failure(error, folder)
+        _print_failure(error, folder, resolved.hidden())
         _print_ending(folder, as_json)
         return FAILED
     _print_ending(folder, as_json)
@@ -89,13 +91,10 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
 
 def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bool]:
     """Return the folder the run will be in, and whether it is a new one."""
-    from drivetrain.experiment.resolve import Resolved
     from drivetrain.experiment.resume import choose_beginning
     from drivetrain.experiment.run_folder import refuse_existing, run_path
 
-    copy = Resolved(
-        dict(resolved.values), dict(resolved.origins)
-    )  # looking ahead must not change what the run is given
+    copy = resolved.copy()  # looking ahead must not change what the run is given
     record = choose_beginning(experiment.name, copy, experiment.parameters, force=force).record
     if record is not None:
         return record.folder, False
@@ -112,7 +111,8 @@ def _print_beginning(experiment: Any, resolved: Any, folder: Path) -> None:
             f"processes   {values['nproc_per_node']} on each of {values['nnodes']} node(s), {values['max_restarts']} restarts allowed"
         )
     print_lines(f"device      {_device(values)}")
-    given = [(name, values[name], resolved.origins[name]) for name in values if resolved.is_declared(name)]
+    shown = resolved.shown()
+    given = [(name, shown[name], resolved.origins[name]) for name in values if resolved.is_declared(name)]
     if given:
         print_table(["parameter", "value", "from"], given)
 
@@ -131,15 +131,15 @@ def _has_begun(folder: Path, began: float) -> bool:
     return isinstance(heartbeat, int | float) and heartbeat >= began - 1
 
 
-def _print_failure(error: Exception, folder: Path) -> None:
+def _print_failure(error: Exception, folder: Path, hidden: Iterable[str]) -> None:
     rank = getattr(error, "rank", None)
     if rank is None:
         lines = traceback.format_exception(type(error), error, _from_user_code(error))
-        print(printable_lines("".join(lines)), end="", file=sys.stderr)
+        print(printable_lines(hide("".join(lines), hidden)), end="", file=sys.stderr)
         return
     from drivetrain.experiment.logs import log_file
 
-    print_error(error, f"rank {rank} failed first; its log: {log_file(folder, rank)}")
+    print_error(hide(str(error), hidden), f"rank {rank} failed first; its log: {log_file(folder, rank)}")
 
 
 def _from_user_code(error: Exception) -> TracebackType | None:

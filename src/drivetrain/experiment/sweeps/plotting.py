@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError, MissingExtra
-from drivetrain.experiment.run_folder import plain
 
 if TYPE_CHECKING:
     from drivetrain.experiment.sweeps.result import SweepResult
@@ -27,19 +26,19 @@ def plot_sweep(result: "SweepResult", path: Path) -> Path:
     values = [float(trial.value or 0.0) for trial in trials]
     for column, name in enumerate(names):
         axes = figure.add_subplot(grid[0, column])
-        places, labels, is_log = _places([plain(trial.params.get(name)) for trial in trials])
+        places, labels, is_log = _places([result.shown(trial).get(name) for trial in trials])
         axes.scatter(places, values, c=values, cmap="viridis", edgecolors="none")
         axes.set(xlabel=name, ylabel="value" if column == 0 else "")
         if labels is not None:
             axes.set_xticks(range(len(labels)), labels)
         elif is_log:
             axes.set_xscale("log")
-    _draw_lines(figure.add_subplot(grid[1, :]), trials, names, values)
+    _draw_lines(figure.add_subplot(grid[1, :]), result, trials, names, values)
     figure.savefig(path)
     return path
 
 
-def _draw_lines(axes: Any, trials: list[Any], names: list[str], values: list[float]) -> None:
+def _draw_lines(axes: Any, result: "SweepResult", trials: list[Any], names: list[str], values: list[float]) -> None:
     """Draw parallel coordinates: each axis scaled to its own range, the value last."""
     import math
 
@@ -47,7 +46,7 @@ def _draw_lines(axes: Any, trials: list[Any], names: list[str], values: list[flo
 
     columns = []
     for name in names:
-        places, _, is_log = _places([plain(trial.params.get(name)) for trial in trials])
+        places, _, is_log = _places([result.shown(trial).get(name) for trial in trials])
         columns.append(_scaled([math.log(place) for place in places] if is_log else places))
     columns.append(_scaled(values))
     for row, shade in zip(zip(*columns, strict=True), columns[-1], strict=True):

@@ -3,13 +3,14 @@
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.files import PRIVATE_FILE, replacing
+from drivetrain.core.secret import masked
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.journal import read_journal
 from drivetrain.experiment.sweeps.trial import FAILED, Trial
@@ -20,8 +21,15 @@ __all__ = ["SweepResult", "Trial", "read_sweep"]
 class SweepResult(Sequence[Trial]):
     """The trials of a sweep, in the order they were asked for."""
 
-    def __init__(self, trials: Sequence[Trial], *, direction: str = "min", folder: Path | None = None):
-        self._trials, self.direction, self.folder = list(trials), direction, folder
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        *,
+        direction: str = "min",
+        folder: Path | None = None,
+        secrets: Container[str] = (),
+    ):
+        self._trials, self.direction, self.folder, self._secrets = list(trials), direction, folder, secrets
 
     @overload
     def __getitem__(self, place: int) -> Trial: ...
@@ -35,6 +43,10 @@ class SweepResult(Sequence[Trial]):
 
     def __iter__(self) -> Iterator[Trial]:
         return iter(self._trials)
+
+    def shown(self, trial: Trial) -> dict[str, Any]:
+        """Return the parameters of a trial in plain values, with secrets masked."""
+        return {name: plain(masked(value, is_secret=name in self._secrets)) for name, value in trial.params.items()}
 
     @property
     def ranked(self) -> list[Trial]:
@@ -77,7 +89,7 @@ class SweepResult(Sequence[Trial]):
                 "trial": trial.index,
                 "status": trial.status,
                 "value": trial.value,
-                **{name: plain(trial.params.get(name)) for name in self.varied},
+                **{name: self.shown(trial).get(name) for name in self.varied},
                 "seconds": round(trial.seconds, 2),
                 "attempts": trial.attempts,
                 "run": None if trial.run_dir is None else str(trial.run_dir),
@@ -116,7 +128,7 @@ class SweepResult(Sequence[Trial]):
                     trial.run_dir,
                     trial.error,
                 ]
-                values = [plain(trial.params.get(name)) for name in params]
+                values = [self.shown(trial).get(name) for name in params]
                 cells = [*own, *values, *(trial.metrics.get(name) for name in metrics)]
                 writer.writerow([spreadsheet_cell(value) for value in cells])
             stream.flush()

@@ -3,11 +3,12 @@
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.secret import MASK, masked
 from drivetrain.experiment.resolve import given_in_python
 
 OWN_FOLDER = ("run_name", "resume", "subprocess", "local_rank")
@@ -131,11 +132,15 @@ class Space:
             )
         return param_matrix(**{name: list(axis.grid() or ()) for name, axis in self.axes.items()})
 
-    def describe(self) -> list[Any]:
-        """Return what makes two spaces the same, in plain values."""
+    def describe(self, secrets: Container[str] = ()) -> list[Any]:
+        """Return what makes two spaces the same, in plain values; secrets are masked."""
         if self.points is not None:
-            return [sorted((name, repr(value)) for name, value in point.items()) for point in self.points]
-        return [[name, repr(axis)] for name, axis in self.axes.items()]
+            shown = [
+                {name: masked(value, is_secret=name in secrets) for name, value in point.items()}
+                for point in self.points
+            ]
+            return [sorted((name, repr(value)) for name, value in point.items()) for point in shown]
+        return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
 
 
 def make_space(space: Any) -> Space:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.files import is_regular, read_limited
+from drivetrain.core.secret import hide, masked
 from drivetrain.experiment.locking import FolderLock, is_locked
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork, make_executor
@@ -64,8 +65,8 @@ def sweep(
     header = {
         "schema": SCHEMA,
         "experiment": experiment.name,
-        "space": wanted.describe(),
-        "params": plain(fixed),
+        "space": wanted.describe(experiment.parameters.secrets),
+        "params": plain(_shown(experiment, fixed)),
         "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
         "seed": seed,
         "n_trials": n_trials,
@@ -80,7 +81,7 @@ def sweep(
         loop = _Loop(experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change)
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
-        listing = "\n".join(f"  trial {t.index} {plain(t.params)}: {t.error}" for t in result.failed)
+        listing = "\n".join(f"  trial {t.index} {result.shown(t)}: {t.error}" for t in result.failed)
         raise SweepError(
             f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {folder}\n{listing}",
             result,
@@ -188,7 +189,7 @@ class _Loop:
                 break
             if trial.index not in self.trials:
                 self.trials[trial.index] = trial
-                self.journal.write(ASKED, index=trial.index, params=trial.params)
+                self.journal.write(ASKED, index=trial.index, params=_shown(self.work.experiment, trial.params))
             self._begin(trial)
         return bool(self.running)
 
@@ -204,7 +205,7 @@ class _Loop:
         self.running[self.executor.submit(trial)] = trial
 
     def _settle(self, trial: Trial, outcome: Outcome) -> None:
-        trial.status, trial.error = outcome.status, outcome.error
+        trial.status, trial.error = outcome.status, self._without_secrets(trial, outcome.error)
         trial.seconds += outcome.seconds
         if outcome.status == FINISHED:
             assert trial.run_dir is not None
@@ -224,6 +225,14 @@ class _Loop:
             self.sampler.tell(trial)
         self._changed()
 
+    def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
+        if error is None or not self.work.experiment.parameters.secrets:
+            return error
+        try:
+            return hide(error, self.work.experiment.resolve(self.work.fixed | trial.params).hidden())
+        except ParameterError:  # the trial failed because of it, before it could hold a secret
+            return error
+
     def _value(self, result: Any, trial: Trial) -> float | None:
         if self.objective is not None:
             return trial.metrics.get(self.objective)
@@ -232,11 +241,17 @@ class _Loop:
 
     def _result(self) -> SweepResult:
         ordered = [self.trials[index] for index in sorted(self.trials)]
-        return SweepResult(ordered, direction=self.direction, folder=self.folder)
+        secrets = self.work.experiment.parameters.secrets
+        return SweepResult(ordered, direction=self.direction, folder=self.folder, secrets=secrets)
 
     def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change(self._result())
+
+
+def _shown(experiment: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    secrets = experiment.parameters.secrets
+    return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
 
 
 def _wait_for_orphan(trial: Trial) -> None:
