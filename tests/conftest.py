@@ -40,18 +40,6 @@ def world4():
     world.close()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Keep all tests of one world on one pytest-xdist worker (`--dist loadgroup`), so that it is started once."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        for name in ("world4", "world2"):
-            if name in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(name))
-                break
-
-
 @pytest.fixture(autouse=True)
 def nothing_leaks():
     """Fail a test that leaves a launcher's variables or a process group behind; the next ones would try to join it."""

@@ -36,7 +36,9 @@ def undisturbed(folder: Path, *arguments: int) -> str:
     return (folder / "result").read_text()
 
 
-@pytest.mark.parametrize("num_steps", [45, 46])  # written in the foreground, and in the background
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(45, marks=pytest.mark.slow), 46]
+)  # saves in the foreground, and in the background
 def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path, num_steps):
     expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
     folder = tmp_path / "killed"
@@ -75,7 +77,7 @@ def kill_in_saves(folder: Path, kills: int, seed: int, *arguments: int) -> None:
         assert set(folder.glob(TEMPORARY + "*")) - before, "nothing was being written"
 
 
-@pytest.mark.parametrize("num_steps", [45, 46])
+@pytest.mark.parametrize("num_steps", [45, pytest.param(46, marks=pytest.mark.slow)])
 def test_a_run_that_dies_in_its_saves_ends_as_if_nothing_had_happened(tmp_path, num_steps):
     expected = undisturbed(tmp_path / "whole", num_steps, 0, 1)
     folder = tmp_path / "killed"

@@ -121,6 +121,7 @@ def test_a_factory_of_trainers_is_certified(command, program):
     assert status == 2 and "returned int" in err
 
 
+@pytest.mark.slow
 def test_an_experiment_is_killed_resumed_and_compared(command, program):
     status, checks = checks_of(command, "--resume-check", "6", program("SMALL"), "--epochs", "3")
     assert status == 0, checks
