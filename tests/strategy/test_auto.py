@@ -22,7 +22,7 @@ from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
-from tests.strategy.tasks import Block, Tokens, loss_func, make_data, make_model, pairs_data, plain_losses
+from tests.strategy.tasks import ADAM, Block, Tokens, loss_func, make_data, make_model, pairs_data, plain_losses
 
 
 def mse(batch, output):
@@ -426,7 +426,7 @@ def test_apply_shapes_a_context_of_ones_own():
 
     model, data = make_model(), make_data()
     ctx = Context(model=model, loss_func=loss_func)
-    ctx.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    ctx.optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     ctx.loader = SmartDataLoader(data, global_batch_size=8, loading_bar=False)
     Strategy(["checkpoint", ("micro_batch", 4), "fused_optimizer"]).apply(ctx)
     assert ctx.optimizer.param_groups[0]["fused"]

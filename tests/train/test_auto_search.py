@@ -17,7 +17,7 @@ from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.trainer_search import make_task, wishes_of
-from tests.strategy.tasks import loss_func, make_data, make_model, plain_losses
+from tests.strategy.tasks import ADAM, loss_func, make_data, make_model, plain_losses
 from tests.strategy.test_search import make_quick
 from tests.train.tasks import make_data as make_pairs
 from tests.train.tasks import make_model as make_classifier
@@ -36,7 +36,7 @@ def quick_search(monkeypatch):
 def call(**kwargs):
     defaults = {
         "model": make_model(), "optim_func": torch.optim.AdamW, "dataset": make_data(), "loss_func": loss_func,
-        "model_input_format": "unpack_dict", "optim_args": {"lr": 0.05}, "dataloader_args": {"batch_size": 8, "num_workers": 0},
+        "model_input_format": "unpack_dict", "optim_args": ADAM, "dataloader_args": {"batch_size": 8, "num_workers": 0},
         "device": "cpu", "time_limit": 0, "excluded": FEW,
     }  # fmt: skip
     return auto_accelerate(**{**defaults, **kwargs})
