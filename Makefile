@@ -11,9 +11,8 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
 
-# Each worker runs its own half in order, so that fixtures of a module and of a world are made once, and then helps the other.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadscope --durations=10
 
 # More plans, schedules and kills of the same kinds. Before a release, and after a change to strategy/, module/, checkpoint/,
 # runtime/ or the experiment's processes; CI does not run it.

@@ -40,6 +40,16 @@ def world4():
     world.close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Divide the tests of `make test` as `tests/scheduling.py` describes."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from tests.scheduling import ByWorld
+
+    return ByWorld(config, log)
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks():
     """Fail a test that leaves a launcher's variables or a process group behind; the next ones would try to join it."""

@@ -73,10 +73,9 @@ SIXTEEN_BITS = {
 
 
 QUICK = {
-    "auto_ddp", "zero1", "zero2", "fsdp", "fsdp with units by class, no reshard", "micro batches", "zero1, fused, micro batches",
-    "fsdp, checkpoint, micro batches", "fsdp, compile, checkpoint", "ddp with small buckets, checkpoint, fused", "tensor",
-    "tensor, checkpoint, micro batches", "pieces, fused, micro batches", "amp", "zero1, half", "fsdp, half",
-    "tensor, amp, checkpoint", "sequence, half",
+    "zero2", "fsdp with units by class, no reshard", "zero1, fused, micro batches", "fsdp, checkpoint, micro batches",
+    "fsdp, compile, checkpoint", "ddp with small buckets, checkpoint, fused", "tensor, checkpoint, micro batches",
+    "pieces, fused, micro batches", "zero1, half", "tensor, amp, checkpoint", "sequence, half",
 }  # fmt: skip
 """Each method once or twice, in company; `make test-slow` runs the rest."""
 
@@ -170,11 +169,11 @@ def test_plans_on_one_process_follow_the_plain_model():
 def test_distributed_methods_and_combinations_follow_the_plain_model_on_two(world2, plans):
     results = world2(follow_all, plans)
     check_against_plain(results, plans)
-    ranks = {"tensor": 1, "fsdp": 2}
+    ranks = {"tensor, checkpoint, micro batches": 1, "fsdp, checkpoint, micro batches": 2, "tensor": 1, "fsdp": 2}
     assert all(result[name][2] == ranks[name] for result in results for name in ranks if name in plans)
 
 
-@in_parts({**ON_ANY_WORLD, **ON_FOUR}, {"zero1", *ON_FOUR})
+@in_parts({**ON_ANY_WORLD, **ON_FOUR}, set(ON_FOUR))
 def test_distributed_methods_and_combinations_follow_the_plain_model_on_four(world4, plans):
     check_against_plain(world4(follow_all, plans), plans)
 
@@ -220,10 +219,12 @@ def dry_runs(plans):
     return outcomes
 
 
-def test_the_dry_run_confirms_right_plans_and_leaves_no_trace(world2):
-    names = ("fsdp, checkpoint, micro batches", "zero1, fused, micro batches")
+@pytest.mark.parametrize(
+    "name", ["fsdp, checkpoint, micro batches", pytest.param("zero1, fused, micro batches", marks=pytest.mark.slow)]
+)
+def test_the_dry_run_confirms_right_plans_and_leaves_no_trace(world2, name):
     # Each plan starts a process on either rank: seconds on a quiet machine, minutes on a loaded one.
-    for outcomes in world2(dry_runs, {name: ON_ANY_WORLD[name] for name in names}, timeout=240):
+    for outcomes in world2(dry_runs, {name: ON_ANY_WORLD[name]}):
         for status, text in outcomes.values():
             assert status and "dry run: loss" in text
 
