@@ -233,6 +233,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def _open(self, cursor: Cursor, share: Share) -> Iterator[Any]:
         """Return the batches from a place on: read, brought to the device, and published one by one."""
         device, seed = self._device if self.move_output else None, self._seed
+        fetch: Any = None
         if self._reader is not None:
             pairs = self._stream(cursor, share)
             pairs = mark_last(pairs) if self.prefetch else pairs
@@ -241,8 +242,7 @@ class SmartDataLoader(DataLoader[T_co]):
             assert self._order is not None
             infos = self._order.batches(seed, cursor.epoch, cursor.start, share)
             device = None if arrived else device
-            on_accelerator = isinstance(fetch, GatherFetch) and fetch.columns.device.type != "cpu"
-            if self.num_workers == 0 or on_accelerator:
+            if self.num_workers == 0 or isinstance(fetch, GatherFetch):  # gathering is faster than sending to a worker
                 if device is None and not self._pins(device):
                     return self._at_once(cursor, infos, fetch, seed)
                 if isinstance(fetch, GatherFetch) and fetch.can_pin and self._pins(device):
@@ -252,7 +252,7 @@ class SmartDataLoader(DataLoader[T_co]):
                 pairs = self._fetched_by_workers(infos, seed, derive_seed(seed, "workers", cursor.epoch, share.rank))
         if device is not None:
             pairs = to_device(pairs, device, self.prefetch)
-        elif self._pins(device) and self.num_workers == 0:
+        elif self._pins(device) and (self.num_workers == 0 or isinstance(fetch, GatherFetch)):
             pairs = ((info, pin(batch)) for info, batch in pairs)
         return self._published(cursor, pairs)
 
@@ -403,8 +403,14 @@ class SmartDataLoader(DataLoader[T_co]):
         """Deliver batches on `device` from the next iteration on; None leaves them where they are."""
         chosen = None if device is None else choose_device(device)
         if chosen != self._device:
+            self.close()
             self._device, self._pool = chosen, None
         return self
+
+    def close(self) -> None:
+        """End the worker processes; the next iteration starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
 
     def place(self, columns: Columns, device: torch.device) -> None:
         """Gather from these tensors from the next iteration on."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
+from drivetrain.data.worker_processes import WorkerStart, end_workers, start_iterator
 
 
 class WorkerSide(Dataset[Any]):
@@ -89,7 +90,7 @@ class WorkerPool:
             sampler=self._source,
             collate_fn=_as_it_is,
             generator=torch.Generator(),
-            **options,
+            **{**options, "worker_init_fn": WorkerStart(options["worker_init_fn"])},
         )
 
     def run(self, jobs: Iterator[Any], base_seed: int) -> Iterator[tuple[Any, Any]]:
@@ -103,15 +104,18 @@ class WorkerPool:
             sent: deque[Any] = deque()
             self._source.jobs = _recorded(jobs, sent)
             self._inner.generator.manual_seed(base_seed)
-            iterator = iter(self._inner)
+            iterator = start_iterator(self._inner, self._inner.__iter__)
             for answer in iterator:
                 yield sent.popleft(), answer
         finally:
             self._busy = False
-            # After an error the traceback holds the iterator until the garbage collector comes, which then waits 5 s per worker.
-            shut_down = getattr(iterator, "_shutdown_workers", None)
-            if shut_down is not None and not self._inner.persistent_workers:
-                shut_down()
+            if iterator is not None and not self._inner.persistent_workers:
+                end_workers([iterator])
+
+    def close(self) -> None:
+        """End the workers; the next run starts new ones."""
+        if self._inner._iterator is not None:
+            end_workers([self._inner._iterator])
 
 
 def _recorded(jobs: Iterator[Any], sent: deque[Any]) -> Iterator[Any]:

@@ -6,7 +6,6 @@ they get time to finish, are then asked to end, and at last killed; children tha
 
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -95,21 +94,6 @@ def leave_launched_world() -> None:
     """Forget what a launcher told the parent: this process is none of the ranks."""
     for name in (*LAUNCH_VARIABLES, "SLURM_PROCID"):
         os.environ.pop(name, None)
-
-
-def end_with_parent(signal_number: int, grace: float = 30.0) -> None:
-    """See to it that this process ends when its parent has died: a signal first, which may save, then a hard end."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal_number)
-        time.sleep(grace)
-        os._exit(128 + signal_number)
-
-    threading.Thread(target=watch, name="drivetrain-parent-watch", daemon=True).start()
 
 
 def _run_params(reference: Reference, params: dict[str, Any]) -> None:

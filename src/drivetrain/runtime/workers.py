@@ -1,9 +1,9 @@
 """Around one worker of a launch, and beside all of them.
 
-torch's elastic agent starts the workers, waits for them and ends the others when one fails. Three things are added. A
+torch's elastic agent starts the workers, waits for them and ends the others when one fails. Four things are added. A
 worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that
 cannot end, or cannot be asked to, because they hang in a collective, are killed after a short grace. SIGUSR1 sent to
-the agent reaches the workers.
+the agent reaches the workers. A worker whose agent was killed ends as after SIGTERM.
 """
 
 import faulthandler
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.group import destroy_group
+from drivetrain.runtime.parent import end_with_parent
 
 LOST_PEER_DELAY = 1.5
 """Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""
@@ -32,6 +33,7 @@ KILL_GRACE = 10.0
 
 def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, num_workers: int) -> Any:
     """Call the function in a worker process, and leave the process group afterwards."""
+    end_with_parent(signal.SIGTERM)
     announced = pids / str(os.getpid())
     announced.touch()
     if "OMP_NUM_THREADS" not in os.environ:

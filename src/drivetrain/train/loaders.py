@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.worker_processes import guard_workers
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import usable_cpus
@@ -171,6 +172,11 @@ def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, traini
         loader = SmartDataLoader.from_loader(loader)
         loader.loading_bar = False
         loader.to(trainer.device)
+    plain = loader
+    while isinstance(plain, DataLoaderSlice):
+        plain = plain.dl
+    if isinstance(plain, DataLoader) and not isinstance(plain, SmartDataLoader):
+        guard_workers(plain)
     if training:
         _refuse_empty(trainer, loader)
         _warn_of_single_use(trainer, loader)

@@ -18,6 +18,7 @@ from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopp
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.worker_processes import ending_workers
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
@@ -166,6 +167,7 @@ class Trainer(TrainerLoop):
 
     # ------------------------------------------------------------------ the public verbs
 
+    @ending_workers()
     def train(
         self,
         train_dataset: Any = None,
@@ -258,6 +260,7 @@ class Trainer(TrainerLoop):
         """Train; another name for `train`."""
         return self.train(*args, **kwargs)
 
+    @ending_workers()
     def evaluate(
         self,
         dataset: Any = None,
@@ -296,6 +299,7 @@ class Trainer(TrainerLoop):
         ]
         return {name: self.run_history.get_latest_metric(name) for name in names}
 
+    @ending_workers()
     def predict(
         self,
         dataset: Any,

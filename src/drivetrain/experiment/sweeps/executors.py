@@ -16,9 +16,10 @@ from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.references import Reference, reference_to
 from drivetrain.experiment.running import TrialPruned, run_experiment
-from drivetrain.experiment.subprocesses import END_SECONDS, end_with_parent, leave_launched_world
+from drivetrain.experiment.subprocesses import END_SECONDS, leave_launched_world
 from drivetrain.experiment.sweeps.reporting import reporting_to
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Outcome, Trial
+from drivetrain.runtime.parent import end_with_parent
 
 NAMES = ("inline", "pool", "submitit", "ray")
 VISIBLE = "CUDA_VISIBLE_DEVICES"

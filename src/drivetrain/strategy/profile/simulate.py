@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from drivetrain.module import ddp
 from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchPlan, plan_batch
@@ -394,6 +395,7 @@ def _left(deadline: float | None) -> float | None:
 def _child(
     pipe: Any, task: TrainingTask, plans: list[Strategy], world: int, kind: str, time_limit: float | None
 ) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     deadline = None if time_limit is None else time.monotonic() + time_limit
     with remembered_tensor_plans():

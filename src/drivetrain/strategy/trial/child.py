@@ -5,7 +5,6 @@ show the other ranks a lost connection in place of the cause.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -13,12 +12,13 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from drivetrain.runtime.group import init_distributed
+from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.runtime.workers import _lost_a_peer
@@ -56,17 +56,10 @@ class Place:
 def serve(pipe: Connection, place: Place) -> None:
     """Be a trial's process."""
     os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
-    threading.Thread(target=_end_with_parent, name="drivetrain-trial-parent", daemon=True).start()
+    end_with_parent()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _Service(pipe, place).run()
     os._exit(0)  # an orderly end would wait for ranks that are no longer there
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
 
 
 def _lock_bars_by_thread() -> None:
