@@ -1,15 +1,18 @@
 """Numbers that are filled in when training starts."""
 
 import builtins
+import warnings
 from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.placeholders import TrainerPlaceholderValues as P
 from drivetrain.train.placeholders import replace_trainer_placeholder_values as replace
+from tests.train.tasks import make_data, make_trainer, train
 
 
 @pytest.fixture
@@ -112,3 +115,47 @@ def test_the_set_of_placeholders_has_all_five():
 
 def test_an_expression_reads_as_what_was_written():
     assert repr(P.NUM_EPOCHS * 2 + 1) == "((TrainerPlaceholderValues.NUM_EPOCHS * 2) + 1)"
+
+
+# ---------------------------------------------------------------------- the length of a schedule
+
+
+def one_cycle(steps_per_epoch):
+    return partial(
+        torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, epochs=P.NUM_EPOCHS, steps_per_epoch=steps_per_epoch
+    )
+
+
+def train_with_one_cycle(steps_per_epoch, **kwargs):
+    trainer = make_trainer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(trainer, make_data(64), num_epochs=2, create_scheduler_fn=one_cycle(steps_per_epoch), **kwargs)
+    lengths = [str(w.message) for w in caught if "is made for" in str(w.message)]
+    return trainer.scheduler.last_epoch, trainer.scheduler.total_steps, lengths
+
+
+def both_counts_of_steps():
+    return [
+        train_with_one_cycle(P.NUM_UPDATE_STEPS_PER_EPOCH),
+        train_with_one_cycle(P.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH),
+    ]
+
+
+def test_a_schedule_made_for_the_steps_of_all_processes_is_named_with_both_numbers(world2):
+    for of_all, of_each in world2(both_counts_of_steps):
+        assert of_all[:2] == (8, 16) and len(of_all[2]) == 1
+        assert "made for 16 steps and this run makes 8" in of_all[2][0]
+        assert "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH" in of_all[2][0]
+        assert of_each == (8, 8, [])
+
+
+def test_a_schedule_of_another_length_than_the_run_is_named_before_the_first_step():
+    assert train_with_one_cycle(P.NUM_UPDATE_STEPS_PER_EPOCH) == (16, 16, [])
+    assert "made for 16 steps and this run makes 5" in train_with_one_cycle(8, max_num_train_steps=5)[2][0]
+    assert "made for 16 steps and this run makes 8" in train_with_one_cycle(8, gradient_accumulation_steps=2)[2][0]
+    assert train_with_one_cycle(8, max_num_train_steps=5, fast_dev_run=True)[2] == []
+    assert train_with_one_cycle(8, max_duration="1000sp")[2] == []  # not known in steps
+    with pytest.warns(DrivetrainWarning, match="made for 12 steps and this run makes 16: it ends before the run does"):
+        with pytest.raises(ValueError, match="Tried to step 13 times"):
+            train(make_trainer(), make_data(64), num_epochs=2, create_scheduler_fn=one_cycle(6))

@@ -143,7 +143,7 @@ def test_train_keeps_thirteen_places_and_takes_the_rest_by_name():
         ("_run_eval_epoch", {"dl": NONE, "is_training": True, "is_intermediate": False}, {}),
         ("_perform_forward_and_backward_passes", {"batch": NONE, "step": NONE}, {}),
         ("_create_accelerator", {}, {}),
-        ("_create_callback_handler", {"callbacks": NONE}, {}),
+        ("_create_callback_handler", {}, {}),
         ("_prepare_model_optimizer_and_dataloaders", {}, {}),
         ("_check_eval_batch_size", {}, {}),
         ("_run_training", {}, {}),

@@ -399,6 +399,11 @@ class SmartDataLoader(DataLoader[T_co]):
         if self._cursor.started or self._cursor.epoch != epoch:
             self._cursor = Cursor(epoch)
 
+    @property
+    def device(self) -> torch.device:
+        """Where batches are delivered; the CPU unless `to` was called."""
+        return torch.device("cpu") if self._device is None else self._device
+
     def to(self, device: torch.device | str | None) -> Self:
         """Deliver batches on `device` from the next iteration on; None leaves them where they are."""
         chosen = None if device is None else choose_device(device)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import replacing
@@ -24,6 +25,7 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
+from drivetrain.train import loaders
 
 
 class TrainerRuntime:
@@ -92,9 +94,14 @@ class TrainerRuntime:
         return unwrap(model, keep_compile=keep_torch_compile) if isinstance(model, nn.Module) else model
 
     def prepare(self, *objects: Any) -> Any:
-        """Move modules to the device and wrap them; anything else is returned as it is."""
-        done = tuple(self.prepare_model(x.to(self.device)) if isinstance(x, nn.Module) else x for x in objects)
+        """Move modules to the device and wrap them, and let loaders deliver there; anything else is returned as it is."""
+        done = tuple(map(self._prepare_one, objects))
         return done[0] if len(done) == 1 else done
+
+    def _prepare_one(self, given: Any) -> Any:
+        if isinstance(given, nn.Module):
+            return self.prepare_model(given.to(self.device))
+        return loaders.deliver(given, self.device) if isinstance(given, DataLoader) else given
 
     def no_sync(self, model: Any) -> AbstractContextManager[object]:
         """Return a context in which backward does not average gradients over processes."""

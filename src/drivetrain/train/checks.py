@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
+from drivetrain.core.time import TimeUnit
 from drivetrain.module.master_weights import served_parameters
 from drivetrain.train.loaders import EvaluationLoaders
 
@@ -61,6 +62,45 @@ def check_scheduler(trainer: Any) -> None:
             f"create_scheduler_fn={given!r} is not callable. Expected a function of the optimizer that returns a scheduler, for example "
             "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
         )
+
+
+def check_schedule_length(trainer: Any) -> None:
+    """Warn when a scheduler that knows its number of steps ends before the run does, or goes on after it."""
+    scheduler, config = trainer.scheduler, trainer.run_config
+    planned = getattr(scheduler, "total_steps", None) or getattr(scheduler, "total_iterations", None)
+    steps = _steps_of_schedule(trainer)
+    if not isinstance(planned, int) or steps is None or trainer.settings.fast_dev_run:
+        return
+    if 0 <= planned - steps <= 1:  # one to spare is a habit, and moves the rate by next to nothing
+        return
+    effect = "the rate does not get to its end" if planned > steps else "it ends before the run does"
+    advice = "Give it the steps of this run, for example by TrainerPlaceholderValues."
+    if config.is_distributed and planned == (config.num_epochs or 0) * (config.num_update_steps_per_epoch or 0):
+        advice = (
+            f"NUM_UPDATE_STEPS_PER_EPOCH counts the updates of all {config.num_processes} processes. Use "
+            "TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH."
+        )
+    warnings.warn(
+        f"{type(scheduler).__name__} is made for {planned} steps and this run makes {steps}: {effect}. {advice}",
+        DrivetrainWarning,
+        stacklevel=2,
+    )
+
+
+def _steps_of_schedule(trainer: Any) -> int | None:
+    """Return how often the scheduler will have been stepped when the run ends, as far as that is known."""
+    epochs, per_epoch = trainer.settings.epochs, trainer.run_config.num_local_update_steps_per_epoch
+    if trainer.settings.scheduler_interval == "epoch":
+        return epochs if trainer._limits.end_inside_epochs is False else None
+    ends = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
+    for end in trainer._limits.ends:
+        if end.unit is TimeUnit.STEP or (
+            end.unit is TimeUnit.BATCH and trainer.settings.gradient_accumulation_steps == 1
+        ):
+            ends.append(int(end.value))
+        elif end.unit is not TimeUnit.EPOCH:
+            return None  # samples, tokens, time
+    return min(ends, default=None)
 
 
 class _NotCallable(ConfigError, TypeError):

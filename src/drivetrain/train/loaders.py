@@ -165,13 +165,7 @@ def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, traini
     use_data_ranks(trainer)
     if isinstance(loader, EvaluationLoaders):
         return map_loaders(lambda one: prepare(trainer, one, limit_batches), loader)
-    if isinstance(loader, SmartDataLoader):
-        loader.loading_bar = False
-        loader.to(trainer.device)
-    elif isinstance(loader, DataLoader) and is_distributed() and not _splits_itself(loader):
-        loader = SmartDataLoader.from_loader(loader)
-        loader.loading_bar = False
-        loader.to(trainer.device)
+    loader = deliver(loader, trainer.device)
     plain = loader
     while isinstance(plain, DataLoaderSlice):
         plain = plain.dl
@@ -181,6 +175,20 @@ def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, traini
         _refuse_empty(trainer, loader)
         _warn_of_single_use(trainer, loader)
     return limit(loader, limit_batches)
+
+
+def deliver(loader: Any, device: torch.device | str) -> Any:
+    """Return a loader that delivers this rank's share, on the device where it can; a torch loader has the attribute `device`."""
+    if isinstance(loader, DataLoader) and not isinstance(loader, SmartDataLoader):
+        if not is_distributed() or _splits_itself(loader):
+            if not hasattr(loader, "device"):
+                loader.device = torch.device(device)  # callbacks of accelerate's users ask for it
+            return loader
+        loader = SmartDataLoader.from_loader(loader)
+    if isinstance(loader, SmartDataLoader):
+        loader.loading_bar = False
+        loader.to(device)
+    return loader
 
 
 def _splits_itself(loader: DataLoader[Any]) -> bool:

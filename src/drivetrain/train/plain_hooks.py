@@ -37,7 +37,8 @@ def find_plain_hooks(trainer: Any) -> PlainHooks:
     from drivetrain.train.setup import is_overridden
 
     runtime, has_optimizer = trainer._accelerator, bool(trainer.state.optimizers)
-    is_own = type(runtime) is TrainerRuntime and not {"backward", "step"} & vars(runtime).keys()
+    is_own = all(getattr(type(runtime), name, None) is getattr(TrainerRuntime, name) for name in ("backward", "step"))
+    is_own = is_own and not {"backward", "step"} & vars(runtime).keys()
     passes_on = is_own and runtime.scaler is None and trainer._units is None
 
     def is_default(name: str) -> bool:

@@ -16,8 +16,15 @@ from drivetrain.core.event import Event
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
+from drivetrain.train.accelerate_runtime import as_runtime
 from drivetrain.train.callbacks.watching import MetricWatch
-from drivetrain.train.checks import check_optimizer, check_plateau, check_scheduler, check_watched_metrics
+from drivetrain.train.checks import (
+    check_optimizer,
+    check_plateau,
+    check_schedule_length,
+    check_scheduler,
+    check_watched_metrics,
+)
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
 from drivetrain.train.plain_hooks import find_plain_hooks
@@ -43,6 +50,7 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
         _make_loaders(trainer, train_kwargs, eval_kwargs)
     trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
     trainer._prepare_model_optimizer_and_dataloaders()
+    trainer.runtime = trainer._accelerator = as_runtime(trainer._accelerator)  # an override may have made another one
     trainer.run_config = trainer._create_run_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
@@ -136,6 +144,7 @@ def prepare_loop(trainer: Any) -> None:
     trainer._gradients.settle()
     trainer._listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     trainer._saw_forward = trainer._saw_loss = False
+    check_schedule_length(trainer)
     trainer._plateau_watch = MetricWatch(settings.scheduler_metric, greater_is_better=False)
     trainer._plateau_watch.start(trainer, forget=True)
     trainer._eval_every = trainer._eval_interval = None

@@ -22,6 +22,7 @@ from drivetrain.data.worker_processes import ending_workers
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, saving, setup
+from drivetrain.train.accelerate_runtime import as_runtime
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import BatchForm
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
@@ -109,7 +110,7 @@ class Trainer(TrainerLoop):
             set_deterministic("strict" if deterministic is True else deterministic)
         if seed is not None:
             set_seed(seed)
-        self.runtime = self._accelerator = self._create_accelerator()
+        self.runtime = self._accelerator = as_runtime(self._create_accelerator(), precision)
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
         self.state.precision = self._accelerator.mixed_precision
@@ -147,7 +148,7 @@ class Trainer(TrainerLoop):
         self._algorithms, loggers = tuple(algorithms), tuple(loggers)
         self.logbook = Logbook(self, loggers)
         self._strict_steps = (StrictSteps(),) if strict else ()
-        self.callback_handler = self._create_callback_handler(self._callbacks)
+        self.callback_handler = self._create_callback_handler()
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
         self._fire = self.engine.on
         with warnings_as_errors(strict):
@@ -410,8 +411,8 @@ class Trainer(TrainerLoop):
     def _create_accelerator(self) -> TrainerRuntime:
         return TrainerRuntime(self._requested_device, self._requested_precision)
 
-    def _create_callback_handler(self, callbacks: Sequence[Any]) -> CallbackHandler:
-        return CallbackHandler(with_limit_from_environment(callbacks), on_change=self._callbacks_changed)
+    def _create_callback_handler(self) -> CallbackHandler:
+        return CallbackHandler(with_limit_from_environment(self._callbacks), on_change=self._callbacks_changed)
 
     def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
         if hasattr(self, "engine"):

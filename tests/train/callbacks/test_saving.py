@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.checkpoint.store import load_checkpoint
 from drivetrain.context.context import Context
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks import (
     SaveBestModelCallback,
     SaveTrainingStateCallback,
@@ -188,12 +188,17 @@ def test_a_resumed_run_names_and_removes_states_as_if_it_had_not_been_interrupte
     assert folders(tmp_path) == ["epoch_2", "epoch_3"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"save_every_n_steps": 0}, {"save_every_n_epochs": -1}, {"max_checkpoints": 0}, {"save_at_end": False}]
-)
-def test_settings_that_save_nothing_or_make_no_sense_are_refused(wrong):
+@pytest.mark.parametrize("wrong", [{"save_every_n_steps": 0}, {"save_every_n_epochs": -1}, {"max_checkpoints": 0}])
+def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SaveTrainingStateCallback(**wrong)
+
+
+def test_a_callback_that_saves_nothing_says_so_and_trains(tmp_path):
+    with pytest.warns(DrivetrainWarning, match="saves nothing"):
+        callback = SaveTrainingStateCallback(tmp_path, save_at_end=False)
+    train(make_trainer(callbacks=[callback]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_development_run_leaves_no_file(tmp_path):

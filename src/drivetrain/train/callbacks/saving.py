@@ -126,9 +126,10 @@ class SaveTrainingStateCallback(TrainerCallback):
             if count is not None and count < 1:
                 raise ConfigError(f"{name}={count}: expected at least 1, or None.")
         if save_every_n_epochs is None and save_every_n_steps is None and not save_at_end:
-            raise ConfigError(
-                "SaveTrainingStateCallback would save nothing: give save_every_n_epochs, save_every_n_steps or "
-                "save_at_end=True."
+            warnings.warn(
+                "SaveTrainingStateCallback saves nothing: give save_every_n_epochs, save_every_n_steps or save_at_end=True.",
+                DrivetrainWarning,
+                stacklevel=2,
             )
         self.save_dir = Path(save_dir)
         self.save_every_n_epochs = save_every_n_epochs
