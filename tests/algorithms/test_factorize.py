@@ -167,7 +167,9 @@ def test_factorized_layers_answer_like_the_ones_they_replace():
     assert conv.module0 is conv.conv0 and linear.module1 is linear.linear1
     assert conv.should_factorize(3) and not conv.should_factorize(4)
     assert FactorizedConv2d.max_allowed_latent_channels(8, 12, 3) == 10
+    assert FactorizedConv2d.max_allowed_latent_features(8, 12, 3) == 10
     assert FactorizedLinear.max_allowed_latent_features(16, 12) == 6
+    assert FactorizedLinear.max_allowed_latent_channels(16, 12) == 6
     before = linear.module0.weight.clone()
     linear.reset_parameters()
     assert not torch.equal(linear.module0.weight, before)

@@ -156,6 +156,8 @@ class FactorizedConv2d(FactorizedModule):
         """Return the largest rank that saves arithmetic."""
         return max_rank_with_speedup(in_channels * math.prod(_pair(kernel_size)), out_channels)
 
+    max_allowed_latent_features = max_allowed_latent_channels  # Composer's name
+
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:
         conv, bias = self.module0, self.module1.bias
         return factorize_conv2d(
@@ -205,6 +207,8 @@ class FactorizedLinear(FactorizedModule):
     def max_allowed_latent_features(in_features: int, out_features: int) -> int:
         """Return the largest rank that saves arithmetic."""
         return max_rank_with_speedup(in_features, out_features)
+
+    max_allowed_latent_channels = max_allowed_latent_features  # Composer's name
 
     @torch.no_grad()
     def solution_for_rank(self, input: Tensor, rank: int) -> LowRankSolution:

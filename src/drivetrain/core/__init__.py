@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".event": ["Event"],
         ".plugin": ["Plugin", "Algorithm", "Callback", "Logger", "NullLogger"],
-        ".engine": ["Engine", "Trace", "Traces"],
+        ".engine": ["AlgorithmPass", "Engine", "Trace", "Traces"],
         ".one_of": ["OneOf"],
         ".time": ["Time", "TimeUnit", "Timestamp", "Clock", "ensure_time"],
         ".yaml": ["load_yaml"],
