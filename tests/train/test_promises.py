@@ -1087,21 +1087,15 @@ def test_a_language_model_with_its_own_loss_equals_a_hand_written_loop():
         {"microbatch_size": 3, "per_device_batch_size": 8},
     ],
 )
-def test_counted_labels_make_accumulation_token_true(settings):
+@pytest.mark.parametrize("count", ["labels", None])
+def test_counted_labels_make_accumulation_token_true(settings, count):
     rows = texts()
-    whole = language_trainer(count_items="labels")
+    whole = language_trainer(count_items=count)
     whole.train(rows, num_epochs=2, per_device_batch_size=8, **LOADING)
-    split = language_trainer(count_items="labels")
+    split = language_trainer(count_items=count)
     split.train(rows, num_epochs=2, **settings, **LOADING)
     for a, b in zip(weights(whole.model), weights(split.model)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-8)  # the model computes its loss in float32
-
-
-def test_accumulating_a_carried_loss_without_a_count_warns_once():
-    trainer = language_trainer()
-    with pytest.warns(UserWarning, match="count_items") as caught:
-        trainer.train(texts(), num_epochs=1, per_device_batch_size=2, gradient_accumulation_steps=2, **LOADING)
-    assert len(caught) == 1
 
 
 def test_a_classifier_works_with_and_without_a_loss_function_and_with_torchmetrics():

@@ -5,10 +5,11 @@ tokens). What must be stepped with is the gradient of sum(n_i l_i) / sum(n_i), t
 all P ranks. Each backward gets l_i * n_i / (r * A), with A the window's length and r a reference count, so its size is that of an
 ordinary loss; ranks average; and when the window closes the gradients are multiplied once by c = P * r * A / N, with N the
 items of the window on all ranks. Equal full windows have c = 1, which is not applied; a short last window, a smaller last
-batch and unequal token counts all come out right.
+batch and unequal token counts all come out right. Losses that are sums add up instead: no weights, and c = P undoes the average over ranks.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from drivetrain.module.distributed_tensors import local_part
 
 Count = int | float | Tensor
+_LEAST = 1e-20
+"""Stands for no items at all, where gradients are zero: nothing is divided by zero."""
 
 
 class AccumulationWindow:
@@ -28,12 +31,24 @@ class AccumulationWindow:
     (False, True)
     """
 
-    __slots__ = ("length", "world", "reference", "count", "opens", "closes", "items", "everywhere", "is_plain")
+    __slots__ = (
+        "length",
+        "world",
+        "reference",
+        "count",
+        "opens",
+        "closes",
+        "items",
+        "everywhere",
+        "is_plain",
+        "is_sum",
+    )
 
     def __init__(self, length: int = 1, world: int = 1):
         self.length, self.world = length, world
         self.reference: Count | None = None  # r: the first count of the run, the same on all ranks
         self.is_plain = length == 1 and world == 1  # one batch, one process: losses and gradients pass untouched
+        self.is_sum = False  # losses are sums, not means
         self.opens = self.closes = False
         self.reset()
 
@@ -53,25 +68,31 @@ class AccumulationWindow:
         """Return the loss to back-propagate for a micro-batch that is a mean over `items`."""
         if self.is_plain:
             return loss
-        self.items = self.items + items
+        if self.is_sum:
+            return (
+                loss if not isinstance(items, Tensor) and items == 1 else loss * items
+            )  # a rank without samples counts 0
+        self.items = items if not isinstance(self.items, Tensor) and self.items == 0 else self.items + items
         if self.everywhere is not None:
             self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere
         if self.reference is None:
             self.reference = items
         if items is self.reference or (not isinstance(items, Tensor) and items == self.reference):
             return loss if self.length == 1 else loss / self.length
-        return loss * (items / (self.reference * self.length))
+        return loss * as_factor(widened(items) / (self.reference * self.length), loss)
 
     def correction(self, total: Count | None = None) -> Count | None:
         """Return c for the window that closes, or None when it is exactly one; `total` is N where a reduction found it."""
         if self.is_plain:
             return None
+        if self.is_sum:
+            return self.world if self.world > 1 else None
         total = total if total is not None else self.everywhere if self.everywhere is not None else self.items
         if self.reference is None:
             return None
         expected = self.world * self.reference * self.length
         if isinstance(total, Tensor) or isinstance(expected, Tensor):
-            return expected / total
+            return expected / (widened(total).clamp(min=_LEAST) if isinstance(total, Tensor) else total)
         if total == 0 or total == expected:
             return None
         return expected / total
@@ -84,6 +105,25 @@ class AccumulationWindow:
         """Go on with a window that a checkpoint interrupted."""
         for name in ("count", "items", "everywhere", "reference"):
             setattr(self, name, state[name])
+
+
+def share_of(items: Count, total: Count, world: int = 1) -> Count:
+    """Return `items` over the items of all ranks, times the ranks, over which gradients are averaged; zero where there are none."""
+    if isinstance(total, Tensor):
+        return widened(items) * world / widened(total).clamp(min=_LEAST)
+    return items * world / total if total else 0.0
+
+
+def widened(count: Any) -> Any:
+    """Return a count whose quotients are exact enough for any loss: torch divides integers in float32."""
+    if not isinstance(count, Tensor):
+        return count
+    return count.to(torch.float32 if count.device.type == "mps" else torch.float64)  # Apple's GPUs have no float64
+
+
+def as_factor(factor: Count, loss: Tensor) -> Count:
+    """Return a factor for a loss in the loss's own type, so that the product has it too."""
+    return factor.to(loss.dtype) if isinstance(factor, Tensor) else factor
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:

@@ -174,4 +174,10 @@ def linear_cross_entropy(
         total: Tensor = _SummedCrossEntropy.apply(
             hidden, weight, bias, target, ignore_index, label_smoothing, size, dtype, step
         )
-        return total if reduction == "sum" else total / (target != ignore_index).sum()
+        return total if reduction == "sum" else mean_of_kept(total, target != ignore_index)
+
+
+def mean_of_kept(total: Tensor, kept: Tensor) -> Tensor:
+    """Return a sum over the rows that are kept as their mean: not a number without any, as torch has it, with zero gradients."""
+    count = kept.sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from drivetrain.module.chunked_loss import mean_of_kept
 from drivetrain.module.classes import GeneratedClass, subclass_of
 from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.loss_items import active_watch
 
 _MARK = "_is_split_vocabulary"
 _KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})
@@ -117,9 +119,12 @@ def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
     losses: Any = _RowLosses.apply(local, target, first, given["ignore_index"], group)
     if given["reduction"] == "none":
         return losses
-    if given["reduction"] == "sum":
-        return losses.sum()
-    return losses.sum() / (target != given["ignore_index"]).sum()
+    loss = losses.sum()
+    if given["reduction"] == "mean":
+        loss = mean_of_kept(loss, target != given["ignore_index"])
+    if (watch := active_watch()) is not None:
+        watch.note(loss, target, given["ignore_index"], given["reduction"])
+    return loss
 
 
 class _RowLosses(torch.autograd.Function):

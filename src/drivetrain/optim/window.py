@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.accumulation import AccumulationWindow, as_factor
 
 Weight = float | Tensor | None
 """What a batch counts for; None means one, on every rank."""
@@ -32,9 +32,11 @@ class UnitWindow(AccumulationWindow):
 
     def scaled(self, loss: Tensor, weight: Weight) -> Tensor:
         """Return the loss to back-propagate; the given one is never changed."""
+        if self.is_sum:
+            return loss if weight is None else loss * weight
         if weight is None or (not isinstance(weight, Tensor) and weight == 1.0):
             return loss if self.length == 1 else loss / self.length
-        return loss * (weight / self.length)
+        return loss * as_factor(weight / self.length, loss)
 
     def add(self, weight: Weight) -> None:
         """Count a batch that was back-propagated."""
@@ -53,7 +55,7 @@ class UnitWindow(AccumulationWindow):
     @property
     def needs_total(self) -> bool:
         """Say whether the sum of weights has to be reduced over ranks."""
-        return self.everywhere is None
+        return self.everywhere is None and not self.is_sum
 
     def saved(self) -> dict[str, Any]:
         """Return the counts of a window in progress."""

@@ -5,6 +5,7 @@ The choice is made on the first batch and again only when the type of the batch 
 | batch | loss function | call | targets |
 |---|---|---|---|
 | tuple or list, two or more | given | `model(batch[0])` | `batch[1]` |
+| the same, and `forward` requires n arguments, n > 1 | given | `model(*batch[:n])` | `batch[n]` |
 | tuple or list | none | `model(*batch)`, the output carries the loss | – |
 | mapping | given | `model(**rest)` | the first of labels, label, targets, target, y |
 | mapping | none | `model(**batch)`, the output carries the loss | – |
@@ -62,6 +63,19 @@ class OtherForm(PairForm):
         outputs, targets = trainer.forward(*args, **kwargs), self.targets(batch)
         loss = trainer.compute_loss(outputs if trainer.loss_func is None else self.predictions(outputs), targets)
         return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
+
+
+class SeveralInputsForm(OtherForm):
+    """`(a, b, ..., targets)` for a model whose `forward` requires several arguments, with a loss function."""
+
+    def __init__(self, num_inputs: int):
+        self.num_inputs = num_inputs
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(batch[: self.num_inputs]), {}
+
+    def targets(self, batch: Any) -> Any:
+        return batch[self.num_inputs] if len(batch) > self.num_inputs else None
 
 
 class UnpackForm(OtherForm):
@@ -125,14 +139,16 @@ def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
     if isinstance(batch, (tuple, list)) and not has_loss_func:
         return UnpackForm()
     if isinstance(batch, (tuple, list)) and len(batch) >= 2:
-        if len(batch) > 2:
+        inputs = min(num_inputs(model), len(batch) - 1)
+        if len(batch) > inputs + 1:
+            given = "first" if inputs == 1 else f"first {inputs}"
             warnings.warn(
-                f"the batch has {len(batch)} entries; the model gets the first, the loss function the second, the others "
-                "are not used. Override calculate_train_batch_loss to use them.",
+                f"the batch has {len(batch)} entries; the model gets the {given}, the loss function the next, the others are not used. "
+                "Override calculate_train_batch_loss to use them.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
-        return PairForm()
+        return PairForm() if inputs == 1 else SeveralInputsForm(inputs)
     raise ConfigError(
         f"a batch of type {type(batch).__name__} has no obvious inputs and targets. Give batches as (inputs, targets) or as a "
         "mapping, or override calculate_train_batch_loss(batch)."
@@ -143,12 +159,34 @@ def find_inputs(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
     """Choose how batches meet the model for a prediction: as for a loss, but targets may be absent."""
     if isinstance(batch, Tensor):
         return WholeForm()
-    if isinstance(batch, (tuple, list)) and len(batch) == 1:
-        return PairForm()
+    if isinstance(batch, (tuple, list)) and len(batch) <= num_inputs(model):  # inputs alone
+        return PairForm() if len(batch) == 1 else SeveralInputsForm(len(batch))
     if isinstance(batch, Mapping) and not has_own_loss(model) and not any(name in batch for name in TARGET_NAMES):
         _check_entries(batch, model)
         return MappingForm(None, keep_target=True)
     return find_form(batch, model, has_loss_func)
+
+
+def num_inputs(model: Any) -> int:
+    """Return how many positional arguments a model's `forward` requires; one where it does not say.
+
+    >>> class Pair(nn.Module):
+    ...     def forward(self, left, right, mask=None): ...
+    >>> num_inputs(Pair()), num_inputs(nn.Linear(1, 1))
+    (2, 1)
+    """
+    if not isinstance(model, nn.Module):
+        return 1
+    bare = unwrap(model)
+    # Methods of a plan replace forward by one of any arguments: the user's own says more.
+    own = [vars(bare)["forward"]] if "forward" in vars(bare) else []
+    methods = [vars(cls)["forward"] for cls in type(bare).__mro__ if "forward" in vars(cls)]
+    for forward, bound in [*((one, 0) for one in own), *((one, 1) for one in methods)]:
+        parameters = list(inspect.signature(forward).parameters.values())[bound:]
+        if any(p.kind is not p.VAR_POSITIONAL and p.kind is not p.VAR_KEYWORD for p in parameters):
+            positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            return max(1, sum(p.default is p.empty for p in positional))
+    return 1
 
 
 def has_own_loss(model: Any) -> bool:

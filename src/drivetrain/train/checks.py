@@ -11,6 +11,7 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarn
 from drivetrain.core.event import Event
 from drivetrain.core.time import TimeUnit
 from drivetrain.module.master_weights import served_parameters
+from drivetrain.train.items import LossCounting
 from drivetrain.train.loaders import EvaluationLoaders
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
@@ -132,20 +133,23 @@ def check_batch_output(output: Any, trainer: Any) -> None:
         )
 
 
-def warn_of_sample_weights(trainer: Any, output: Mapping[str, Any]) -> None:
-    """Say that token counts are not known where a model computes its own loss over them."""
-    is_counted = trainer._count_items is not None or not {"num_items", "num_items_in_batch"}.isdisjoint(output)
-    if trainer._window.length == 1 or trainer.loss_func is not None or is_counted:
+def warn_of_sample_weights(trainer: Any, counting: LossCounting, output: Mapping[str, Any]) -> None:
+    """Warn where losses of parts are joined and it is not known what each is a mean over."""
+    window = trainer._window
+    if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
         return
-    batch = trainer.state.batch
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(labels, torch.Tensor) and labels.dim() >= 2:
-        warnings.warn(
-            f"labels have shape {tuple(labels.shape)} and the model computes its own loss: accumulated batches are weighted by samples, "
-            "not by labels. Pass Trainer(count_items='labels') to weigh them by labels that are not ignored.",
-            DrivetrainWarning,
-            stacklevel=2,
-        )
+    parts = {
+        f"gradient_accumulation_steps={window.length}": window.length > 1,
+        f"microbatch_size={trainer._microbatch_size}": trainer._microbatch_size is not None,
+        f"{window.world} processes": window.world > 1,
+    }
+    warnings.warn(
+        f"{' and '.join(name for name, is_used in parts.items() if is_used)}: it is not known what the loss is a mean over, so parts are "
+        "weighted by their samples. That is right for a mean over samples. For any other mean pass Trainer(count_items=...), a function of "
+        "the batch or 'labels', or return num_items from the loss hook.",
+        DrivetrainWarning,
+        stacklevel=2,
+    )
 
 
 def _check_hidden(trainer: Any, event: Event, seen: bool, call: str, instead_of: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.accumulation import Count
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -128,7 +129,7 @@ class WindowRepeat:
                 trainer._perform_forward_and_backward_passes(trainer.state.batch, memory.step)
                 output = trainer.state.batch_output
                 losses.append(output["loss"].detach())
-                sizes.append(output["batch_size"])
+                sizes.append(output["batch_size"] if output.get("num_items") is None else output["num_items"])
             trainer._gradients.finish()
             trainer._clip_gradients()
             trainer._fire.after_train_batch()
@@ -149,11 +150,14 @@ class WindowRepeat:
             source = SimpleNamespace(batch_info=SimpleNamespace(size=size, global_size=everywhere), sample_index=None)
             trainer._gradients._loader = trainer._sample_source = source
 
-    def _mean(self, losses: list[Tensor], sizes: list[int]) -> Tensor:
+    def _mean(self, losses: list[Tensor], sizes: list[Count]) -> Tensor:
         """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
-        total = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum() / max(1, sum(sizes))
-        world = num_data_ranks()
-        return total if world == 1 else loaders.sum_over_ranks(total, self._trainer.device) / world
+        total, count = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum(), sum(sizes)
+        if num_data_ranks() > 1:
+            device = self._trainer.device
+            sums = [loaders.start_sum_over_ranks(value, device) for value in (total, count)]
+            total, count = total.new_tensor(sums[0]()), sums[1]()
+        return total if self._trainer._gradients.window.is_sum or not count else total / count
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -10,12 +10,14 @@ from torch import Tensor
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, TimeUnit
+from drivetrain.module.accumulation import Count
 from drivetrain.train import loaders
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output
 from drivetrain.train.evaluation import evaluation_mode, kept_history
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.intervals import Interval
+from drivetrain.train.items import LossCounting, without_empty
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.tracking import LossTracker, reduce_means
@@ -30,6 +32,8 @@ class EvaluationLoop(TrainerHooks):
     _loss_tracker: LossTracker
     _train_metrics: MetricSet
     _eval_metrics: MetricSet
+    _count_items: Callable[[Any], Count] | str | None
+    _eval_items: dict[str | None, LossCounting]  # by the name of the evaluation set
     _plateau_watch: MetricWatch
     _batches_per_epoch: int | None = None
     _eval_every: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
@@ -71,6 +75,7 @@ class EvaluationLoop(TrainerHooks):
                 self._eval_set = None
             return
         state, fire = self.state, self._fire
+        counting = self._eval_items.setdefault(self._eval_set, LossCounting(self._count_items))
         prefix = "eval" if is_training else "evaluation"
         with evaluation_mode(self, is_intermediate, dl, self._eval_set):
             fire.eval_before_all()
@@ -82,11 +87,18 @@ class EvaluationLoop(TrainerHooks):
                     state.batch, state.batch_output = batch if move is None else move(batch), None
                     fire.eval_batch_start()
                     fire.eval_before_forward()
-                    output = self.calculate_eval_batch_loss(state.batch)
+                    if counting.is_decided:
+                        output = self.calculate_eval_batch_loss(state.batch)
+                    else:
+                        output = counting.watched(self, self.calculate_eval_batch_loss, state.batch, dl)
                     check_batch_output(output, self)
+                    is_padding = loaders.is_padding(dl)
+                    if counting.is_needed:
+                        self._loss_tracker.is_sum = counting.is_sum
+                        output = self._counted(counting, output, is_padding, is_part=True)
                     state.batch_output = output
-                    size = 0 if loaders.is_padding(dl) else output["batch_size"]
-                    self._update_loss_tracker(output["loss"].detach(), size)
+                    size = 0 if is_padding else output["batch_size"]
+                    self._update_loss_tracker(output["loss"].detach(), output.get("num_items", size) if size else 0)
                     if self._eval_metrics and size:
                         self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
                     fire.eval_batch_end()
@@ -136,7 +148,20 @@ class EvaluationLoop(TrainerHooks):
 
     # ------------------------------------------------------------------ keeping account
 
-    def _update_loss_tracker(self, loss: Tensor, batch_size: int) -> None:
+    def _counted(
+        self, counting: LossCounting, output: dict[str, Any], is_padding: bool, is_part: bool
+    ) -> dict[str, Any]:
+        """Return the output of a loss hook with the number of items that its loss is a mean over, unless it says so itself."""
+        items = output.get("num_items")
+        if items is None:
+            items = counting.count(self.state.batch)
+        if isinstance(items, Tensor) and items.is_cpu:
+            items = items.item()  # on the host already: nothing waits
+        items = 0 if is_padding else items
+        loss = without_empty(output["loss"], items) if is_part and not counting.is_sum else output["loss"]
+        return {**output, "loss": loss, "num_items": items}
+
+    def _update_loss_tracker(self, loss: Tensor, batch_size: Count) -> None:
         self._loss_tracker.update(loss, batch_size)
 
     def _add_epoch_loss_to_run_history(self, name: str) -> None:

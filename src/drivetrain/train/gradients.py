@@ -4,14 +4,14 @@ The arithmetic is `drivetrain.module.accumulation`'s; this file counts the items
 keeps the gradients of an open window as part of the state, because a checkpoint may fall inside one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ResumeError
-from drivetrain.module.accumulation import AccumulationWindow, Count, scale_gradients
+from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of, widened
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.ranks import num_data_ranks
@@ -27,7 +27,10 @@ class Gradients:
         self.synchronises = True
         """Whether the backward of the batch in hand averages over ranks."""
         self.unit_weight: Count = 1.0
+        self.parts, self.is_last_part = 1, True
+        """How many micro-batches the batch in hand has, and whether this is its last."""
         self._loader: Any = None
+        self._total: Callable[[], Count] | None = None
         self.is_simple = False
         """Whether every batch is an update of one optimizer on one process, without scaler or copies: then there is nothing to do here."""
 
@@ -55,6 +58,12 @@ class Gradients:
             plan = units.begin_batch(clock.batch + 1, clock.epoch + 1, last=last)
             window.closes, self.synchronises = plan.closes, plan.ddp_sync
 
+    def use_sums(self, is_sum: bool) -> None:
+        """Add losses up instead of averaging them, or not; also in the windows of units."""
+        self.window.is_sum = is_sum
+        for unit in (self._trainer._units or {}).values():
+            unit.window.is_sum = is_sum
+
     def close(self) -> None:
         """Forget the window: its update is done."""
         self.window.reset()
@@ -62,7 +71,7 @@ class Gradients:
     def refer_to(self, items: Count) -> None:
         """Fix the count that weights are relative to, once per run and alike on all ranks."""
         if self.window.reference is None:
-            self.window.reference = loaders.agree_on_reference(items)
+            self.window.reference = loaders.agree_on_reference(items)  # once; this synchronizes the host
 
     def weigh(self, loss: Tensor, output: Mapping[str, Any]) -> Tensor:
         """Return the loss weighted by its share of the window's items."""
@@ -74,12 +83,31 @@ class Gradients:
             assert window.reference is not None
             return window.weigh(loss * window.world, window.reference, window.reference * window.world)
         items, everywhere = self._count(output)
-        self.refer_to(items)
+        if window.is_sum:
+            self.unit_weight = items
+            return loss if self._trainer._units is not None else window.weigh(loss, items, None)
+        is_counted = output.get("num_items") is not None
+        is_split = window.length > 1 or self._trainer._microbatch_size is not None
+        if everywhere is None and not is_split and self._trainer._units is None:
+            total = loaders.start_sum_over_ranks(items, self._trainer.device)()
+            return loss * as_factor(share_of(items, total, window.world), loss)
+        self.refer_to(items * self.parts if is_counted else self._rows or items)
         if self._trainer._units is not None:
             assert window.reference is not None
-            self.unit_weight = items / window.reference
+            self.unit_weight = widened(items) / window.reference
             return loss
-        return window.weigh(loss, items, everywhere)
+        weighted = window.weigh(loss, items, everywhere)
+        if (
+            window.everywhere is None and self.synchronises and self.is_last_part
+        ):  # known by the end of the backward pass
+            self._total = loaders.start_sum_over_ranks(window.items, self._trainer.device)
+        return weighted
+
+    def begin_part(self, index: int, parts: int, rows: int) -> None:
+        """Take a micro-batch of a batch with so many rows."""
+        self.parts, self.is_last_part, self._rows = parts, index == parts - 1, rows
+
+    _rows: int | None = None
 
     def named_losses(self, loss: Tensor) -> dict[str, Tensor]:
         """Return every named loss of the batch for the units; `loss` is always the one given here."""
@@ -99,7 +127,7 @@ class Gradients:
             trainer._accelerator.unscale(trainer.optimizer)
         if window.is_plain:
             return
-        total = loaders.sum_over_ranks(window.items, trainer.device) if window.everywhere is None else None
+        total, self._total = None if self._total is None else self._total(), None
         factor = window.correction(total)
         if factor is not None:
             scale_gradients(trainer._parameters(), factor)
@@ -107,12 +135,13 @@ class Gradients:
     def _count(self, output: Mapping[str, Any]) -> tuple[Count, Count | None]:
         """Return how many items this loss is a mean over, here and on all ranks (None: a reduction must tell)."""
         trainer, alone = self._trainer, self.window.world == 1
-        items = output.get("num_items")
-        if items is None and trainer._count_items is not None:
-            items = trainer._count_items(trainer.state.batch)
-        if items is not None:
-            return items, items if alone else None
         info = self._loader.batch_info if self._loader is not None else None
+        items = output.get("num_items")
+        if items is not None:
+            items = (
+                0 if info is not None and info.size == 0 else items
+            )  # a stand-in for a rank that has no samples left
+            return items, items if alone else None
         if info is None:
             return output["batch_size"], output["batch_size"] if alone else None
         if trainer._microbatch_size is None:

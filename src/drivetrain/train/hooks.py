@@ -9,6 +9,7 @@ from drivetrain.context.state import State
 from drivetrain.core.engine import Fire
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.wrapping import unwrap
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
@@ -44,6 +45,7 @@ class TrainerHooks:
     _saw_forward = _saw_loss = False
     _listens_before_loss = False
     _own_loss: Callable[..., Any] | None = None
+    _watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
     _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
     # ------------------------------------------------------------------ what the trainer holds
@@ -241,7 +243,11 @@ class TrainerHooks:
                 outputs = outputs if state.outputs is before else form.predictions(state.outputs)
         loss_func = state.loss_fn
         if loss_func is not None:
-            loss = loss_func(outputs, targets)
+            if self._watch is None:
+                loss = loss_func(outputs, targets)
+            else:
+                with self._watch:
+                    loss = loss_func(outputs, targets)
         elif self._own_loss is not None:
             loss = self._own_loss(outputs, state.batch)
         else:

@@ -33,8 +33,6 @@ from drivetrain.runtime.ranks import (
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.utils import DataLoaderSlice, worker_init_fn
 
-IGNORED_LABEL = -100  # torch's default ignore_index
-
 _told: tuple[Any, ...] | None = None
 """Which samples the plan of the last trainer said that this rank reads; None: as many shares as processes."""
 
@@ -340,15 +338,6 @@ def to_float32(value: Any) -> Any:
     return value
 
 
-def item_counter(count_items: Any) -> Callable[[Any], Count] | None:
-    """Return the function that says what one loss is a mean over; `"labels"` counts shifted labels that are not ignored."""
-    if count_items is None or callable(count_items):
-        return count_items
-    if count_items == "labels":
-        return lambda batch: (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
-    raise ConfigError(f"count_items={count_items!r}: expected a function of the batch, or 'labels'.")
-
-
 def token_counter(batch: Any) -> Callable[[Any], int] | None:
     """Return how to count the tokens of batches like this one, or None for data that is not text."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
@@ -359,21 +348,28 @@ def token_counter(batch: Any) -> Callable[[Any], int] | None:
     return None
 
 
-def agree_on_reference(items: Count) -> Count:
+def agree_on_reference(items: Count) -> int | float:
     """Return the first item count of the run as rank 0 saw it; never 0, since it divides."""
-    agreed = broadcast_from_master(items) if is_distributed() else items
-    return agreed if isinstance(agreed, Tensor) else agreed or 1
+    number = items.item() if isinstance(items, Tensor) else items
+    return (broadcast_from_master(number) if is_distributed() else number) or 1
 
 
-def sum_over_ranks(items: Count, device: Any) -> Tensor:
-    """Return the items of all data ranks, as a device tensor that is not read back."""
+def start_sum_over_ranks(value: Count, device: Any) -> Callable[[], Count]:
+    """Start to add a number up over the data ranks; the returned function gives the sum, on a device as a tensor that is not read."""
     import torch.distributed as dist
 
-    total = (
-        items.detach().clone().to(device) if isinstance(items, Tensor) else torch.tensor(float(items), device=device)
-    )
-    dist.all_reduce(total, group=data_group())
-    return total
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    if isinstance(value, Tensor):
+        total = value.detach().to(device=device, dtype=dtype, copy=True)
+    else:
+        total = torch.full((), value, dtype=dtype, device=device)  # a fill does not make the host wait
+    work = dist.all_reduce(total, group=data_group(), async_op=True)
+
+    def result() -> Count:
+        work.wait()
+        return total.item() if total.is_cpu else total
+
+    return result
 
 
 def make_prediction_loader(

@@ -13,12 +13,14 @@ from torch import Tensor
 from drivetrain.core.engine import Fire
 from drivetrain.core.errors import DistributedError, StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
+from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation_loop import EvaluationLoop
+from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
 from drivetrain.train.settings import RunLimits
@@ -31,6 +33,7 @@ class TrainerLoop(EvaluationLoop):
     last_grad_norm: Tensor | None
     _train_dataloader: Any
     _has_train_metrics: bool
+    _train_items: LossCounting
     _keeper: Any
     _vote: StopVote | None
     _first_batch = False
@@ -197,21 +200,38 @@ class TrainerLoop(EvaluationLoop):
         state, fire = self.state, self._fire
         state.losses = state.batch_output = None
         fire.before_forward()
-        output = self.calculate_train_batch_loss(state.batch)
+        counting = self._train_items
+        if counting.is_decided:
+            output = self.calculate_train_batch_loss(state.batch)
+        else:
+            output = self._watch_first_loss()
         if self._first_batch:
             check_batch_output(output, self)
             self._count_tokens = loaders.token_counter(state.batch)
+        is_padding = self._may_pad and self._is_padding()
+        if counting.is_needed:
+            output = self._counted(counting, output, is_padding, is_part=not self._gradients.window.is_plain)
         state.batch_output, state.loss = output, output["loss"]
         fire.after_loss()
         if state.loss is not output["loss"]:
             state.batch_output = output = {**output, "loss": state.loss}
-        size = 0 if self._may_pad and self._is_padding() else output["batch_size"]
+        size = 0 if is_padding else output["batch_size"]
         track = self._update_loss_tracker if self._tracks_its_own_way else self._loss_tracker.update
-        track(state.loss, size)
+        track(state.loss, output.get("num_items", size) if size else 0)
         if self._has_train_metrics and size:
             self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
         if announce:
             fire.step_output()
+        return output
+
+    def _watch_first_loss(self) -> Any:
+        """Run the loss hook on the first batch, and find what its loss is a mean over."""
+        counting = self._train_items
+        output = counting.watched(self, self.calculate_train_batch_loss, self.state.batch, self._train_dataloader)
+        if self._gradients.window.world > 1:
+            counting.agree()
+        self._gradients.use_sums(counting.is_sum)
+        self._loss_tracker.is_sum = counting.is_sum
         return output
 
     def _backward(self, output: Mapping[str, Any]) -> None:
@@ -219,7 +239,7 @@ class TrainerLoop(EvaluationLoop):
         loss = self.state.loss
         if self._first_batch:
             check_loss(loss, self)
-            warn_of_sample_weights(self, output)
+            warn_of_sample_weights(self, self._train_items, output)
         gradients = self._gradients
         if self._plain.backward:
             loss.backward()
@@ -314,9 +334,10 @@ class TrainerLoop(EvaluationLoop):
         """Split one batch, accumulate its gradients, and show guests the whole batch once, before the last backward."""
         state, synchronises = self.state, self._gradients.synchronises
         parts, outputs, whole = split_batch(batch, self._microbatch_size or 1), [], None
-        self._gradients.refer_to(batch_size_of(None, batch))
+        rows = batch_size_of(None, batch)
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
+            self._gradients.begin_part(index, len(parts), rows)
             with ExitStack() as stack:
                 if self._ddp and not (synchronises and is_last):
                     stack.enter_context(self.model.no_sync())
@@ -332,10 +353,16 @@ class TrainerLoop(EvaluationLoop):
     def _join(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the outputs of the micro-batches as those of the whole batch; joined only if somebody listens."""
         sizes = [output["batch_size"] for output in outputs]
-        loss = sum(output["loss"].detach() * size for output, size in zip(outputs, sizes)) / max(1, sum(sizes))
-        whole = {"loss": loss, "model_outputs": None, "batch_size": sum(sizes)}
+        whole: dict[str, Any] = {"model_outputs": None, "batch_size": sum(sizes)}
+        if "num_items" in outputs[0]:
+            items = [output["num_items"] for output in outputs]
+            whole["num_items"], weights = sum(items), items
+        else:
+            weights = sizes
+        loss = sum(output["loss"].detach() * weight for output, weight in zip(outputs, weights))
+        whole["loss"] = loss if self._train_items.is_sum else loss * as_factor(share_of(1, sum(weights)), loss)
         if self.engine.listens(Event.STEP_OUTPUT):
-            names = [name for name in outputs[0] if name not in ("loss", "batch_size")]
+            names = [name for name in outputs[0] if name not in ("loss", "batch_size", "num_items")]
             whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)
         return whole
 

@@ -27,6 +27,7 @@ from drivetrain.train.checks import (
 )
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
+from drivetrain.train.items import LossCounting
 from drivetrain.train.plain_hooks import find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import RunLimits, TrainSettings
@@ -49,6 +50,7 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     if not is_searched:  # how many ranks share the samples is known only now
         _make_loaders(trainer, train_kwargs, eval_kwargs)
     trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
+    trainer._train_items, trainer._eval_items = LossCounting(trainer._count_items), {}
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = trainer._accelerator = as_runtime(trainer._accelerator)  # an override may have made another one
     trainer.run_config = trainer._create_run_config(

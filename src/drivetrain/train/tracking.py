@@ -251,10 +251,12 @@ class LossTracker:
     """
 
     def __init__(self) -> None:
+        self.is_sum = False
+        """Whether losses are sums, which add up to the loss of the whole."""
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all losses."""
         self._ring: list[Tensor] = []
         self._weights: list[Any] = []
         self._sum = 0.0  # weighted losses that are already on the host
@@ -265,7 +267,10 @@ class LossTracker:
         self._known: float | None = None
 
     def update(self, loss_batch_value: float | Tensor, batch_size: int | float | Tensor = 1) -> None:
-        """Take in the mean loss of `batch_size` samples; nothing is read from a device."""
+        """Take in the mean loss of `batch_size` samples, or of whatever it is a mean over; nothing is read from a device.
+
+        A loss that counts for nothing is ignored: the mean over no items is not a number.
+        """
         if (
             type(batch_size) is int
             and type(loss_batch_value) is Tensor
@@ -273,21 +278,25 @@ class LossTracker:
             and not loss_batch_value.ndim
         ):
             self._last = self._known = value = loss_batch_value.item()  # on the host already: nothing waits
-            self._sum += value * batch_size
-            self._count += batch_size
+            if batch_size:
+                self._sum += value * batch_size
+                self._count += batch_size
             return
         if not isinstance(loss_batch_value, Tensor):
             if isinstance(batch_size, Tensor):
                 loss_batch_value = batch_size.new_full((), loss_batch_value, dtype=_sum_dtype(batch_size.device))
             else:
                 self._last = self._known = loss_batch_value
-                self._sum += loss_batch_value * batch_size
-                self._count += batch_size
+                if batch_size:
+                    self._sum += loss_batch_value * batch_size
+                    self._count += batch_size
                 return
         loss = loss_batch_value.detach() if loss_batch_value.requires_grad else loss_batch_value
         if loss.ndim:
             loss = loss.mean()
         self._last = loss
+        if type(batch_size) is int and batch_size == 0:
+            return
         self._ring.append(loss)
         self._weights.append(batch_size)
         if len(self._ring) >= _RING_SIZE:
@@ -295,9 +304,8 @@ class LossTracker:
 
     @property
     def average(self) -> float:
-        """The weighted mean of all losses; nan without any sample."""
-        count = self.running_count
-        return self.total_loss / count if count else float("nan")
+        """The weighted mean of all losses, or their sum; nan without any sample."""
+        return _mean(self.total_loss, self.running_count, self.is_sum)
 
     def average_over_ranks(self) -> float:
         """Return the weighted mean over all ranks; each rank must call this."""
@@ -370,7 +378,7 @@ class LossTracker:
             # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would
             # wait.
             counts = torch.stack([_weight_tensor(weight, device, dtype) for weight in weights])
-            folded, counted = torch.dot(losses, counts), counts.sum()
+            folded, counted = torch.where(counts > 0, losses * counts, 0.0).sum(), counts.sum()
             self._device_count = counted if self._device_count is None else self._device_count + counted
         else:
             self._count += sum(weights)
@@ -386,13 +394,21 @@ def reduce_means(trackers: Mapping[str, LossTracker]) -> dict[str, float]:
 
     A name that only some ranks know is averaged over those; without a sample anywhere the mean is nan.
     """
-    sums = {name: (tracker.total_loss, tracker.running_count) for name, tracker in trackers.items()}
+    sums = {name: (tracker.total_loss, tracker.running_count, tracker.is_sum) for name, tracker in trackers.items()}
     everywhere = of_data_ranks(sums)
     means = {}
     for name in dict.fromkeys(name for of_rank in everywhere for name in of_rank):
-        total, count = (sum(column) for column in zip(*(of_rank[name] for of_rank in everywhere if name in of_rank)))
-        means[name] = total / count if count else float("nan")
+        total, count, is_sum = (
+            sum(column) for column in zip(*(of_rank[name] for of_rank in everywhere if name in of_rank))
+        )
+        means[name] = _mean(total, count, bool(is_sum))
     return means
+
+
+def _mean(total: float, count: int | float, is_sum: bool) -> float:
+    if not count:
+        return float("nan")
+    return total if is_sum else total / count
 
 
 def of_data_ranks(value: Any) -> list[Any]:

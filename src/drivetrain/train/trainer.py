@@ -30,6 +30,7 @@ from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_error
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import errors_told
 from drivetrain.train.gradients import Gradients
+from drivetrain.train.items import LossCounting, check_count_items
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.metrics import MetricSet
@@ -131,7 +132,8 @@ class Trainer(TrainerLoop):
         self._loss_tracker = LossTracker()
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics)
         self._has_train_metrics = bool(self._train_metrics)
-        self._count_items = loaders.item_counter(count_items)
+        self._count_items = check_count_items(count_items)
+        self._train_items, self._eval_items = LossCounting(self._count_items), {}
         self._form: BatchForm | None = None
         self._form_type: type | None = None
         self._gradients = Gradients(self)
@@ -285,6 +287,7 @@ class Trainer(TrainerLoop):
         self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, limit_batches)
         self.model = loaders.move_model(self, self.model)
         self._eval_metrics.to(self.device)
+        self._eval_items = {}
         self.run_config = self._create_run_config(
             per_device_batch_size=per_device_batch_size,
             num_epochs=1,

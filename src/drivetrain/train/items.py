@@ -1,0 +1,167 @@
+"""How much the loss of each batch counts, in the mean over a window, an epoch or an evaluation.
+
+The first batch of a phase is watched (`drivetrain.module.loss_items`): that shows what its loss is a mean over. Later batches are
+counted from their labels on the device, and only where the number of samples is not enough.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.accumulation import Count
+from drivetrain.module.buffers import buffers_kept
+from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of
+from drivetrain.module.wrappers import is_compiled_shell
+from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.batches import batch_size_of, carried_loss, slice_rows
+
+
+def check_count_items(count_items: Any) -> Callable[[Any], Count] | str | None:
+    """Return the argument if it says how to count."""
+    if count_items is None or callable(count_items) or count_items == "labels":
+        return count_items
+    raise ConfigError(f"count_items={count_items!r}: expected a function of the batch, or 'labels'.")
+
+
+class LossCounting:
+    """Counts what the losses of one phase, training or evaluation, are means over."""
+
+    def __init__(self, count_items: Callable[[Any], Count] | str | None = None):
+        self.items = UNKNOWN
+        self.is_decided = callable(count_items)
+        """Whether no batch has to be watched."""
+        self.is_needed = count_items is not None
+        """Whether batches have to be counted."""
+        self._given = count_items
+        self._count = count_items if callable(count_items) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether losses are weighted by what they are means over."""
+        return self._given is not None or self.items.kind != "unknown"
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether losses are sums: those of parts add up to that of the whole."""
+        return self.items.kind == "sum" and self._given is None
+
+    def agree(self) -> None:
+        """Let ranks that found different things weigh by samples, all of them."""
+        found = self.items
+        everywhere = all_gather_values((found.kind, found.path, found.cut, found.ignore_index))
+        if any(other != everywhere[0] for other in everywhere):
+            self._decide(UNKNOWN, None, None)
+
+    def count(self, batch: Any) -> Count:
+        """Return how many items the loss of a batch is a mean over."""
+        return 1 if self._count is None else self._count(batch)
+
+    def watched(self, trainer: Any, hook: Callable[[Any], Any], batch: Any, loader: Any) -> Any:
+        """Return what a loss hook makes of a batch, and decide from it how batches are counted."""
+        watch = LossWatch(batch, batch_size_of(None, batch))
+        is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
+        if is_compiled:  # only a loss function outside what is compiled can be followed
+            trainer._watch = None if _is_compiled(trainer.loss_func) else watch
+            try:
+                output = hook(batch)
+            finally:
+                trainer._watch = None
+        else:
+            with _uncompiled(), watch:
+                output = hook(batch)
+        if isinstance(output, Mapping) and "loss" in output:
+            items = watch.items_of(output["loss"])
+            if items is UNKNOWN and is_compiled and "num_items" not in output and not _hides_loss(trainer, hook):
+                items = _probe(trainer, batch)
+            self._decide(items, loader, unwrap(trainer.model))
+        return output
+
+    def _decide(self, items: LossItems, loader: Any, model: Any) -> None:
+        self.is_decided = True
+        self.items = SAMPLES if _has_equal_rows(items, loader) else items
+        self._count = None
+        if self._given == "labels":
+            has_shift = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+            cut = (1, None) if has_shift else (None, None)
+            if items.kind != "labels":
+                items = LossItems(kind="labels", path=("labels",), cut=cut)
+            self._count = items.count
+        elif self.items.needs_count:
+            self._count = self.items.count
+        self.is_needed = self._count is not None or self.is_sum
+
+
+def without_empty(loss: Tensor, items: Count) -> Tensor:
+    """Return a loss that is zero where it is a mean over nothing, which is not a number: it counts for nothing in the whole."""
+    if isinstance(items, Tensor):
+        return torch.where(items > 0, loss, torch.zeros_like(loss))
+    return loss if items else torch.nan_to_num(loss, nan=0.0)
+
+
+def _has_equal_rows(items: LossItems, loader: Any) -> bool:
+    """Whether every row of the data counts the same, so that samples may be counted instead, which costs nothing."""
+    loader = getattr(loader, "dl", loader)  # through a slice
+    dataset = getattr(loader, "dataset", None)
+    if type(dataset) is not TensorDataset or getattr(loader, "collate_fn", None) not in (None, default_collate):
+        return False
+    if items.kind == "elements":
+        return True
+    if items.kind != "labels" or items.weight is not None or len(items.path) != 1 or not isinstance(items.path[0], int):
+        return False
+    labels = entry_of(dataset.tensors, items.path)
+    return not bool((labels == items.ignore_index).any())  # once per run; this synchronizes the host
+
+
+def _hides_loss(trainer: Any, hook: Callable[[Any], Any]) -> bool:
+    """Whether a user's own code computes the loss, which must not be called twice."""
+    from drivetrain.train.setup import is_overridden
+
+    return any(is_overridden(trainer, name) for name in (hook.__name__, "forward", "compute_loss"))
+
+
+def _probe(trainer: Any, batch: Any) -> LossItems:
+    """Follow two rows of a batch through the model as it is before compilation; nothing is left behind."""
+    rows = batch_size_of(None, batch)
+    part = slice_rows(batch, 0, min(2, rows), rows)
+    form, model, loss_func = trainer._form_of(batch), unwrap(trainer.model), trainer.loss_func
+    watch, generators = LossWatch(part, min(2, rows)), capture_rng()
+    args, kwargs = form.arguments(part)
+    try:
+        with torch.no_grad(), buffers_kept(model), trainer._accelerator.autocast(), _uncompiled(), watch:
+            outputs = model(*args, **kwargs)
+            if loss_func is not None:
+                loss = loss_func(form.predictions(outputs), form.targets(part))
+            else:
+                own = trainer._own_loss
+                loss = carried_loss(outputs) if own is None else own(outputs, part)
+        return watch.items_of(loss)
+    except (RuntimeError, ValueError, TypeError):  # two rows are not enough for this model: nothing is known
+        return UNKNOWN
+    finally:
+        restore_rng(generators)
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether a model, one of its modules or a loss function is compiled."""
+    if not isinstance(function, nn.Module):
+        inner = getattr(function, "function", getattr(function, "loss_func", None))
+        return hasattr(function, "_torchdynamo_orig_callable") or (inner is not None and _is_compiled(inner))
+    return any(is_compiled_shell(module) or module._compiled_call_impl is not None for module in function.modules())
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled functions as they were written; where nothing can be compiled, the compiler is not even imported."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,86 @@
+"""How batches meet models."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.train.batches import PairForm, SeveralInputsForm, find_form, num_inputs
+from drivetrain.train.trainer import Trainer
+
+
+class Similarity(nn.Module):
+    """Compares two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(2, 4)
+
+    def forward(self, left, right, scale=1.0):
+        return (self.left(left) * self.right(right)).sum(-1) * scale
+
+
+def pairs() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(*(torch.randn(10, *shape, generator=generator) for shape in ((3,), (2,), ())))
+
+
+def test_a_model_of_two_inputs_gets_both_and_the_loss_function_the_third_entry():
+    model, reference = Similarity(), Similarity()
+    trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=())
+    trainer.train(pairs(), num_epochs=2, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    left, right, target = pairs().tensors
+    for _ in range(2):
+        for start in range(0, 10, 4):
+            rows = slice(start, start + 4)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(reference(left[rows], right[rows]), target[rows]).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    expected = nn.functional.mse_loss(reference(left, right), target).item()
+    assert trainer.evaluate(pairs(), per_device_batch_size=4)["evaluation_loss"] == pytest.approx(expected)
+    torch.testing.assert_close(trainer.predict(pairs(), per_device_batch_size=4), reference(left, right).detach())
+    inputs_only = TensorDataset(left, right)
+    torch.testing.assert_close(trainer.predict(inputs_only, per_device_batch_size=4), reference(left, right).detach())
+
+
+def test_two_inputs_work_in_micro_batches_and_with_metrics_of_targets():
+    model, whole = Similarity(), Similarity()
+    metric = {"error": lambda outputs, targets: (outputs - targets).abs().mean()}
+    for one, settings in ((model, {"microbatch_size": 3}), (whole, {})):
+        trainer = Trainer(
+            one, nn.MSELoss(), torch.optim.SGD(one.parameters(), lr=0.1), callbacks=(), train_metrics=metric
+        )
+        loading = {"shuffle": False}
+        history = trainer.train(
+            pairs(), num_epochs=1, per_device_batch_size=10, train_dataloader_kwargs=loading, **settings
+        )
+        assert history.get_latest_metric("train_error_epoch") > 0
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_model_of_one_input_still_gets_the_first_entry_with_a_warning():
+    batch = (torch.zeros(2, 3), torch.zeros(2), torch.zeros(2))
+    with pytest.warns(DrivetrainWarning, match="the model gets the first, the loss function the next"):
+        form = find_form(batch, nn.Linear(3, 1), has_loss_func=True)
+    assert type(form) is PairForm
+    with pytest.warns(DrivetrainWarning, match="the model gets the first 2, the loss function the next"):
+        form = find_form((*batch, torch.zeros(2)), Similarity(), has_loss_func=True)
+    assert isinstance(form, SeveralInputsForm) and form.targets((1, 2, 3, 4)) == 3
+
+
+def test_what_a_plan_puts_around_forward_does_not_hide_its_arguments():
+    model = Similarity()
+    plain = type(model).forward
+
+    class Changed(Similarity):
+        def forward(self, *args, **kwargs):
+            return plain(self, *args, **kwargs)
+
+    assert num_inputs(Changed()) == 2
+    assert num_inputs(torch.compile(Similarity(), backend="eager")) == 2
