@@ -89,6 +89,7 @@ def test_what_does_not_fit_is_an_outcome_and_the_model_is_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_presets_are_planned_for_without_the_hardware():
     status, result, plan = call(
         plan_only=True, world_size=8, device="h100", dataloader_args={"batch_size": 256}, excluded=None
