@@ -15,7 +15,7 @@ from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.context.context import Context
 from drivetrain.core.errors import ParameterError, ResumeError, SweepError
 from drivetrain.core.secret import MASK
-from drivetrain.experiment import Param, Secret, experiment, find_runs, parameter, sweep
+from drivetrain.experiment import Param, Secret, Trial, experiment, find_runs, parameter, sweep
 from drivetrain.experiment.reports import write_report
 from drivetrain.record.recorder import Recorder
 
@@ -216,6 +216,22 @@ def test_types_and_marks_decide_what_is_a_secret():
     with pytest.raises(ParameterError) as caught:
         declared.resolve({"hidden": VALUE})
     assert VALUE not in str(caught.value) and MASK in str(caught.value)
+
+
+def test_text_that_looks_like_a_mask_is_an_ordinary_value_elsewhere():
+    @experiment
+    def starred(pattern: str = "", config: dict = {}, plain_key: Annotated[str, Param(secret=False)] = ""):  # noqa: B006
+        pass
+
+    assert starred.resolve({"pattern": MASK, "plain_key": MASK}).values["pattern"] == MASK
+    with pytest.raises(ParameterError, match="config is masked"):
+        starred.resolve({"config": {"api_key": MASK}})
+
+
+def test_objects_that_hold_values_do_not_print_them():
+    resolved = leaky.resolve({"api_key": VALUE})
+    trial = Trial(0, {"api_key": VALUE, "lr": 0.1})
+    assert VALUE not in repr(resolved) and VALUE not in repr(trial) and "0.1" in repr(trial)
 
 
 def test_pydantic_secrets_are_secrets():

@@ -23,7 +23,7 @@ PARAMS_FILE = "params_file"
 class Resolved:
     """The values of one run, and where each came from."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict, repr=False)
     origins: dict[str, str] = field(default_factory=dict)
     """`cli`, `run`, `file.yaml:3`, `env:NAME`, `defaults` or `default`, by parameter."""
     secrets: frozenset[str] = frozenset()
@@ -87,7 +87,7 @@ def resolve(
     resolved = Resolved(secrets=parameters.secrets, public=public)
     for name, parameter in parameters.items():
         every = [source[name] for source in sources if name in source and source[name].value is not None]
-        given = next((entry for entry in every if name in public or not is_masked(entry.value)), None)
+        given = next((entry for entry in every if not holds_mask(parameter, entry.value)), None)
         if given is None and every:
             raise ParameterError(masked_value(parameter, every[0].origin))
         if given is None:
@@ -103,6 +103,12 @@ def resolve(
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
     return resolved
+
+
+def holds_mask(parameter: Parameter, value: Any) -> bool:
+    """Return whether a value that was read back was masked when it was written."""
+    may_be = parameter.is_secret or (parameter.secret is None and not isinstance(value, str))
+    return may_be and is_masked(value)
 
 
 def masked_value(parameter: Parameter, where: str) -> str:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
-from drivetrain.core.secret import is_masked
 from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.records import FINISHED, RunRecord, find_runs, is_run, read_run
-from drivetrain.experiment.resolve import Resolved, masked_value
+from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.standard import BOOKKEEPING
 
@@ -107,7 +106,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
             continue
         stored = record.manifest.get("seed") if name == SEED else record.parameters[name]
         now = plain(resolved.shown_value(name, resolved.values[name]))
-        if name not in given and name not in resolved.public and is_masked(stored):
+        if name not in given and holds_mask(parameter, stored):
             raise ResumeError(masked_value(parameter, f"the parameters of {record.folder}"))
         if now == stored or (name in given and parameter.is_secret):
             continue

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import MissingExtra
+from drivetrain.core.files import make_inner_folder
 from drivetrain.record.histogram import Histogram
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
@@ -39,6 +40,7 @@ class TensorBoardSink:
 
         self._event, self._summary = event_pb2.Event, summary_pb2
         self._tensor, self._shape = tensor_pb2.TensorProto, tensor_shape_pb2.TensorShapeProto
+        make_inner_folder(folder, folder / FOLDER)
         self._writer = EventFileWriter(str(folder / FOLDER), max_queue_size=_QUEUE)
         if resume is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

@@ -1,5 +1,7 @@
 """Run folders of other people: nothing in one makes a command wait, leave the folder, or command the terminal."""
 
+import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -9,7 +11,9 @@ import torch
 
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.core.errors import CheckpointError
+from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.reports import write_report
+from drivetrain.record.recorder import Recorder
 from tests.experiment.folders import make_run
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egpj"
@@ -123,6 +127,29 @@ def test_leftovers_that_are_traps_do_not_stop_the_next_save(checkpoints, outside
     lay(checkpoints / ".tmp-b", "link", outside)
     save_checkpoint({"w": torch.zeros(2)}, 3, path=checkpoints)
     assert load_checkpoint(checkpoints)["w"].tolist() == [0.0, 0.0] and "STOLEN" in outside.read_text()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "scalars.csv", "tb", "images"])
+def test_a_recorder_does_not_write_through_links(tmp_path, outside, name):
+    folder, private = tmp_path / "run", tmp_path / "private"
+    folder.mkdir()
+    private.mkdir()
+    (folder / name).symlink_to(outside if "." in name else private)
+    recorder = Recorder(folder, tensorboard=importlib.util.find_spec("tensorboard") is not None)
+    with contextlib.suppress(OSError):  # a sink that cannot be opened is an error; one that fails later is a warning
+        recorder.scalar("=loss", 1.0)
+        recorder.image("sample", torch.zeros(2, 2))
+        recorder.flush()
+    with contextlib.suppress(OSError):
+        recorder.close()
+    assert "STOLEN\n" in outside.read_text()[-8:] and list(private.iterdir()) == []
+
+
+def test_a_log_does_not_write_through_a_link(tmp_path, outside):
+    (tmp_path / "log.txt").symlink_to(outside)
+    with pytest.raises(OSError, match="regular"), run_log(tmp_path, 0, debug=False):
+        pytest.fail("the log was opened")
+    assert outside.read_text().endswith("STOLEN\n")
 
 
 def hostile_run(place, name):

@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.secret import masked
+
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
 
 
-@dataclass
+@dataclass(repr=False)
 class Trial:
     """A set of parameters that a sweep tries, and how it went."""
 
@@ -21,6 +23,10 @@ class Trial:
     error: str | None = None
     seconds: float = 0.0
     attempts: int = 0
+
+    def __repr__(self) -> str:
+        shown = f"{self.index}, {masked(self.params)}, {self.status!r}, value={self.value}"
+        return f"Trial({shown}, run_dir={self.run_dir}, error={self.error!r})"
 
     @property
     def is_over(self) -> bool:
