@@ -312,6 +312,7 @@ def test_a_history_prints_as_a_table_of_moments():
 
 def test_a_long_and_wide_history_prints_short():
     history = InMemoryRunHistory()
+    history.update_metric("intermediate_eval_loss", 1.0)  # recorded first, shown after what epochs recorded
     for epoch in range(40):
         for index in range(9):
             history.update_metric(f"some_long_metric_name_{index}", epoch + index)
@@ -319,7 +320,9 @@ def test_a_long_and_wide_history_prints_short():
     lines = repr(history).splitlines()
     assert lines[0] == "InMemoryRunHistory: 40 rows, 30 not shown" and len(lines) == 1 + 1 + 3 + 1 + 7 + 1
     assert all(len(line) <= 80 for line in lines[:-1])
-    assert lines[-1].startswith("and 7 more: some_long_metric_name_2, ")
+    assert lines[-1].startswith("and 8 more: some_long_metric_name_2, ") and lines[-1].endswith(
+        "intermediate_eval_loss"
+    )
 
 
 def test_a_metric_recorded_twice_at_one_moment_has_two_rows():

@@ -36,7 +36,7 @@ def as_table(history: RunHistory) -> str:
     rows, name = _rows(history), type(history).__name__
     if not rows:
         return f"{name}: nothing recorded yet"
-    names = list(history.get_metric_names())
+    names = sorted(history.get_metric_names(), key=lambda metric: "intermediate_eval_" in metric)  # epochs first
     if len(rows) > ROWS_AT_START + 1 + ROWS_AT_END:
         hidden = len(rows) - ROWS_AT_START - ROWS_AT_END
         shown = [*rows[:ROWS_AT_START], None, *rows[-ROWS_AT_END:]]
