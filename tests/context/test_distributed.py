@@ -278,3 +278,19 @@ def loader_made_before():
 def test_a_loader_made_before_ddp_splits_the_data(world2):
     one, two = world2(loader_made_before)
     assert sorted(one + two) == list(range(8)) and len(one) == len(two) == 4
+
+
+def autotransform_in_a_launched_process():
+    """As under torchrun, before anybody has joined the group."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    from drivetrain.runtime.group import destroy_group
+    from drivetrain.runtime.ranks import get_num_processes
+
+    destroy_group()
+    ctx = Context(model=torch.nn.Linear(2, 1)).autotransform()
+    return isinstance(ctx.model, DistributedDataParallel), get_num_processes()
+
+
+def test_autotransform_joins_the_world_that_a_launcher_has_started(world2):
+    assert world2(autotransform_in_a_launched_process) == [(True, 2), (True, 2)]

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -188,3 +190,53 @@ def test_a_process_that_was_told_while_nobody_looks_still_ends():
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     os.close(ready), os.close(tell)
+
+
+WAITING = """
+import os, sys, threading
+from datetime import timedelta
+from torch.distributed import TCPStore
+from drivetrain.runtime import signals
+signals.get_num_processes = lambda: 2
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+with signals.StopSignals():
+    print("waiting", flush=True)
+    store.wait(["never"], timedelta(seconds=300))  # as in a collective: no bytecode runs until it ends
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_another_one_in_c_code_ends_after_the_grace_period(number):
+    environment = {**os.environ, "DRIVETRAIN_STOP_GRACE": "0.2"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert '"<string>", line 10' in text and text.rstrip().endswith(
+        "DRIVETRAIN_STOP_GRACE sets how many seconds to wait."
+    )
+
+
+def test_a_stop_that_was_acted_on_is_not_ended_by_the_grace_period(monkeypatch):
+    monkeypatch.setenv("DRIVETRAIN_STOP_GRACE", "0.05")
+    monkeypatch.setattr("drivetrain.runtime.signals.get_num_processes", lambda: 2)
+    ended = []
+    monkeypatch.setattr("drivetrain.runtime.watchdog._end", lambda *told: ended.append(told))
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while signals.requested is None:
+            time.sleep(0.001)
+        signals.clear()  # a save that takes longer than the grace period begins here
+        time.sleep(0.2)
+    assert not ended
+    assert signal.set_wakeup_fd(-1) == -1  # given back
+
+
+def test_a_grace_period_that_is_not_a_number_is_named(monkeypatch):
+    monkeypatch.setenv("DRIVETRAIN_STOP_GRACE", "soon")
+    monkeypatch.setattr("drivetrain.runtime.signals.get_num_processes", lambda: 2)
+    with pytest.raises(ConfigError, match="DRIVETRAIN_STOP_GRACE='soon'"):
+        StopSignals().__enter__()

@@ -218,3 +218,37 @@ def dropout_masks():
 def test_ranks_do_not_share_random_numbers(world2):
     first, second = world2(dropout_masks)
     assert not set(first) & set(second)
+
+
+class Partly(torch.nn.Module):
+    """Uses one of its layers only."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def train_partly(**settings):
+    torch.manual_seed(0)
+    trainer = make_trainer(Partly(), seed=1, **settings)
+    if not settings:
+        with pytest.raises(DistributedError, match=r"unused.weight, unused.bias took no part") as caught:
+            train(trainer, make_data(16), per_device_batch_size=4)
+        assert all(
+            name in str(caught.value) for name in ("Trainer(...)", "find_unused_parameters=True", "parallel_mode")
+        )
+        return None
+    train(trainer, make_data(16), per_device_batch_size=4)
+    return weights(trainer.model)
+
+
+def test_parameters_without_a_gradient_are_named_with_the_switch_that_allows_them(world2):
+    world2(train_partly)
+    expected = weights(make_trainer(Partly(), seed=1).model)
+    strategy = [("parallel_mode", {"find_unused_parameters": True})]
+    for settings in ({"find_unused_parameters": True}, {"static_graph": True}, {"strategy": strategy}):
+        first, second = world2(train_partly, **settings)
+        assert all(map(torch.equal, first, second)) and not torch.equal(first[0], expected[0])

@@ -38,7 +38,7 @@ from drivetrain.checkpoint.writer import (
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError, unknown_name
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
-from drivetrain.runtime.ranks import is_master
+from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import restore_rng
 from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
@@ -113,7 +113,10 @@ class Checkpointer:
         Returns the folder of the checkpoint when one was saved or begun.
         """
         self.progress.num_calls += 1
-        self._surface_background_error()
+        if (
+            get_num_processes() == 1
+        ):  # ranks do not hear of it at the same step: their next save raises it on all of them
+            self._surface_background_error()
         number = self._signal()
         due = self._schedule.is_due()
         if number is None:
@@ -165,7 +168,10 @@ class Checkpointer:
         if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
             return None
         reader = Reader(verify=self.verify, exchange=exchange, live=self.ctx.state_dict, resume=True)
-        place = find_place(self._resolve(which))
+        found = exchange.attempt(lambda: find_place(self._resolve(which)))
+        if 0 in found.problems:
+            raise found.own or CheckpointError(found.explain())
+        place = found.results[0]  # rank 0's view of the files counts
         if place.kind == "file":
             report = self._load(read_file(place.path), exchange)
             return Restored(path=place.path, report=report)

@@ -54,6 +54,13 @@ class Progress:
                 "Context counts epochs); a State with a clock knows all units."
             )
 
+    def follows_wall_clock(self, unit: TimeUnit) -> bool:
+        """Return whether a unit is counted by this rank's own clock: seconds, and shares of a run that lasts so many of them."""
+        whole = getattr(self._source, "max_duration", None)
+        return unit is TimeUnit.SECOND or (
+            unit is TimeUnit.DURATION and isinstance(whole, Time) and whole.unit is TimeUnit.SECOND
+        )
+
     def value(self, unit: TimeUnit) -> float:
         """Return the time since the start of the run in one unit."""
         value = self._read(unit)
@@ -119,7 +126,7 @@ class Schedule:
             return False
         passed = self._intervals()
         due, self._passed = passed > self._passed, passed
-        if self._every.unit is TimeUnit.SECOND and get_num_processes() > 1:
+        if get_num_processes() > 1 and self._progress.follows_wall_clock(self._every.unit):
             heard = self._pending() if self._pending is not None else False
             self._pending = start_agree_any(due and is_master())
             return heard

@@ -15,6 +15,7 @@ import torch
 from drivetrain.context.table import OTHER_KIND, walk
 from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.run import Run, current_run
 from drivetrain.runtime.seeds import restore_rng
@@ -33,10 +34,12 @@ class Restorer(Protocol):
 
 
 def follow_run(context: "Context") -> None:
-    """Bring a Context to where the current run wants it; outside a run only its device is chosen."""
+    """Bring a Context to where the current run wants it; outside a run its device is chosen, and the launcher's world is joined."""
     run = current_run()
+    device = wanted_device(run)
+    join_launched_world(device)
     random_states = None if run is None else _restore(context, run)
-    context.to(wanted_device(run))
+    context.to(device)
     if is_distributed() or (run is not None and run.params.get("distributed")):
         context.ddp()
     if random_states is not None:

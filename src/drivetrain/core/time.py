@@ -195,7 +195,8 @@ class Clock:
     """The counters of a run, made to be advanced once per batch at the cost of a few additions.
 
     Wall-clock time is taken when the clock advances. It runs from `start()` to `stop()`, so that the hours between a
-    checkpoint and its resumption, or between two calls of `train()`, do not count.
+    checkpoint and its resumption, or between two calls of `train()`, do not count. A clock that several ranks share moves only by
+    `advance_to`, so that whatever depends on the time is decided alike on all of them.
 
     >>> clock = Clock()
     >>> clock.next_batch(samples=32)
@@ -203,7 +204,7 @@ class Clock:
     (1, True)
     """
 
-    __slots__ = (*FIELDS, "_ticked_at")
+    __slots__ = (*FIELDS, "_ticked_at", "_zero_at")
 
     iteration: int
     epoch: int
@@ -227,20 +228,27 @@ class Clock:
 
     def __init__(self) -> None:
         self._ticked_at: float | None = None
+        self._zero_at: float | None = None  # of a shared clock: when it would have read zero
         self.reset()
 
     def reset(self) -> None:
         """Go back to the beginning of a run."""
         self.load_state_dict(Timestamp().state_dict())
 
-    def start(self) -> None:
-        """Let wall-clock time run from now on."""
-        self._ticked_at = perf_counter()
+    def start(self, shared: bool = False) -> None:
+        """Let wall-clock time run from now on; a shared clock waits for `advance_to`."""
+        now = perf_counter()
+        self._ticked_at, self._zero_at = (None, now - self.total_wct) if shared else (now, None)
 
     def stop(self) -> None:
         """Count the time since the last tick and stand still until `start()`."""
         self._tick()
-        self._ticked_at = None
+        self._ticked_at = self._zero_at = None
+
+    def advance_to(self, seconds: float) -> None:
+        """Move the wall-clock time of a shared clock to what the ranks have agreed on; it never goes back."""
+        self.batch_wct = passed = max(0.0, seconds - self.total_wct)
+        self._add_seconds(passed)
 
     def next_batch(self, samples: int = 0, tokens: int = 0, stepped: bool = True) -> None:
         """Count one batch; `stepped` says whether it closed an accumulation window."""
@@ -301,7 +309,9 @@ class Clock:
         return round(elapsed - time.value, 9) >= 0
 
     def total_seconds(self) -> float:
-        """Return the wall-clock time of the run up to now, where `total_wct` stands still between two ticks."""
+        """Return this process's wall-clock time of the run up to now, where `total_wct` stands still between two ticks."""
+        if self._zero_at is not None:
+            return perf_counter() - self._zero_at
         return self.total_wct + (0.0 if self._ticked_at is None else perf_counter() - self._ticked_at)
 
     def snapshot(self) -> Timestamp:
@@ -319,8 +329,8 @@ class Clock:
         """Go to a saved moment; wall-clock time continues from there."""
         for name, value in checked_fields(state).items():
             setattr(self, name, value)
-        if self._ticked_at is not None:
-            self._ticked_at = perf_counter()
+        if self._ticked_at is not None or self._zero_at is not None:
+            self.start(shared=self._zero_at is not None)
 
     def __repr__(self) -> str:
         return (
@@ -334,10 +344,13 @@ class Clock:
         now = perf_counter()
         seconds = now - self._ticked_at
         self._ticked_at = now
+        self._add_seconds(seconds)
+        return seconds
+
+    def _add_seconds(self, seconds: float) -> None:
         self.total_wct += seconds
         self.iteration_wct += seconds
         self.epoch_wct += seconds
-        return seconds
 
 
 _ZERO: dict[str, int | float] = Timestamp().state_dict()

@@ -24,7 +24,9 @@ def clean_state_dict(module: nn.Module) -> dict[str, Any]:
     ['weight', 'bias']
     """
     module = unwrap(module)
-    state = module.state_dict()
+    state = type(module).state_dict(
+        module
+    )  # the parts that this rank holds, also where `gather_on_request` gives the whole
     cleaned: OrderedDict[str, Any] = OrderedDict((clean_key(module, key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
@@ -42,7 +44,7 @@ def load_clean_state_dict(
     module is unchanged. Without it, what fits is loaded.
     """
     module = unwrap(module)
-    live = module.state_dict(keep_vars=True)
+    live = type(module).state_dict(module, keep_vars=True)
     real_keys = {clean_key(module, key): key for key in live}
     given = _without_prefixes(state, real_keys)
     is_own_business, may_reshape = _loaded_in_own_way(module)

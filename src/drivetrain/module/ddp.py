@@ -6,6 +6,7 @@ the inner module, so gradients are synchronised only when the shell itself is ca
 """
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, unknown_name
 from drivetrain.module.wrappers import is_compiled_shell, is_fully_sharded
-from drivetrain.runtime.ranks import data_group, is_distributed
+from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
 _ASKED_BY_DDP = frozenset({"buffer_hook"})  # DDP tests for these with hasattr; a model's own must not answer
 
@@ -25,6 +26,14 @@ class TransparentDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, **settings: Any):
         super().__init__(module, **settings)
         self.__dict__["_own_names"] = frozenset(self.__dict__)  # from here on, other names may be the model's
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._pre_forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise DistributedError(_explain_unused(self, str(error))) from error
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,6 +53,21 @@ class TransparentDDP(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+
+def _explain_unused(model: DistributedDataParallel, text: str) -> str:
+    """Answer torch's error about gradients that did not come, naming the parameters whose numbers it gives."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    ignored = getattr(model, "parameters_to_ignore", ())
+    names = [name for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
+    numbers = [int(number) for number in found.group(1).split()] if found is not None else []
+    unused = ", ".join(names[number] for number in numbers if number < len(names)) or "some parameters"
+    return (
+        f"rank {get_rank()}: {unused} took no part in the loss of the last step, and DDP waits for their gradients. Pass "
+        "find_unused_parameters=True: to Trainer(...), to auto_accelerate(...), in a strategy as "
+        "('parallel_mode', {'find_unused_parameters': True}), or to wrap_ddp(model, ...). Where the same ones are unused in every step, "
+        "static_graph=True costs less; parameters that are never trained can be frozen with requires_grad_(False)."
+    )
 
 
 def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: Any) -> nn.Module:

@@ -58,6 +58,13 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
     atexit.register(_leave_at_exit)
 
 
+def join_launched_world(device: torch.device) -> None:
+    """Join the group when a launcher has started several processes, so that none of them trains a copy of its own."""
+    world = launched_world()
+    if world is not None and world.world_size > 1:
+        init_distributed("gloo" if device.type == "cpu" else None)
+
+
 def destroy_group() -> None:
     """Leave the process group and forget what belonged to it; nothing without a group."""
     if is_distributed():

@@ -4,7 +4,8 @@ A handler may run between any two bytecodes, so ours does nothing but note the s
 at the note at a step boundary, saves, and leaves. While a `StopSignals` is entered SIGTERM and SIGINT ask for a stop
 and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may be told and the others not:
 `agreed()` joins their notes with a reduction that is started at one boundary and read at the next, so that no rank
-waits for it and all leave at the same step.
+waits for it and all leave at the same step. A rank that waits for another one in a collective cannot run its handler; the
+watchdog (`watchdog.py`) ends it after a grace period.
 """
 
 import logging
@@ -19,6 +20,7 @@ from typing import ClassVar, Self
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
 from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.runtime.watchdog import StopWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class StopSignals:
         self.installed = False
         self._earlier: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._pending: Callable[[], bool] | None = None
+        self._has_acted = False
+        self._watchdog: StopWatchdog | None = None
 
     @classmethod
     def active(cls) -> "StopSignals | None":
@@ -73,12 +77,15 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
+        if get_num_processes() > 1:
+            stops = {one for one in self.signals if is_stop(one) and signal.getsignal(one) is not signal.SIG_IGN}
+            self._watchdog = StopWatchdog(stops, lambda: self._has_acted)
         for number in self.signals:
             earlier = signal.getsignal(number)
             if earlier is not signal.SIG_IGN:
                 self._earlier[number] = earlier
                 signal.signal(number, self._note)
-        self.installed = True
+        self.installed, self._has_acted = True, False
         self._entered.append(self)
         return self
 
@@ -96,6 +103,9 @@ class StopSignals:
         self._pending = None
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         for number, earlier in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
         self._earlier.clear()
@@ -107,6 +117,7 @@ class StopSignals:
 
     def clear(self) -> None:
         """Forget the signal: it has been acted on."""
+        self._has_acted = self._has_acted or is_stop(self.requested)
         self.requested = None
 
     def request(self, number: int) -> None:

@@ -58,6 +58,26 @@ def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, 
     return result
 
 
+def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) -> None:
+    """Under torch's launcher, let the rank that failed first have the last word.
+
+    Its traceback goes into the file that the launcher prints at the end. A rank that only lost its peer waits for the launcher to end
+    it, and then ends silently.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or not isinstance(error, Exception):
+        return
+    if not _lost_a_peer(error):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        return
+    deadline = time.monotonic() + LOST_PEER_DELAY
+    while time.monotonic() < deadline:
+        if is_asked_to_end():
+            raise SystemExit(128 + signal.SIGTERM)
+        time.sleep(0.05)
+
+
 def _end_soon() -> None:
     """See to it that a failing process ends: at exit gloo would still wait for answers of ranks that wait for us.
 

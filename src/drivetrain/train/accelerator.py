@@ -22,8 +22,7 @@ from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
 from drivetrain.runtime.collectives import distributed_barrier, gather_rows
 from drivetrain.runtime.device import choose_device
-from drivetrain.runtime.environment import launched_world
-from drivetrain.runtime.group import init_distributed
+from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.train import loaders
 
@@ -32,9 +31,7 @@ class TrainerRuntime:
     """Device, precision and process of one trainer."""
 
     def __init__(self, device: str | torch.device | None = None, precision: str | Precision | None = None):
-        world = launched_world()
-        if world is not None and world.world_size > 1:
-            init_distributed("gloo" if choose_device(device).type == "cpu" else None)
+        join_launched_world(choose_device(device))
         self.device = choose_device("auto" if device is None else device)
         self.precision = parse_precision(precision)
         self.scaler = self.precision.make_scaler(self.device)

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
@@ -15,18 +14,17 @@ from drivetrain.train import loaders
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output
 from drivetrain.train.evaluation import evaluation_mode, kept_history
-from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting, without_empty
 from drivetrain.train.logbook import Logbook
+from drivetrain.train.meeting import TrainerMeeting
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.tracking import LossTracker, reduce_means
 
 
-class EvaluationLoop(TrainerHooks):
+class EvaluationLoop(TrainerMeeting):
     """Evaluates, and records what was measured."""
 
-    engine: Engine
     logbook: Logbook
     _eval_dataloader: Any
     _loss_tracker: LossTracker
@@ -39,13 +37,8 @@ class EvaluationLoop(TrainerHooks):
     _eval_every: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
     _eval_interval: Interval | None = None  # what `_eval_every` asks, where it is no function of the user's
     _eval_after_epoch = False
+    _unfinished: Literal["", "evaluation", "epoch"] = ""  # saved with the state: what a resumed run does first
     _eval_set: str | None = None  # the name of the evaluation set in hand, where there are several
-
-    def _between_steps(self, hook: Callable[[], Any]) -> None:
-        raise NotImplementedError
-
-    def _agree_to_stop(self) -> bool:
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ evaluation
 
@@ -71,19 +64,22 @@ class EvaluationLoop(TrainerHooks):
             try:
                 for self._eval_set, loader in dl.items():
                     self._run_eval_epoch(loader, is_training, is_intermediate)
+                    if self._evaluation_was_cut:
+                        break
             finally:
                 self._eval_set = None
             return
         state, fire = self.state, self._fire
         counting = self._eval_items.setdefault(self._eval_set, LossCounting(self._count_items))
         prefix = "eval" if is_training else "evaluation"
+        self._evaluation_was_cut = False
         with evaluation_mode(self, is_intermediate, dl, self._eval_set):
             fire.eval_before_all()
             self._between_steps(self.eval_epoch_start)
             fire.eval_start()
             move = loaders.mover(self, dl)
             with torch.no_grad():
-                for batch in dl:
+                for batch in self._until_signal(dl) if self._is_running else dl:
                     state.batch, state.batch_output = batch if move is None else move(batch), None
                     fire.eval_batch_start()
                     fire.eval_before_forward()
@@ -102,6 +98,8 @@ class EvaluationLoop(TrainerHooks):
                     if self._eval_metrics and size:
                         self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
                     fire.eval_batch_end()
+            if self._evaluation_was_cut:
+                return
             self._add_epoch_loss_to_run_history(self._metric_name(prefix, "loss", is_intermediate))
             self._record_epoch_metrics(prefix, is_intermediate)
             self._between_steps(self.eval_epoch_end)
@@ -116,12 +114,17 @@ class EvaluationLoop(TrainerHooks):
             if clock.batch_in_epoch == self._batches_per_epoch:
                 self._eval_after_epoch = True
             else:
+                self._unfinished = "evaluation"
                 self._run_intermediate_evaluation()
-                self._agree_to_stop()
+                if not self._evaluation_was_cut:
+                    self._unfinished = ""
+                self._meet()
 
     def _run_intermediate_evaluation(self) -> None:
         """Evaluate between two steps; then a plateau schedule and the callbacks that watch a metric act on it."""
         self._run_eval_epoch(self._eval_dataloader, is_intermediate=True)
+        if self._evaluation_was_cut:
+            return
         if self.evaluates_inside_epochs and isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self._step_plateau(inside_epoch=True)
         self._between_steps(partial(self.engine.call, "on_intermediate_evaluation_end"))
@@ -141,7 +144,11 @@ class EvaluationLoop(TrainerHooks):
         if due:
             return True
         if every is None:
-            return bool(self.settings.eval_interval(self.state, Event.EPOCH_END))  # type: ignore[operator]
+            due = bool(self.settings.eval_interval(self.state, Event.EPOCH_END))  # type: ignore[operator]
+            if self._vote is not None:
+                self._ask_all(yes=due)
+                due = self._vote.says_yes
+            return due
         if every.value <= 0:
             return False
         return at_end or (every.unit is TimeUnit.EPOCH and self.state.clock.epoch % int(every.value) == 0)
@@ -204,6 +211,6 @@ class EvaluationLoop(TrainerHooks):
 
     def _step_plateau(self, inside_epoch: bool = False) -> None:
         """Step a scheduler that watches a metric, if there is a new value of it."""
-        value = self._plateau_watch.new_value(self, inside_epoch)
+        value = self._plateau_watch.agreed_value(self, inside_epoch)
         if value is not None:
             self.scheduler.step(value)

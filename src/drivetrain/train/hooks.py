@@ -127,7 +127,10 @@ class TrainerHooks:
         self._accelerator.print(*args, **kwargs)
 
     def get_model(self, keep_torch_compile: bool = True) -> Any:
-        """Return the user's model without what the trainer wrapped around it."""
+        """Return the user's model without what the trainer wrapped around it.
+
+        After a run that sharded it, its `state_dict()` and `save_pretrained()` gather the whole weights: call them on all ranks.
+        """
         return self._accelerator.unwrap_model(self.model, keep_torch_compile)
 
     # ------------------------------------------------------------------ hooks: the run

@@ -6,16 +6,16 @@ What can be decided once is decided before the first step (`setup.py`), so these
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from drivetrain.core.engine import Fire
-from drivetrain.core.errors import DistributedError, StopTrainingError, TrainingStopped
+from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
+from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.runtime.ranks import get_rank
-from drivetrain.runtime.signals import StopSignals
+from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
@@ -23,8 +23,6 @@ from drivetrain.train.evaluation_loop import EvaluationLoop
 from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
-from drivetrain.train.settings import RunLimits
-from drivetrain.train.stopping import STOP, StopVote
 
 
 class TrainerLoop(EvaluationLoop):
@@ -35,7 +33,6 @@ class TrainerLoop(EvaluationLoop):
     _has_train_metrics: bool
     _train_items: LossCounting
     _keeper: Any
-    _vote: StopVote | None
     _first_batch = False
     _inside_step = False
     _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
@@ -44,8 +41,6 @@ class TrainerLoop(EvaluationLoop):
     _microbatch_size: int | None = None
     _batches_per_epoch: int | None = None
     _schedules_each_step = True
-    _signals: StopSignals
-    _limits: RunLimits
     # Whether these seams do anything; a subclass that overrides one is always called.
     _clips = _tracks_its_own_way = True
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
@@ -64,7 +59,10 @@ class TrainerLoop(EvaluationLoop):
                 setup.prepare_loop(self)
                 if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
                     self._run_sanity_evaluation()
-                self._agree_to_stop()
+                self._meet()
+                if self._unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
+                    resuming.apply_restored_rng(self)
+                    self._finish_epoch(ended=False)
                 while not self._limits.reached(state.clock):
                     if self._run_epoch():
                         break
@@ -89,16 +87,26 @@ class TrainerLoop(EvaluationLoop):
 
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
-        clock, fire = self.state.clock, self._fire
+        clock = self.state.clock
         if clock.batch_in_epoch == 0:
             self._loss_tracker.reset()
             self._train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
         ended = self._train_once_over_the_data()
         self._record_means("train")
-        ended = ended or self._agree_to_stop()
+        return self._finish_epoch(ended)
+
+    def _finish_epoch(self, ended: bool) -> bool:
+        """Evaluate when due, and end the epoch; a run that is stopped here begins here when it is resumed."""
+        clock, fire = self.state.clock, self._fire
+        self._unfinished = "epoch"
+        if not ended:
+            self._meet()
         if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
             self._run_eval_epoch(self._eval_dataloader)
+            if self._evaluation_was_cut:
+                self._meet()
+        self._unfinished = ""
         if self.settings and self.settings.scheduler_interval == "epoch":
             self._step_epoch_scheduler()
         self._between_steps(self.training_run_epoch_end)
@@ -106,7 +114,8 @@ class TrainerLoop(EvaluationLoop):
         self.run_history._increment_epoch()
         if self._keeper is not None:
             self._keeper.at_epoch_end(ended or self._limits.reached(clock))
-        return self._agree_to_stop() or ended
+        self._meet()
+        return ended
 
     def _train_once_over_the_data(self) -> bool:
         """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
@@ -141,7 +150,9 @@ class TrainerLoop(EvaluationLoop):
     def _go_on_inside_epoch(self) -> None:
         """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
         resuming.apply_restored_rng(self)
-        if self._eval_interval is not None and self.state.clock.batch_in_epoch:
+        if self._unfinished == "evaluation":
+            self._evaluate_if_due(partial(_answer, True))
+        elif self._eval_interval is not None and self.state.clock.batch_in_epoch:
             self._evaluate_if_due(self._eval_interval.due)
 
     def _run_steps(self, train_dl: Any) -> bool:
@@ -297,20 +308,27 @@ class TrainerLoop(EvaluationLoop):
             fire.before_dataloader()
 
     def _at_boundary(self) -> bool:
-        """Between two steps: save, evaluate, obey signals and limits; True ends the run."""
-        clock = self.state.clock
-        wish = self._signals.requested or (STOP if self._stop is not None else 0)
-        if self._vote is not None:
-            earlier = self._vote.close()  # what anyone wished at the start of this step
-            self._vote.open(wish)
-            wish = earlier
-        ended = self._limits.reached_inside_epoch(clock, self.state.max_duration)
-        if self._eval_every is not None and not ended and not wish:  # one that a signal leaves out comes after resuming
-            self._evaluate_if_due(self._eval_every)
+        """Between two steps: agree, evaluate, save, handle signals and limits; True ends the run."""
+        clock, is_due, request = self.state.clock, self._eval_every, self._own_request()
+        if self._vote is None:
+            if self._has_new_end():
+                self._limits.adopt([self.state.max_duration], self.state)
+        elif (
+            is_due is not None and self._eval_interval is None
+        ):  # a user's function: its answer is about this batch, so it is waited for
+            request = self._ask_all(yes=is_due(clock))
+            is_due = partial(_answer, self._vote.says_yes)
+        else:
+            request = self._vote.close()  # what anyone requested at the start of this step
+            self._follow_vote()
+            self._open_vote()
+        ended = self._limits.reached_inside_epoch(clock)
+        if is_due is not None and not ended and not request:  # one that a signal leaves out comes after resuming
+            self._evaluate_if_due(is_due)
         if self._keeper is not None:
             self._keeper.at_batch_end(ended)
-        if wish:
-            self._obey(wish)
+        if request:
+            self._obey(request)
         return ended
 
     # ------------------------------------------------------------------ accumulation
@@ -383,59 +401,6 @@ class TrainerLoop(EvaluationLoop):
 
     # ------------------------------------------------------------------ stopping
 
-    def _obey(self, wish: int) -> None:
-        """Stop because a rank asked for it, or act on a signal any rank received."""
-        if wish == STOP:
-            self._stop_together()
-        resuming.obey_signal(self, wish)
-
-    def _stop_together(self) -> NoReturn:
-        """Raise what ends the run, on all ranks at the same place."""
-        self._has_agreed = True
-        raise self._stop or StopTrainingError("another process asked to stop")
-
-    _has_agreed = False
-
-    def _refuse_to_leave_alone(self, stop: Exception) -> None:
-        """Turn a stop that not all ranks raise into an error, which ends the others too instead of leaving them to wait."""
-        if self._vote is not None and not self._has_agreed and not self._vote.everyone_leaves():
-            raise DistributedError(
-                f"rank {get_rank()}: a hook of {type(self).__name__} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
-                "of several processes, which the others cannot leave with it. Call trainer.request_stop(reason) there instead: all "
-                "ranks then stop after the step. A callback may raise it."
-            ) from stop
-
-    def _between_steps(self, hook: Callable[[], Any]) -> None:
-        """Call a hook outside the steps; on several processes a stop that it raises waits until all ranks meet."""
-        if self._vote is None:
-            hook()
-        else:
-            self._together(hook)
-
-    def _agree_to_stop(self) -> bool:
-        """Outside a step: raise on all ranks if any of them wants to stop."""
-        wants = self._stop is not None
-        if self._vote is not None:
-            wants = self._vote.now(STOP if wants else 0) == STOP
-        if wants:
-            self._stop_together()
-        return False
-
-    def _fire_of_all_ranks(self) -> Fire:
-        """Return the events for a run on several processes, where no rank may leave alone."""
-        if self._guarded_fire is None:
-            self._guarded_fire = self.engine.guarded(self._together)
-        return self._guarded_fire
-
-    _guarded_fire: Fire | None = None
-
-    def _together(self, run: Callable[[], Any]) -> None:
-        """Run the guests of an event on one of several processes: a stop is noted, and acted on where all ranks meet."""
-        try:
-            run()
-        except (StopTrainingError, TrainingStopped) as stop:
-            self._stop = self._stop or stop
-
     def _close_after(self, error: BaseException) -> None:
         """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
         self._vote, self._fire, self.model = None, self.engine.on, self.get_model()
@@ -443,3 +408,9 @@ class TrainerLoop(EvaluationLoop):
         self.engine.close_plugins()
         if self._keeper is not None:
             self._keeper.wait()
+        if self._is_running:
+            report_failure(error, lambda: self._signals.requested is not None)
+
+
+def _answer(answer: bool, _: Clock) -> bool:
+    return answer

@@ -29,6 +29,7 @@ from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
 from drivetrain.train.closures import requires_closure
 from drivetrain.train.metrics import _is_torchmetrics
+from drivetrain.train.resuming import ddp_settings
 from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, looks_at_outputs, search_plan
 
 _FILE = "strategy.json"
@@ -58,6 +59,7 @@ def apply_strategy(trainer: Any) -> None:
     loss_func = trainer.loss_func if has_split_head or resolved.site.axis("tensor") == 1 else None
     ctx = PlanContext(model, resolved, recipe, loss_func, sample=_sample_runner(trainer))
     ctx.output_position = 0
+    ctx.ddp_settings.update(ddp_settings(trainer))
     shape(ctx)
     loaders.keep_data_ranks(trainer)
     _join_metrics(trainer)

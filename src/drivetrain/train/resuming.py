@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from drivetrain.context.codec import unpack
 from drivetrain.context.context import Context
@@ -14,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
+from drivetrain.module.full_state import gather_on_request
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -71,15 +73,18 @@ def restore(trainer: Any) -> None:
     if is_distributed():
         trainer._vote = StopVote()
         trainer._fire = trainer._fire_of_all_ranks()
-        unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in state.algorithms)
         if trainer.strategy is None:  # a plan has wrapped the model as its mesh needs it
-            trainer.model = trainer._accelerator.prepare_model(
-                trainer.model, **({"find_unused_parameters": True} if unused else {})
-            )
+            trainer.model = trainer._accelerator.prepare_model(trainer.model, **ddp_settings(trainer))
         if trainer._units is not None:
             trainer._units.rebind(trainer.model)
         if trainer._restored_rng is None:
             _reseed_rank(state.seed)
+
+
+def ddp_settings(trainer: Any) -> dict[str, bool]:
+    """Return the settings of DDP that the Trainer was given, or that an algorithm needs."""
+    unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in trainer.state.algorithms)
+    return {**trainer._ddp_settings, **({"find_unused_parameters": True} if unused else {})}
 
 
 def _fill_state(trainer: Any) -> None:
@@ -110,6 +115,7 @@ class EpochLoss:
     """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number.
 
     How many evaluations have been made inside epochs is kept with it, so that a resumed run makes the next one where it was due.
+    With it goes what the run was about to do: the evaluation that a signal cut short, or the end of the epoch.
     """
 
     def __init__(self, trainer: Any):
@@ -122,6 +128,7 @@ class EpochLoss:
             "ranks": of_data_ranks(self._trainer._loss_tracker.state_dict()),
             "evaluations": None if interval is None else interval.state_dict(),
             "evaluates_after_epoch": self._trainer._eval_after_epoch,
+            "unfinished": self._trainer._unfinished,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +136,7 @@ class EpochLoss:
         self._trainer._saved_evaluations = state.get("evaluations")
         self._trainer._eval_after_epoch = state.get("evaluates_after_epoch", False)
         ranks, tracker = state["ranks"], self._trainer._loss_tracker
+        self._trainer._unfinished = state.get("unfinished", "")
         tracker.reset()
         if len(ranks) == num_data_ranks():
             tracker.load_state_dict(ranks[data_rank()])
@@ -172,7 +180,7 @@ def _load(trainer: Any, source: Any) -> None:
         if restored is None:
             trainer.print(f"No checkpoint under {keeper.checkpointer.directory}: starting afresh.")
             return
-    elif is_accelerate_state(Path(source)):
+    elif broadcast_from_master(is_accelerate_state(Path(source))):
         restored = None  # nothing of the kind a checkpoint brings with it
         restore_accelerate_state(trainer, Path(source))
     else:
@@ -181,7 +189,7 @@ def _load(trainer: Any, source: Any) -> None:
         restored = restore_from(trainer, source)
     trainer._restored_rng = _shared_rng(getattr(restored, "rng", None))
     clock = trainer.state.clock
-    trainer.run_history._set_epoch(clock.epoch + 1)
+    trainer.run_history._set_epoch(clock.epoch if trainer._unfinished == "epoch" else clock.epoch + 1)
     if clock.batch_in_epoch:
         _refuse_unknown_place(trainer.state.train_dataloader, clock.batch_in_epoch)
     trainer.last_checkpoint = getattr(restored, "path", source)
@@ -233,7 +241,11 @@ def _reseed_rank(seed: int | None) -> None:
 
 def obey_signal(trainer: Any, number: int) -> None:
     """Save; then end the process as the signal asks, or go on after SIGUSR1."""
-    trainer._signals.clear()
+    signals = trainer._signals
+    if is_stop(number):
+        signals.request(number)  # also where another rank was told
+    if is_stop(number) or not is_stop(signals.requested):  # a save does not answer a stop that has come since
+        signals.clear()
     trainer._keeper.save(final=is_stop(number))
     trainer._keeper.wait()
     if not is_stop(number):
@@ -252,6 +264,8 @@ def finish(trainer: Any) -> None:
     trainer.logbook.flush()
     trainer._keeper.wait()
     trainer.state.clock.stop()
+    if isinstance(trainer.model, nn.Module):
+        gather_on_request(trainer.model)
     if trainer._units is not None:
         trainer._units.end_run()
     if trainer._vote is not None:

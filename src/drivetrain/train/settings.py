@@ -1,10 +1,11 @@
 """What one call of `train()` asks for, checked before anything is built."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, nearest_name
 from drivetrain.core.time import Clock, Time, TimeUnit, ensure_time
 
@@ -159,19 +160,23 @@ class RunLimits:
         self._inside_epoch = tuple(end for end in ends if end.unit is not TimeUnit.EPOCH)
         self.end_inside_epochs = bool(self._inside_epoch)
         self.planned: Time | None = None
+        """The state's `max_duration` that this run follows; another one there is a change to `adopt`."""
+        self._changed: tuple[Time, ...] = ()
+
+    def adopt(self, ends: Sequence[Time | None], state: State) -> None:
+        """Follow ends that guests have set (`state.stop_training()`) on some of the ranks; all ranks must agree on the list."""
+        new = [end for end in ends if end is not None]
+        if new:
+            state.max_duration = next((end for end in new if state.clock.reached(end)), new[0])
+        self.planned, self._changed = state.max_duration, tuple(new)
 
     def reached(self, clock: Clock) -> bool:
         """Whether any end has come."""
-        return any(clock.reached(end) for end in self.ends)
+        return any(clock.reached(end) for end in (*self.ends, *self._changed))
 
-    def reached_inside_epoch(self, clock: Clock, max_duration: Time | None) -> bool:
-        """Whether an end has come that does not wait for the epoch; what the loop asks after every batch.
-
-        `max_duration` is the state's: an algorithm or callback may have shortened it (`state.stop_training()`).
-        """
-        if max_duration is not self.planned and max_duration is not None and clock.reached(max_duration):
-            return True
-        return bool(self._inside_epoch) and any(clock.reached(end) for end in self._inside_epoch)
+    def reached_inside_epoch(self, clock: Clock) -> bool:
+        """Whether an end has come that does not wait for the epoch; what the loop asks after every batch."""
+        return any(clock.reached(end) for end in (*self._inside_epoch, *self._changed))
 
     def duration(self, updates_per_epoch: int | None) -> Time:
         """Return the length of the run as one time: the end that comes first, as far as that can be known."""

@@ -13,6 +13,8 @@ from torch import nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
+from drivetrain.module.full_state import give_parts_again
+from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
@@ -37,7 +39,10 @@ def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwa
     """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run."""
     settings = trainer.settings
     check_optimizer(trainer)
+    if isinstance(trainer.model, nn.Module):
+        give_parts_again(trainer.model)
     trainer._stop, trainer._first_batch, trainer._has_agreed = None, True, False
+    trainer._unfinished = ""
     loaders.use_data_ranks(trainer)
     is_searched = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
     if is_searched:  # a search asks the loader for its batch size, and makes every process a data rank
@@ -135,6 +140,7 @@ def prepare_loop(trainer: Any) -> None:
     """Decide once what the loop would otherwise ask at every step; guests of FIT_START have had their say."""
     settings, state, engine = trainer.settings, trainer.state, trainer.engine
     trainer._batches_per_epoch = loaders.length(trainer._train_dataloader)
+    _check_equal_lengths(trainer._batches_per_epoch)
     trainer._gradients.use_loader(trainer._train_dataloader)
     trainer._sample_source = loaders.smart_loader(trainer._train_dataloader)
     reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
@@ -170,10 +176,21 @@ def prepare_loop(trainer: Any) -> None:
     )
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)
-    state.clock.start()
+    state.clock.start(shared=trainer._vote is not None)
 
 
-_TRAINER = tuple(f"drivetrain.train.{name}" for name in ("trainer", "loop", "evaluation_loop", "hooks"))
+def _check_equal_lengths(batches: int | None) -> None:
+    """Refuse loaders of different lengths on several processes: the shorter one would leave the others waiting for ever."""
+    lengths = all_gather_values(batches)
+    if len(set(lengths)) > 1:
+        listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        raise ConfigError(
+            f"the training loaders of the ranks have different numbers of batches ({listing}), and ranks train in step. Give every "
+            "rank the same dataset, which the Trainer splits, or loaders of one length."
+        )
+
+
+_TRAINER = tuple(f"drivetrain.train.{name}" for name in ("trainer", "loop", "evaluation_loop", "meeting", "hooks"))
 """Where the Trainer's own methods are."""
 
 

@@ -88,6 +88,8 @@ class Trainer(TrainerLoop):
         seed: int | None = None,
         deterministic: bool | Literal["off", "warn", "strict"] = False,
         strict: bool = False,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
         state: Context | None = None,
         scale_schedule_ratio: float = 1.0,
         optimizers: Any = None,
@@ -101,6 +103,8 @@ class Trainer(TrainerLoop):
         self._requested_device, self._requested_precision = device, precision
         self.strategy, self.strict, self.scale_schedule_ratio = strategy, strict, scale_schedule_ratio
         self.strategy_time_limit = strategy_time_limit
+        given = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        self._ddp_settings = {name: value for name, value in given.items() if value}
         self._train_defaults = {
             "train_dataset": train_dataloader,
             "eval_dataset": eval_dataloader,

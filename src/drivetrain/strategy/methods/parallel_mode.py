@@ -25,6 +25,9 @@ class ParallelModeConfig:
     sync_batchnorm: bool = False
     """Whether batch norms take their statistics over all data ranks."""
     static_graph: bool = False
+    """Whether every step uses the same parameters, which DDP then learns once."""
+    find_unused_parameters: bool = False
+    """Whether a step may leave parameters out of its loss; DDP looks for them in every step."""
     bucket_cap_mb: int | None = None
     """Size of DDP's gradient buckets; None for torch's own."""
 
@@ -60,7 +63,7 @@ class ParallelMode(Method):
             not isinstance(order, tuple) or sorted(map(str, order)) != sorted(map(str, range(len(order))))
         ):
             raise self.bad("rank_order", order, "every rank from 0 on, once")
-        for key in ("sync_batchnorm", "static_graph"):
+        for key in ("sync_batchnorm", "static_graph", "find_unused_parameters"):
             if not isinstance(values.get(key, False), bool):
                 raise self.bad(key, values[key], "True or False")
         if values.get("bucket_cap_mb") is not None and not is_whole(values["bucket_cap_mb"]):
@@ -100,8 +103,9 @@ class ParallelMode(Method):
     def apply(self, ctx: "PlanContext", config: ParallelModeConfig) -> None:
         if config.sync_batchnorm and ctx.plan.data_ranks > 1:
             ctx.model = nn.SyncBatchNorm.convert_sync_batchnorm(ctx.model)
-        if config.static_graph:
-            ctx.ddp_settings["static_graph"] = True
+        for name in ("static_graph", "find_unused_parameters"):
+            if getattr(config, name):
+                ctx.ddp_settings[name] = True
         if config.bucket_cap_mb is not None:
             ctx.ddp_settings["bucket_cap_mb"] = config.bucket_cap_mb
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.runtime.collectives import agree_any
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.history_views import format_metric
@@ -51,12 +52,12 @@ class SaveBestModelCallback(TrainerCallback):
         self._watch.start(trainer, forget=self.reset_on_train and is_fresh_run(trainer))
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
-        """Save if the latest value is the best."""
-        self._save_if_best(trainer, self._watch.new_value(trainer))
+        """Save if the latest value is the best; on several processes rank 0's value counts, because all of them save."""
+        self._save_if_best(trainer, self._watch.agreed_value(trainer))
 
     def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
         """Do the same after an evaluation inside an epoch."""
-        self._save_if_best(trainer, self._watch.new_value(trainer, inside_epoch=True))
+        self._save_if_best(trainer, self._watch.agreed_value(trainer, inside_epoch=True))
 
     def _save_if_best(self, trainer: Any, value: float | None) -> None:
         if value is None or not self._watch.improvement(value) > 0:
@@ -74,7 +75,7 @@ class SaveBestModelCallback(TrainerCallback):
         """Load the best model."""
         if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
-        if not Path(self.save_path).exists():
+        if agree_any(not Path(self.save_path).exists()):  # loading needs all ranks
             warnings.warn(
                 f"the best model was saved to {self.save_path}, which is gone; the trainer keeps the last weights.",
                 DrivetrainWarning,

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain.runtime.collectives import broadcast_from_master
+
 
 class MetricWatch:
     """Looks at a metric once per recorded value and remembers the best; NaN is never the best."""
@@ -36,6 +38,18 @@ class MetricWatch:
             count = _count(history, name)
             if count != self._num_seen.get(name, 0):
                 self._num_seen[name], value = count, float(history.get_latest_metric(name))
+        return value
+
+    def agreed_value(self, trainer: Any, inside_epoch: bool = False) -> float | None:
+        """Return rank 0's `new_value` on every rank, for what all ranks do or none; every rank must call this."""
+        value = failure = None
+        try:
+            value = self.new_value(trainer, inside_epoch)
+        except ValueError as error:
+            failure = error
+        value, problem = broadcast_from_master((value, None if failure is None else str(failure)))
+        if problem is not None:
+            raise failure or ValueError(problem)
         return value
 
     def improvement(self, value: float) -> float:

@@ -1,0 +1,99 @@
+"""The weights of a sharded model, whole: for other programs, and for people who call `state_dict()` after training.
+
+After `fully_shard` or tensor parallelism each rank holds parts, and `state_dict()` returns them. Between two training runs the model
+answers with plain tensors instead, and `save_pretrained()` of models that have it writes them once. Gathering needs all ranks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DistributedError
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.wrappers import clean_key, unwrap
+from drivetrain.runtime.collectives import control_group, distributed_barrier
+from drivetrain.runtime.ranks import is_master
+
+DEADLINE = timedelta(minutes=5)
+"""How long a rank that gathers waits for the others to do the same."""
+
+
+def full_state_dict(model: nn.Module, *, prefix: str = "") -> dict[str, Any]:
+    """Return the whole state of a model under its own names, sharded tensors gathered on the CPU; all ranks must call this.
+
+    >>> list(full_state_dict(nn.Linear(2, 1)))
+    ['weight', 'bias']
+    """
+    module = unwrap(model)
+    state = type(module).state_dict(module, keep_vars=True)
+    if any(is_dtensor(value) for value in state.values()):
+        _meet(f"the weights of {type(module).__name__} are gathered from all ranks")
+    whole: dict[int, Any] = {}  # a parameter under two names stays one tensor
+    result: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        if id(value) not in whole:
+            whole[id(value)] = _whole(value)
+        result[prefix + clean_key(module, key)] = whole[id(value)]
+    return result
+
+
+def gather_on_request(model: nn.Module) -> None:
+    """Let `state_dict()` and `save_pretrained()` of a sharded model give the whole weights, until `give_parts_again`."""
+    module = unwrap(model)
+    if not any(is_dtensor(parameter) for parameter in module.parameters()):
+        return
+    module.__dict__["state_dict"] = partial(_state_dict, module)
+    if callable(getattr(type(module), "save_pretrained", None)):
+        module.__dict__["save_pretrained"] = partial(_save_pretrained, module)
+
+
+def give_parts_again(model: nn.Module) -> None:
+    """Undo `gather_on_request`."""
+    for name in ("state_dict", "save_pretrained"):
+        with suppress(KeyError):
+            del unwrap(model).__dict__[name]
+
+
+def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs.get("keep_vars") or kwargs.get("destination") is not None:
+        return type(module).state_dict(
+            module, *args, **kwargs
+        )  # somebody walks the modules, and wants them as they are
+    return full_state_dict(module, prefix=kwargs.get("prefix", ""))
+
+
+def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Gather on all ranks, write on rank 0, and let the others wait for the files."""
+    state, result = full_state_dict(module), None
+    write: Callable[..., Any] = type(module).save_pretrained  # type: ignore[attr-defined]
+    try:
+        if is_master():
+            module.__dict__["state_dict"] = lambda *_, **__: state
+            result = write(module, *args, **kwargs)
+    finally:
+        module.__dict__["state_dict"] = partial(_state_dict, module)
+        distributed_barrier()
+    return result
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.full_tensor().detach().cpu() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]
+
+
+def _meet(purpose: str) -> None:
+    """Wait for all ranks, and name those that did not come."""
+    try:
+        dist.monitored_barrier(control_group(), timeout=DEADLINE, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"{purpose}, and not every rank came within {DEADLINE.total_seconds():.0f} s. Call state_dict() or save_pretrained() of a "
+            "sharded model on all ranks, not under a condition such as `if is_master():`, and use the result on one of them."
+        ) from error
