@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_trainer
 
 
@@ -92,3 +93,41 @@ def test_hugging_face_outputs_keep_their_class():
         and found.loss.shape == (3,)
         and found.logits.shape == (10, 3)
     )
+
+
+class Double(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return {"sequence": x * self.scale, "first": x[:, 0]}
+
+
+def predict_unequal_lengths(padding_value=None):
+    """Batches, and on several processes parts of a batch, have lengths of their own."""
+    data = [torch.full((length,), float(length)) for length in (3, 1, 4, 2, 5)]
+
+    def collate(rows):
+        return (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),)
+
+    trainer = Trainer(Double(), callbacks=())
+    loading = {"num_workers": 0}
+    return trainer.predict(data, 1, loading, collate, padding_value=padding_value)
+
+
+def assert_unequal(outputs):
+    assert [row.tolist() for row in outputs["sequence"]] == [[2.0 * n] * n for n in (3, 1, 4, 2, 5)]
+    assert outputs["first"].tolist() == [3.0, 1.0, 4.0, 2.0, 5.0]
+
+
+def test_sequences_of_different_lengths_are_a_list_with_one_tensor_for_each_sample(world2):
+    assert_unequal(predict_unequal_lengths())
+    for outputs in world2(predict_unequal_lengths):
+        assert_unequal(outputs)
+
+
+def test_sequences_of_different_lengths_are_padded_where_a_value_is_given():
+    padded = predict_unequal_lengths(padding_value=-1)["sequence"]
+    assert padded.shape == (5, 5)
+    assert padded[1].tolist() == [2.0, -1.0, -1.0, -1.0, -1.0]

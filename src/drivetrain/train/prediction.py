@@ -14,10 +14,11 @@ from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train import loaders
 from drivetrain.train.batches import _like, find_form, find_inputs, join_outputs
 from drivetrain.train.evaluation import evaluating_optimizer, kept_modes, own_events
+from drivetrain.train.tracking import of_data_ranks
 
 
-def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
-    """Turn the prediction loop and join its outputs."""
+def run_prediction(trainer: Any, loader: Any, to_cpu: bool, padding_value: float | None = None) -> Any:
+    """Run the prediction loop and join its outputs."""
     state, fire, parts = trainer.state, trainer._fire, []
     move = loaders.mover(trainer, loader)
     with (
@@ -45,7 +46,7 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool) -> Any:
         fire.predict_end()
     if not parts:
         raise BatchOutputError("predict() was given no samples.")
-    return _join(parts)
+    return _join(parts, padding_value)
 
 
 @contextmanager
@@ -62,7 +63,48 @@ def _in_dataset_order(trainer: Any, loader: Any, rows: Any) -> Any:
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
-    return trainer._accelerator.gather(_no_rows(rows) if loaders.is_padding(loader) else rows)
+    own = _no_rows(rows) if loaders.is_padding(loader) else rows
+    shapes = of_data_ranks([tuple(leaf.shape) for leaf in _leaves(own)])
+    if all(shape[1:] == first[1:] for of_rank in shapes for shape, first in zip(of_rank, shapes[0])):
+        return trainer._accelerator.gather(own)
+    # Rows of different shapes travel padded to the largest, and are cut to their own shapes afterwards.
+    largest = [tuple(map(max, zip(*(shape[1:] for shape in of_leaf)))) for of_leaf in zip(*shapes)]
+    sizes = iter(largest)
+    gathered = trainer._accelerator.gather(_map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
+    of_leaves = iter(list(zip(*shapes)))
+    return _map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
+    if values is None:
+        return [value] if isinstance(value, Tensor) else []
+    return [leaf for item in values for leaf in _leaves(item)]
+
+
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _padded(rows: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    """Return rows of a larger shape, filled with a value."""
+    if tuple(rows.shape[1:]) == shape:
+        return rows
+    filled = rows.new_full((len(rows), *shape), value)
+    filled[(slice(None), *(slice(size) for size in rows.shape[1:]))] = rows
+    return filled
+
+
+class _Rows(list[Tensor]):
+    """Rows of different shapes, one tensor each."""
+
+
+def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
+    """Give the rows of each rank their own shape back."""
+    if all(shape[1:] == shapes[0][1:] for shape in shapes):
+        return rows
+    parts = rows.split([shape[0] for shape in shapes])
+    return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
 
 
 def _no_rows(value: Any) -> Any:
@@ -91,16 +133,19 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _join(parts: list[Any], place: str = "the output") -> Any:
-    """Join the outputs of all batches along their first dimension; what has none and differs is named, not dropped in silence."""
+def _join(parts: list[Any], padding_value: float | None = None, place: str = "the output") -> Any:
+    """Join the outputs of all batches along their first dimension; what has none and differs is named, not dropped silently.
+
+    Rows of different shapes become a list with one tensor for each sample, or are padded.
+    """
     first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
+    if isinstance(first, Tensor | _Rows):
+        return _join_rows(parts, padding_value)
     if isinstance(first, Mapping):
-        joined = {name: _join([part[name] for part in parts], f"{place}[{name!r}]") for name in first}
+        joined = {name: _join([part[name] for part in parts], padding_value, f"{place}[{name!r}]") for name in first}
         return joined if type(first) is dict else _like(first, joined)
     if isinstance(first, list | tuple):
-        items = [_join(list(column), f"{place}[{k}]") for k, column in enumerate(zip(*parts))]
+        items = [_join(list(column), padding_value, f"{place}[{k}]") for k, column in enumerate(zip(*parts))]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if all(part is first or part == first for part in parts[1:]):
         return first
@@ -111,6 +156,16 @@ def _join(parts: list[Any], place: str = "the output") -> Any:
         stacklevel=2,
     )
     return None
+
+
+def _join_rows(parts: list[Any], padding_value: float | None) -> Tensor | list[Tensor]:
+    if all(isinstance(part, Tensor) and part.shape[1:] == parts[0].shape[1:] for part in parts):
+        return torch.cat(parts)
+    rows = [row for part in parts for row in part]
+    if padding_value is None or len({row.ndim for row in rows}) != 1:
+        return rows
+    largest = tuple(map(max, zip(*(row.shape for row in rows))))
+    return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
 
 
 def _to_cpu(value: Any) -> Any:

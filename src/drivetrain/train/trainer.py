@@ -317,14 +317,18 @@ class Trainer(TrainerLoop):
         *,
         limit_batches: int | float | None = None,
         to_cpu: bool = True,
+        padding_value: float | None = None,
     ) -> Any:
-        """Return the model's outputs for a dataset, in its order, each sample once on any number of processes."""
+        """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
+
+        Outputs whose rows differ in shape are a list with one tensor for each sample, or padded with `padding_value`.
+        """
         from drivetrain.train.prediction import run_prediction
 
         loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
         self.model = loaders.move_model(self, self.model)
         with errors_told(self):
-            return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu)
+            return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu, padding_value)
 
     def lr_find(
         self,
