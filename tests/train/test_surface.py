@@ -85,7 +85,7 @@ def test_train_keeps_thirteen_places_and_takes_the_rest_by_name():
         (
             "predict",
             {"dataset": NONE, "per_device_batch_size": 8, "dataloader_kwargs": None, "collate_fn": None},
-            {"limit_batches": None, "to_cpu": True},
+            {"limit_batches": None, "to_cpu": True, "padding_value": None},
         ),
         (
             "lr_find",
