@@ -138,3 +138,24 @@ def test_a_missing_or_enormous_manifest_is_named(tmp_path, monkeypatch):
 def test_a_missing_checkpoint_is_also_a_missing_file():
     error = CheckpointNotFoundError("nothing here")
     assert isinstance(error, FileNotFoundError) and isinstance(error, CheckpointError) and str(error) == "nothing here"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_progress_that_is_not_finite_makes_a_manifest_unreadable_and_the_checkpoint_passed_over(tmp_path, value):
+    from drivetrain.checkpoint.checkpointer import Checkpointer
+    from drivetrain.context.context import Context
+
+    with Checkpointer(Context(x=1), dir=tmp_path, keep_every="1ba") as keeper:
+        keeper.save(id=1)
+        path = keeper.save(id=2) / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    content["progress"]["ba"] = value
+    content["sha256"] = content_hash(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"progress\.ba"):
+        Manifest.from_json(path.read_bytes())
+    with Checkpointer(Context(x=0), dir=tmp_path, keep_every="1ba") as keeper:
+        restored = keeper.restore()
+        assert restored.path.name == "checkpoint-1"
+        keeper.save(id=3)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
 from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
+from drivetrain.checkpoint.folder import check_folder, device_of
 from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
 from drivetrain.checkpoint.progress import Progress, Schedule
 from drivetrain.checkpoint.reader import Loaded, Reader, find_place
@@ -104,6 +105,9 @@ class Checkpointer:
         self._job, self._buffers = BackgroundJob(), HostBuffers()
         self._background: Exchange | None = None
         self.failures_in_a_row = 0
+        self.last_failure: WriteFailedError | None = None
+        """Why the last save failed, where that was only logged; None after one that worked."""
+        self._device = device_of(self.directory)
         self.last_stall = 0.0
         """Seconds the last save held training: the copy of a background save, or all of another one."""
 
@@ -143,6 +147,11 @@ class Checkpointer:
         path = self.directory / checkpoint_name(id)
         begun = time.perf_counter()
         exchange = control_exchange()
+        try:
+            check_folder(self.directory, self._device, path.name, exchange)
+        except WriteFailedError as error:
+            self._count_failure(error, final)
+            return path
         snapshot = take_snapshot(self.ctx, exchange, metrics=self._metrics(metrics), progress=self.progress.snapshot())
         if self._in_background(snapshot) and not final:
             self._begin(id, snapshot)
@@ -180,9 +189,20 @@ class Checkpointer:
         return self._continue(loaded, report)
 
     def wait(self) -> None:
-        """Wait for the save in flight, and hear how it went."""
+        """Wait for the save in flight; raise or count its failure."""
         self._job.wait()
         self._surface_background_error()
+
+    def finish(self) -> None:
+        """Wait for the last save of a run; raise if it failed, because then the end of the run is not saved."""
+        self.wait()
+        failure, self.last_failure = self.last_failure, None
+        if failure is not None:
+            raise failure
+
+    def settle(self) -> None:
+        """Wait for the save in flight without raising, where another error is on its way already."""
+        self._job.wait()
 
     def list(self) -> list[Listed]:
         """Return the checkpoints of the folder whose manifest is whole, oldest first."""
@@ -195,9 +215,9 @@ class Checkpointer:
         return export_safetensors(self.ctx, path, names)
 
     def close(self) -> None:
-        """Wait for the save in flight and give the signals back."""
+        """Wait for the save in flight and release the signals; raise if the last save failed."""
         try:
-            self.wait()
+            self.finish()
             self._schedule.finish()
             if self._signals is not None:
                 self._signals.finish()
@@ -279,13 +299,14 @@ class Checkpointer:
         """Write one checkpoint and let old ones go; in the main thread, or in the background."""
         begun = time.perf_counter()
         path = write_checkpoint(self.directory, id, snapshot, exchange, best=self.best)
-        self.failures_in_a_row = 0
+        self.failures_in_a_row, self.last_failure = 0, None
+        self._device = device_of(self.directory)
         if exchange.rank == 0:
             self._let_old_ones_go()
             logger.info("%s: written in %.2f s", path, time.perf_counter() - begun)
 
     def _let_old_ones_go(self) -> None:
-        pointed = {read_pointer(self.directory, pointer) for pointer in (LAST, BEST)}
+        pointed = {self._pointed(pointer) for pointer in (LAST, BEST)}
         known = known_checkpoints(self.directory)
         for folder in to_remove(known, keep=self.keep, best=self.best, keep_every=self.keep_every):
             if folder not in pointed:
@@ -293,6 +314,14 @@ class Checkpointer:
                     remove_folder(folder)
                 except OSError as error:
                     logger.warning("the old checkpoint %s cannot be removed: %s", folder, error)
+
+    def _pointed(self, pointer: str) -> Path | None:
+        """Return what a pointer names; one that cannot be read protects nothing and is warned about."""
+        try:
+            return read_pointer(self.directory, pointer)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            return None
 
     def _surface_background_error(self) -> None:
         if self._job.is_busy:
@@ -305,8 +334,10 @@ class Checkpointer:
 
     def _count_failure(self, error: WriteFailedError, final: bool) -> None:
         self.failures_in_a_row += 1
-        if final or self.failures_in_a_row > FAILURES_ALLOWED:
+        self.last_failure = None
+        if final or error.is_permanent or self.failures_in_a_row > FAILURES_ALLOWED:
             raise error
+        self.last_failure = error
         logger.warning("%s The run goes on (failure %d in a row).", error, self.failures_in_a_row)
 
     def _resolve(self, which: str | Path) -> Path:

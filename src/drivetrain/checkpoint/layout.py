@@ -192,7 +192,7 @@ class Manifest:
                 sequence=content["sequence"],
                 run=_typed(content, "run", str),
                 created=_typed(content, "created", str),
-                progress=_numbers(content, "progress"),
+                progress=_finite(_numbers(content, "progress")),
                 world_size=content["world_size"],
                 seed=None if content["seed"] is None else _typed(content, "seed", int),
                 metrics=_numbers(content, "metrics"),
@@ -222,6 +222,13 @@ def _numbers(content: Mapping[str, Any], key: str) -> dict[str, float]:
             raise CheckpointError(f"{MANIFEST}: {key}.{name} is {value!r}, expected a number")
         values[name] = value
     return values
+
+
+def _finite(progress: dict[str, float]) -> dict[str, float]:
+    for unit, value in progress.items():
+        if not math.isfinite(value):
+            raise CheckpointError(f"{MANIFEST}: progress.{unit} is {value}, expected a finite number")
+    return progress
 
 
 def _file_entry(entry: object) -> FileEntry:
@@ -255,7 +262,7 @@ def read_pointer(directory: Path, pointer: str) -> Path | None:
             name = stream.read(512).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the pointer {directory / pointer} cannot be read ({error}). Delete it, or name a folder."
         ) from None

@@ -221,8 +221,9 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
             f"{path} holds more than tensors and plain containers, and reading it could run code, so it is refused. "
             f"Save it again as state dicts where you trust it. ({str(error).strip().splitlines()[0]})"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read as a torch file ({error})") from None
+    except Exception as error:  # a damaged file can raise anything
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise CheckpointError(f"{path} cannot be read as a torch file; it is not a checkpoint ({reason})") from None
 
 
 class Place(NamedTuple):

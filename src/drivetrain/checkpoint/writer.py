@@ -51,7 +51,14 @@ SPARE = 2**20
 
 
 class WriteFailedError(CheckpointError):
-    """The disk did not take a checkpoint; the earlier ones are untouched."""
+    """The disk did not take a checkpoint; the earlier ones are untouched.
+
+    A permanent failure (a folder that is gone or read-only) does not go away by itself, so that trying again is of no use.
+    """
+
+    def __init__(self, message: str, *, is_permanent: bool = False):
+        super().__init__(message)
+        self.is_permanent = is_permanent
 
 
 @dataclass(kw_only=True)

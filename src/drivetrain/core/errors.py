@@ -79,8 +79,19 @@ class BatchOutputError(DrivetrainError, KeyError):
         return Exception.__str__(self)
 
 
+class BatchError(ConfigError, RuntimeError, IndexError, TypeError):
+    """Model or loss cannot take the data: the message names the batch, the layer, and what they were given."""
+
+
 class CheckpointError(DrivetrainError, RuntimeError):
     """A checkpoint is damaged, missing or cannot be written."""
+
+
+class CheckpointsExistError(CheckpointError, ConfigError, FileExistsError):
+    """A new run would replace the checkpoints of an earlier one."""
+
+    def __str__(self) -> str:  # OSError would look for an errno
+        return Exception.__str__(self)
 
 
 class ResumeError(CheckpointError):
@@ -89,6 +100,10 @@ class ResumeError(CheckpointError):
 
 class DeviceError(DrivetrainError, RuntimeError):
     """The device asked for is not there."""
+
+
+class UnknownDeviceError(ConfigError, DeviceError):
+    """No device has this name."""
 
 
 class DistributedError(DrivetrainError, RuntimeError):

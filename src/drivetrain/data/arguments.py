@@ -14,6 +14,7 @@ from torch.utils.data import (
     default_convert,
 )
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ParameterError, unknown_name
 from drivetrain.data.iterable import IterableMode
 from drivetrain.data.randomness import RngMode
@@ -53,7 +54,7 @@ def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             name == "resident" and isinstance(own[name], int) and not isinstance(own[name], bool)
         ):
             raise ParameterError(unknown_name("value", own[name], map(str, choices), where=name))
-    _check_whole("prefetch", own["prefetch"], least=0)
+    check_count("prefetch", own["prefetch"], at_least=0, error=ParameterError)
     if own["random_seed"] is not None and not _is_whole(own["random_seed"]):
         raise ParameterError(
             f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."
@@ -61,10 +62,10 @@ def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if own["name"] is not None and not isinstance(own["name"], str):
         raise ParameterError(f"name={own['name']!r}: expected a text that tells this loader from others, or None.")
     if own["global_batch_size"] is not None:
-        _check_whole("global_batch_size", own["global_batch_size"], least=1)
+        check_count("global_batch_size", own["global_batch_size"], at_least=1, error=ParameterError)
     if given.get("batch_size", 1) is not None:
-        _check_whole("batch_size", given.get("batch_size", 1), least=1)
-    _check_whole("num_workers", given.get("num_workers", 0), least=0)
+        check_count("batch_size", given.get("batch_size", 1), at_least=1, error=ParameterError)
+    check_count("num_workers", given.get("num_workers", 0), at_least=0, error=ParameterError)
 
 
 def _check_combinations(dataset: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -104,11 +105,6 @@ def _check_combinations(dataset: Any, own: Mapping[str, Any], given: Mapping[str
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_whole(name: str, value: Any, *, least: int) -> None:
-    if not _is_whole(value) or value < least:
-        raise ParameterError(f"{name}={value!r}: expected a whole number of at least {least}.")
 
 
 def local_batch_size(global_batch_size: int, world: int) -> int:

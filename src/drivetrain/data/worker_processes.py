@@ -134,7 +134,7 @@ def end_workers(iterators: Iterable[Any]) -> None:
     deadline = time.monotonic() + END_SECONDS
     while workers and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(workers), left):
-            workers.pop(sentinel)  # type: ignore[call-overload]
+            workers.pop(sentinel)
     for iterator in iterators:
         if iterator._worker_pids_set:  # else torch raises an error about workers that were killed
             signal_handling._remove_worker_pids(id(iterator))

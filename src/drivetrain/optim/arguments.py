@@ -5,11 +5,11 @@ Six arguments can be shared: a value given to the unit wins, then the one shared
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name, unknown_name
+from drivetrain.core.arguments import check_count, check_flag, check_number
+from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name
 
 
 class Default:
@@ -53,43 +53,7 @@ def check_shared(name: str, value: Any) -> Any:
     if name == "grad_clip" and value is None:
         return None
     hint = " (None switches clipping off)" if name == "grad_clip" else ""
-    return check_positive(name, value, infinite=name == "grad_norm_type", hint=hint)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Return a bool, or say that one is expected."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r}: expected True or False.")
-    return value
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return a whole number of at least one; a bool or float is refused."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1.")
-    return value
-
-
-def check_positive(name: str, value: Any, *, infinite: bool = False, hint: str = "") -> float:
-    """Return a number above zero."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value > 0 or (math.isinf(value) and not infinite):
-        raise ConfigError(f"{name}={value!r}: expected a number above 0{hint}.")
-    return float(value)
-
-
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """Return one of the choices, or name the nearest."""
-    if value not in tuple(choices):
-        raise ConfigError(unknown_name("value", value, choices, where=name))
-    return str(value)
-
-
-def check_fraction(name: str, value: Any) -> float:
-    """Return a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value!r}: expected a fraction from 0 to 1.")
-    return float(value)
+    return check_number(name, value, above=0, infinite=name == "grad_norm_type", hint=hint)
 
 
 def check_keywords(

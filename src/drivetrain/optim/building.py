@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError, nearest_name, unknown_name
 from drivetrain.optim.arguments import keywords_of
 from drivetrain.optim.selection import as_list, names_parameter, unknown_module
@@ -46,6 +47,9 @@ def build_optimizer(
         raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} refused it: {problem}") from problem
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim_type={label!r} made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    for made in optimizer.param_groups:
+        if not isinstance(made.get("lr", 0.0), torch.Tensor):
+            check_number("lr", made.get("lr", 0.0), at_least=0, owner=label)
     if _needs_closure(type(optimizer)) or getattr(optimizer, "needs_closure", False):
         raise ConfigError(_closure_message(type(optimizer).__name__))
     for group in groups:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from drivetrain.core.arguments import check_flag, check_number
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.time import Time, TimeLike
 from drivetrain.optim import schedules
@@ -57,7 +58,7 @@ class StepScheduler:
     """Multiplies by gamma after every `step_size`."""
 
     def __init__(self, step_size: TimeLike, gamma: float = 0.1):
-        self.step_size, self.gamma = _positive(self, "step_size", step_size), gamma
+        self.step_size, self.gamma = _positive(self, "step_size", step_size), _factor(self, "gamma", gamma)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         size = span_of(self.step_size, state, ssr)
@@ -68,7 +69,7 @@ class MultiStepScheduler:
     """Multiplies by gamma at every milestone."""
 
     def __init__(self, milestones: Sequence[TimeLike], gamma: float = 0.1):
-        self.milestones, self.gamma = [_time(self, "milestones", one) for one in milestones], gamma
+        self.milestones, self.gamma = _times(self, "milestones", milestones), _factor(self, "gamma", gamma)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         spans = [span_of(one, state, ssr) for one in self.milestones]
@@ -80,7 +81,7 @@ class ConstantScheduler:
     """Stays at `alpha` until `t_max`, then goes to 1."""
 
     def __init__(self, alpha: float = 1.0, t_max: TimeLike = "1dur"):
-        self.alpha, self.t_max = alpha, _time(self, "t_max", t_max)
+        self.alpha, self.t_max = _factor(self, "alpha", alpha), _time(self, "t_max", t_max)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         end = span_of(self.t_max, state, ssr)
@@ -91,7 +92,8 @@ class LinearScheduler:
     """Goes from `alpha_i` to `alpha_f` in a straight line."""
 
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur"):
-        self.alpha_i, self.alpha_f, self.t_max = alpha_i, alpha_f, _positive(self, "t_max", t_max)
+        self.t_max = _positive(self, "t_max", t_max)
+        self.alpha_i, self.alpha_f = _factor(self, "alpha_i", alpha_i), _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         return _between(self.alpha_i, self.alpha_f, schedules.linear(_share(self, self.t_max, state, ssr)))
@@ -101,7 +103,7 @@ class ExponentialScheduler:
     """Multiplies by gamma once per `decay_period`, smoothly."""
 
     def __init__(self, gamma: float, decay_period: TimeLike = "1ep"):
-        self.gamma, self.decay_period = gamma, _positive(self, "decay_period", decay_period)
+        self.gamma, self.decay_period = _factor(self, "gamma", gamma), _positive(self, "decay_period", decay_period)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         period = span_of(self.decay_period, state, ssr)
@@ -113,7 +115,7 @@ class CosineAnnealingScheduler:
     """Falls along half a cosine to `alpha_f`."""
 
     def __init__(self, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
-        self.t_max, self.alpha_f = _positive(self, "t_max", t_max), alpha_f
+        self.t_max, self.alpha_f = _positive(self, "t_max", t_max), _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         return schedules.with_floor(schedules.cosine(_share(self, self.t_max, state, ssr)), self.alpha_f)
@@ -123,9 +125,10 @@ class CosineAnnealingWarmRestartsScheduler:
     """Falls along half a cosine again and again; each fall is `t_mult` times as long as the last."""
 
     def __init__(self, t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0):
-        self.t_0, self.t_mult, self.alpha_f = _positive(self, "t_0", t_0), t_mult, alpha_f
-        if not t_mult > 0:
-            raise ConfigError(f"{_name(self)}(t_mult={t_mult!r}): the second interval would have a length of 0.")
+        self.t_0, self.alpha_f = _positive(self, "t_0", t_0), _factor(self, "alpha_f", alpha_f)
+        self.t_mult = check_number(
+            "t_mult", t_mult, above=0, owner=_name(self), hint=", else the second interval has a length of 0"
+        )
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         first = span_of(self.t_0, state, ssr)
@@ -142,7 +145,8 @@ class PolynomialScheduler:
     """Falls to `alpha_f` as a power of what is left."""
 
     def __init__(self, power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
-        self.power, self.t_max, self.alpha_f = power, _positive(self, "t_max", t_max), alpha_f
+        self.power, self.t_max = _factor(self, "power", power), _positive(self, "t_max", t_max)
+        self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         return schedules.with_floor(
@@ -156,7 +160,8 @@ class MultiStepWithWarmupScheduler:
     def __init__(
         self, t_warmup: TimeLike, milestones: Sequence[TimeLike], gamma: float = 0.1, scale_warmup: bool = False
     ):
-        self.t_warmup, self.scale_warmup = _time(self, "t_warmup", t_warmup), scale_warmup
+        self.t_warmup = _time(self, "t_warmup", t_warmup)
+        self.scale_warmup = check_flag("scale_warmup", scale_warmup, owner=_name(self))
         self.steps = MultiStepScheduler(milestones, gamma)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
@@ -171,7 +176,8 @@ class _WithWarmup:
     peak = 1.0
 
     def __init__(self, t_warmup: TimeLike, t_max: TimeLike, scale_warmup: bool):
-        self.t_warmup, self.scale_warmup = _time(self, "t_warmup", t_warmup), scale_warmup
+        self.t_warmup = _time(self, "t_warmup", t_warmup)
+        self.scale_warmup = check_flag("scale_warmup", scale_warmup, owner=_name(self))
         self.t_max = _positive(self, "t_max", t_max)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
@@ -196,7 +202,7 @@ class ConstantWithWarmupScheduler(_WithWarmup):
 
     def __init__(self, t_warmup: TimeLike, alpha: float = 1.0, t_max: TimeLike = "1dur", scale_warmup: bool = False):
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha = self.peak = alpha
+        self.alpha = self.peak = _factor(self, "alpha", alpha)
 
     def body(self, u: float) -> float:
         return self.alpha
@@ -214,7 +220,8 @@ class LinearWithWarmupScheduler(_WithWarmup):
         scale_warmup: bool = False,
     ):
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_i, self.alpha_f, self.peak = alpha_i, alpha_f, alpha_i
+        self.alpha_i = self.peak = _factor(self, "alpha_i", alpha_i)
+        self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
     def body(self, u: float) -> float:
         return _between(self.alpha_i, self.alpha_f, schedules.linear(u))
@@ -225,7 +232,7 @@ class CosineAnnealingWithWarmupScheduler(_WithWarmup):
 
     def __init__(self, t_warmup: TimeLike, t_max: TimeLike = "1dur", alpha_f: float = 0.0, scale_warmup: bool = False):
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.alpha_f = alpha_f
+        self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
     def body(self, u: float) -> float:
         return schedules.with_floor(schedules.cosine(u), self.alpha_f)
@@ -243,7 +250,7 @@ class PolynomialWithWarmupScheduler(_WithWarmup):
         scale_warmup: bool = False,
     ):
         super().__init__(t_warmup, t_max, scale_warmup)
-        self.power, self.alpha_f = power, alpha_f
+        self.power, self.alpha_f = _factor(self, "power", power), _factor(self, "alpha_f", alpha_f)
 
     def body(self, u: float) -> float:
         return schedules.with_floor(schedules.polynomial(u, self.power), self.alpha_f)
@@ -263,7 +270,8 @@ class WSDScheduler:
         if decay not in _DECAYS:
             raise ConfigError(unknown_name("decay", decay, _DECAYS, where=_name(self)))
         self.t_warmup, self.t_decay = _time(self, "t_warmup", t_warmup), _time(self, "t_decay", t_decay)
-        self.t_max, self.alpha_f, self.decay = _positive(self, "t_max", t_max), alpha_f, decay
+        self.t_max, self.decay = _positive(self, "t_max", t_max), decay
+        self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         end = span_of(self.t_max, state, ssr)
@@ -298,7 +306,7 @@ class OneCycleScheduler:
         self, t_up: TimeLike = "0.3dur", t_max: TimeLike = "1dur", alpha_i: float = 0.04, alpha_f: float = 4e-6
     ):
         self.t_up, self.t_max = _time(self, "t_up", t_up), _positive(self, "t_max", t_max)
-        self.alpha_i, self.alpha_f = alpha_i, alpha_f
+        self.alpha_i, self.alpha_f = _factor(self, "alpha_i", alpha_i), _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
         up, end = in_common_unit(span_of(self.t_up, state, ssr), span_of(self.t_max, state, ssr), state, _name(self))
@@ -327,10 +335,24 @@ def _name(scheduler: object) -> str:
 
 
 def _time(scheduler: object, name: str, value: TimeLike) -> Time:
-    time = Time.from_input(value)
+    try:
+        time = Time.from_input(value)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{_name(scheduler)}({name}={value!r}): {error}") from error
     if time.value < 0:
         raise ConfigError(f"{_name(scheduler)}({name}={str(time)!r}): a time cannot be negative.")
     return time
+
+
+def _times(scheduler: object, name: str, values: Sequence[TimeLike]) -> list[Time]:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ConfigError(f"{_name(scheduler)}({name}={values!r}): expected a list of times, such as ['30ep', '60ep'].")
+    return [_time(scheduler, name, one) for one in values]
+
+
+def _factor(scheduler: object, name: str, value: float) -> float:
+    """Return a factor of the learning rate, which is never negative."""
+    return check_number(name, value, at_least=0, owner=_name(scheduler))
 
 
 def _positive(scheduler: object, name: str, value: TimeLike) -> Time:

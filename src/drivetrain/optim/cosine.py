@@ -1,7 +1,7 @@
 """Cosine annealing (Loshchilov and Hutter, 2016), once or in cycles, and with k-decay (Zhang and Li, 2020)."""
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_positive
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.schedules import cosine, cosine_restarts
@@ -21,7 +21,7 @@ class CosineLr(CurveLr):
         warmup: str = "linear",
     ) -> None:
         """Take k, then length, floor and warm-up."""
-        self.k_decay = check_positive("k_decay", k_decay)
+        self.k_decay = check_number("k_decay", k_decay, above=0)
         self.set_length(total_steps)
         self.set_floor(min_lr, min_lr_ratio)
         self.set_warmup(warmup_steps, warmup_start, warmup)
@@ -43,7 +43,7 @@ class CosineRestartsLr(CurveLr):
         warmup: str = "linear",
     ) -> None:
         """Take the cycles and the warm-up."""
-        self.first_cycle, self.cycle_mult = first_cycle, check_positive("cycle_mult", cycle_mult)
+        self.first_cycle, self.cycle_mult = first_cycle, check_number("cycle_mult", cycle_mult, above=0)
         if self.cycle_mult < 1:
             raise ConfigError(f"cycle_mult={cycle_mult}: cycles that grow shorter end at a point; expected at least 1.")
         self._cycle_time = check_duration("first_cycle", first_cycle)

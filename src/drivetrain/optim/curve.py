@@ -6,9 +6,9 @@ depends on the length of the run takes `total_steps`; left out, it comes from `b
 
 from abc import abstractmethod
 
+from drivetrain.core.arguments import check_choice, check_fraction
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
-from drivetrain.optim.arguments import check_choice, check_fraction
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.schedules import WARMUP_SHAPES, body_position, warm_up, with_floor

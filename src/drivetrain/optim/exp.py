@@ -1,7 +1,7 @@
 """Exponential decay, once per epoch or once per real step."""
 
+from drivetrain.core.arguments import check_choice, check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_choice, check_positive
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.schedules import exponential
 
@@ -13,7 +13,7 @@ class ExponentDecayLr(OptimScheduler):
 
     def sche_init(self, decay_factor: float = 0.999, per: str = "epoch") -> None:
         """Take the factor and what it is applied once per."""
-        self.decay_factor = check_positive("decay_factor", decay_factor)
+        self.decay_factor = check_number("decay_factor", decay_factor, above=0)
         self.per = check_choice("per", per, ("epoch", "step"))
 
     def update_lr(self, real_step: int, epoch_num: int | None = None) -> float:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_positive
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.schedules import multistep
@@ -25,7 +25,7 @@ class MultiStepLr(CurveLr):
             raise ConfigError(
                 f"milestones={milestones!r}: expected a list of steps or times, such as [30, 60] or ['3ep', '6ep']."
             )
-        self.milestones, self.gamma = milestones, check_positive("gamma", gamma)
+        self.milestones, self.gamma = milestones, check_number("gamma", gamma, above=0)
         self._milestone_times = [check_duration("milestones", milestone) for milestone in milestones]
         self.set_warmup(warmup_steps, warmup_start, warmup)
 

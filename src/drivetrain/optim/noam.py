@@ -1,6 +1,6 @@
 """The schedule of the Transformer (Vaswani et al., 2017): linear warm-up, then the inverse square root of the step."""
 
-from drivetrain.optim.arguments import check_count
+from drivetrain.core.arguments import check_count
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.schedules import noam

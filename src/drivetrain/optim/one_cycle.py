@@ -1,7 +1,7 @@
 """The 1cycle policy (Smith and Topin, 2017): up from a fraction of the rate, then down to almost nothing."""
 
+from drivetrain.core.arguments import check_choice, check_fraction, check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_choice, check_fraction, check_positive
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration
 from drivetrain.optim.schedules import ANNEAL_SHAPES, one_cycle
@@ -20,8 +20,8 @@ class OneCycleLr(CurveLr):
     ) -> None:
         """Take the share of the rise, the divisors of the rate at both ends, the shape and the length."""
         self.pct_start = check_fraction("pct_start", pct_start)
-        self.div_factor = check_positive("div_factor", div_factor)
-        self.final_div_factor = check_positive("final_div_factor", final_div_factor)
+        self.div_factor = check_number("div_factor", div_factor, above=0)
+        self.final_div_factor = check_number("final_div_factor", final_div_factor, above=0)
         self.anneal = check_choice("anneal", anneal, ANNEAL_SHAPES)
         self.set_length(total_steps)
 

@@ -1,6 +1,6 @@
 """A power of what is left of the run."""
 
-from drivetrain.optim.arguments import check_positive
+from drivetrain.core.arguments import check_number
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration
 from drivetrain.optim.schedules import polynomial
@@ -20,7 +20,7 @@ class PolynomialLr(CurveLr):
         warmup: str = "linear",
     ) -> None:
         """Take the power, then length, floor and warm-up."""
-        self.power = check_positive("power", power)
+        self.power = check_number("power", power, above=0)
         self.set_length(total_steps)
         self.set_floor(min_lr, min_lr_ratio)
         self.set_warmup(warmup_steps, warmup_start, warmup)

@@ -7,6 +7,7 @@ closes in `closing.py`; this file holds the clock, the public face and the state
 
 import inspect
 import logging
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.core.arguments import check_choice, check_count, check_flag
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
 from drivetrain.optim.arguments import (
     ACCUM_GRAD,
@@ -28,9 +30,6 @@ from drivetrain.optim.arguments import (
     SHARED,
     USE_AMP,
     Default,
-    check_choice,
-    check_count,
-    check_flag,
     check_keywords,
     check_shared,
     one_of_two_names,
@@ -346,6 +345,10 @@ class OptimScheduler(ABC):
             self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
             self._ratios = _ratios(self.base_lrs)
         lr = self.lr_at(self.real_step, epoch_num)
+        if not 0.0 <= lr < math.inf:
+            raise ConfigError(
+                f"unit {self.name!r}: update_lr returned {lr!r} for step {self.real_step}, expected a finite rate of at least 0."
+            )
         for group, ratio in zip(groups, self._ratios):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr * ratio)

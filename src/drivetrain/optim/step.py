@@ -1,7 +1,7 @@
 """A factor after every so many steps."""
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_positive
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.schedules import step_decay
@@ -19,7 +19,7 @@ class StepLr(CurveLr):
         warmup: str = "linear",
     ) -> None:
         """Take the size of a step, the factor and the warm-up."""
-        self.step_size, self.gamma = step_size, check_positive("gamma", gamma)
+        self.step_size, self.gamma = step_size, check_number("gamma", gamma, above=0)
         self._size_time = check_duration("step_size", step_size)
         self.set_warmup(warmup_steps, warmup_start, warmup)
 

@@ -1,7 +1,7 @@
 """Warm-up, stable, decay (Hu et al., 2024): the full rate until a short decay at the end."""
 
+from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.arguments import check_choice
 from drivetrain.optim.curve import CurveLr
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.schedules import DECAY_SHAPES, decay

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.core.errors import DeviceError, unknown_name
+from drivetrain.core.errors import DeviceError, UnknownDeviceError, unknown_name
 from drivetrain.runtime.environment import LaunchedWorld, launched_world
 
 ALIASES = {"gpu": "cuda"}
@@ -63,7 +63,7 @@ def _parse(spec: str | torch.device) -> torch.device:
         device = torch.device(ALIASES.get(kind, kind) + separator + index)
         torch.get_device_module(device)
     except (RuntimeError, ValueError):
-        raise DeviceError(unknown_name("device", spec, KNOWN) + " A number may follow, as in cuda:0.") from None
+        raise UnknownDeviceError(unknown_name("device", spec, KNOWN) + " A number may follow, as in cuda:0.") from None
     return device
 
 

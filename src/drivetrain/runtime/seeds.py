@@ -36,9 +36,13 @@ def derive_seed(root: int, name: str, *ints: int) -> int:
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, numpy and torch (all devices); `device_specific` adds the rank, `deterministic` is strict mode."""
     try:
+        if isinstance(seed, bool):
+            raise TypeError
         seed = operator.index(seed)
     except TypeError:
         raise ConfigError(f"seed: {seed!r} is a {type(seed).__name__}; expected a whole number, such as 42.") from None
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"seed: {seed!r} does not fit in 64 bits; expected a whole number, such as 42.")
     _seed_all(seed + get_rank() if device_specific else seed)
     if deterministic:
         set_deterministic("strict")

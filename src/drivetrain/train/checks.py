@@ -11,6 +11,7 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarn
 from drivetrain.core.event import Event
 from drivetrain.core.time import TimeUnit
 from drivetrain.module.master_weights import served_parameters
+from drivetrain.train.arguments import check_optimizer_type, check_rates
 from drivetrain.train.items import LossCounting
 from drivetrain.train.loaders import EvaluationLoaders
 
@@ -18,13 +19,18 @@ REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
 
 
 def check_optimizer(trainer: Any) -> None:
-    """Refuse to train without an optimizer, or with one that holds nothing of the model."""
+    """Reject training without an optimizer, or with one that holds nothing of the model."""
     optimizer, model = trainer.optimizer, trainer.model
+    if len(trainer.state.optimizers) > 1:
+        check_optimizer_type(trainer.state.optimizers)
     if optimizer is None:
         raise ConfigError(
             "train() needs an optimizer and the Trainer was given none. Pass optimizer=torch.optim.AdamW(model.parameters(), ...) "
             "to the Trainer; evaluate() and predict() work without one."
         )
+    check_optimizer_type(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        check_rates(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         return
     held = {id(p) for p in served_parameters(optimizer)}
@@ -32,7 +38,7 @@ def check_optimizer(trainer: Any) -> None:
     missing = [name for name, p in trainable.items() if id(p) not in held]
     if held and not any(id(p) in held for p in model.parameters()):
         raise ConfigError(
-            f"the optimizer ({type(optimizer).__name__}) holds {len(held)} parameters, none of which belongs to the model "
+            f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, none of which belongs to the model "
             f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
         )
     if missing:

@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain.core.event import Event
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.failures import explain_failure
 from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker
 
@@ -39,8 +40,11 @@ def errors_told(trainer: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trainer._close_after(error)
-        raise
+        explained = explain_failure(error, trainer.get_model(), trainer.loss_func, 0)
+        trainer._close_after(explained)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, find_form, logits_of
 from drivetrain.train.closures import WindowRepeat
+from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.settings import TrainSettings
@@ -41,6 +42,7 @@ class TrainerHooks:
     _after_forward: str
     _before_loss: bool
     _is_running = False
+    _first_batch = False
     _in_region = False  # inside the default hook's own autocast region
     _saw_forward = _saw_loss = False
     _listens_before_loss = False
@@ -245,6 +247,8 @@ class TrainerHooks:
                 targets = form.targets(state.batch) if is_ours else targets
                 outputs = outputs if state.outputs is before else form.predictions(state.outputs)
         loss_func = state.loss_fn
+        if self._first_batch:
+            check_loss_inputs(loss_func, outputs, targets)
         if loss_func is not None:
             if self._watch is None:
                 loss = loss_func(outputs, targets)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
+from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.accumulation import Count
 from drivetrain.module.buffers import buffers_kept
@@ -26,7 +27,10 @@ from drivetrain.train.batches import batch_size_of, carried_loss, slice_rows
 
 def check_count_items(count_items: Any) -> Callable[[Any], Count] | str | None:
     """Return the argument if it says how to count."""
-    if count_items is None or callable(count_items) or count_items == "labels":
+    if count_items is None or (isinstance(count_items, str) and count_items == "labels"):
+        return count_items
+    if callable(count_items):
+        check_callable("count_items", count_items, "a function of the batch that returns a count, or 'labels'")
         return count_items
     raise ConfigError(f"count_items={count_items!r}: expected a function of the batch, or 'labels'.")
 

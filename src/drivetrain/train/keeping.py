@@ -1,11 +1,27 @@
 """When a run is saved: at intervals, at its end, and when somebody asked during a step."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from drivetrain.train import loaders
 from drivetrain.train.intervals import Interval
 from drivetrain.train.settings import TrainSettings, parse_time
+
+
+def prepare_checkpoints(settings: TrainSettings, own_folders: set[Path]) -> None:
+    """Test the checkpoint folder before a run begins; checkpoints of another run in it are an error unless the run goes on from them.
+
+    `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again.
+    """
+    if settings.checkpoint_dir is None:
+        return
+    from drivetrain.checkpoint.folder import prepare_folder
+
+    folder = Path(settings.checkpoint_dir)
+    is_new = settings.resume_from is None and not settings.overwrite_checkpoints and folder.resolve() not in own_folders
+    prepare_folder(folder, fresh=is_new)
+    own_folders.add(folder.resolve())
 
 
 class Keeper:
@@ -70,7 +86,8 @@ class Keeper:
     def save(self, final: bool = False) -> None:
         """Write a checkpoint of this moment, unless one was just written; a final one raises if it cannot be."""
         clock = self._trainer.state.clock
-        if self.checkpointer is None or self._saved_at == (clock.epoch, clock.batch):
+        keeper = self.checkpointer
+        if keeper is None or (self._saved_at == (clock.epoch, clock.batch) and keeper.last_failure is None):
             return
         self._saved_at = (clock.epoch, clock.batch)
         name = f"ep{clock.epoch}-ba{clock.batch}"
@@ -80,6 +97,16 @@ class Keeper:
         """Return when nothing is being written any more."""
         if self.checkpointer is not None:
             self.checkpointer.wait()
+
+    def finish(self) -> None:
+        """Wait for the last save of the run; raise if it failed."""
+        if self.checkpointer is not None:
+            self.checkpointer.finish()
+
+    def settle(self) -> None:
+        """Wait for the save in flight without raising, after another error."""
+        if self.checkpointer is not None:
+            self.checkpointer.settle()
 
     def _metrics(self) -> dict[str, float]:
         history = self._trainer.run_history

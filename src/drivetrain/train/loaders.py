@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import guard_workers
@@ -30,6 +31,7 @@ from drivetrain.runtime.ranks import (
     num_data_ranks,
     set_data_ranks,
 )
+from drivetrain.train.arguments import check_dataset
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.utils import DataLoaderSlice, worker_init_fn
 
@@ -216,10 +218,10 @@ def _refuse_empty(trainer: Any, loader: Any) -> None:
         return
     size = len(trainer.train_dataset)
     raise ConfigError(
-        f"the training dataset has {size} samples, which is no whole batch of {trainer.settings.per_device_batch_size} and drop_last "
+        f"train_dataset has {size} samples, which is not one whole batch of {trainer.settings.per_device_batch_size} and drop_last "
         "is set. Use a smaller batch, or drop_last=False."
         if size
-        else "the training dataset is empty: it has 0 samples. Check the path or the filter it was made with."
+        else "train_dataset is empty: it has 0 samples. Check the path or the filter it was made with."
     )
 
 
@@ -240,10 +242,6 @@ def limit(loader: Any, batches: int | float | None) -> Any:
     if isinstance(loader, EvaluationLoaders):
         return map_loaders(lambda one: limit(one, batches), loader)
     if isinstance(batches, float):
-        if not 0 < batches <= 1:
-            raise ConfigError(
-                f"limit {batches!r}: a float is a fraction in (0, 1]; give an int for a number of batches."
-            )
         whole = length(loader)
         if whole is None:
             raise ConfigError(
@@ -376,7 +374,9 @@ def make_prediction_loader(
     trainer: Any, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
 ) -> Any:
     """Return a loader over a dataset in its own order."""
+    check_dataset("dataset", dataset)
     if is_ready_loader(dataset):
         return dataset
     defaults = {"shuffle": False, **default_kwargs(trainer, dataset, batch_size)}
-    return SmartDataLoader(dataset, collate_fn=collate_fn, **merge_kwargs(dataset, defaults, kwargs))
+    with naming("dataloader_kwargs", kwargs):
+        return SmartDataLoader(dataset, collate_fn=collate_fn, **merge_kwargs(dataset, defaults, kwargs))

@@ -20,6 +20,7 @@ from drivetrain.train import loaders, resuming, setup
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation_loop import EvaluationLoop
+from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
@@ -33,7 +34,6 @@ class TrainerLoop(EvaluationLoop):
     _has_train_metrics: bool
     _train_items: LossCounting
     _keeper: Any
-    _first_batch = False
     _inside_step = False
     _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
     _restored_rng: Any = None
@@ -78,8 +78,11 @@ class TrainerLoop(EvaluationLoop):
             resuming.finish(self)
         except BaseException as error:
             self._inside_step = False
-            self._close_after(error)
-            raise
+            explained = explain_failure(error, self.get_model(), self.loss_func, self._index_of_failure())
+            self._close_after(explained)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             self._is_running = False
         if isinstance(self._stop, TrainingStopped):
@@ -401,13 +404,17 @@ class TrainerLoop(EvaluationLoop):
 
     # ------------------------------------------------------------------ stopping
 
+    def _index_of_failure(self) -> int:
+        """Return the number of the batch in hand, from 0, in the whole run."""
+        return 0 if self._first_batch else self.state.clock.batch
+
     def _close_after(self, error: BaseException) -> None:
         """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
         self._vote, self._fire, self.model = None, self.engine.on, self.get_model()
         self.callback_handler.call_event("on_exception", self, exception=error)
         self.engine.close_plugins()
         if self._keeper is not None:
-            self._keeper.wait()
+            self._keeper.settle()
         if self._is_running:
             report_failure(error, lambda: self._signals.requested is not None)
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.errors import ConfigError, StopTrainingError
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.evaluation import kept_history, kept_modes
 
+LONGEST_SWEEP = 1_000_000
 IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
 
 
@@ -76,10 +78,15 @@ def find_lr(
     train_kwargs: dict[str, Any],
 ) -> LrFindResult:
     """Run the sweep on the trainer's own loop and restore weights, optimizer, counters and generators bit for bit."""
-    if not 0 < min_lr < max_lr:
+    for name, rate in {"min_lr": min_lr, "max_lr": max_lr}.items():
+        check_number(name, rate, above=0, owner="lr_find")
+    check_number("smoothing", smoothing, at_least=0, below=1, owner="lr_find")
+    check_number("diverge_ratio", diverge_ratio, above=0, infinite=True, owner="lr_find")
+    check_count("num_steps", num_steps, at_least=2, owner="lr_find")
+    if num_steps > LONGEST_SWEEP:
+        raise ConfigError(f"lr_find(num_steps={num_steps}): expected at most {LONGEST_SWEEP}; 100 are usual.")
+    if not min_lr < max_lr:
         raise ConfigError(f"lr_find: min_lr={min_lr} and max_lr={max_lr}: expected 0 < min_lr < max_lr.")
-    if num_steps < 2:
-        raise ConfigError(f"lr_find: num_steps={num_steps}: expected at least 2.")
     rates = [min_lr * (max_lr / min_lr) ** (k / (num_steps - 1)) for k in range(num_steps)]
     sweep = _Sweep(rates, smoothing, diverge_ratio)
     handler, callbacks, kept = trainer.callback_handler, list(trainer.callback_handler), _Keepsake(trainer)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrappers import is_fully_sharded
@@ -46,7 +47,7 @@ def apply_strategy(trainer: Any) -> None:
     model = trainer.model
     check_model(model, "Trainer(strategy=)")
     is_auto = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
-    plan = _automatic(trainer) if is_auto else Strategy.load(trainer.strategy)
+    plan = _automatic(trainer) if is_auto else _given_plan(trainer.strategy)
     world = get_num_processes()
     if plan.mesh is not None and _size(plan) != world:
         plan = plan.rescale(world)
@@ -81,6 +82,11 @@ def apply_strategy(trainer: Any) -> None:
         dropped=resolved.dropped,
     )
     _keep(trainer)
+
+
+def _given_plan(strategy: Any) -> Strategy:
+    with naming("strategy", strategy):
+        return Strategy.load(strategy)
 
 
 def _automatic(trainer: Any) -> Strategy:

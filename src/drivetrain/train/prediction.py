@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.errors import BatchOutputError, DrivetrainWarning
+from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train import loaders
@@ -45,7 +45,7 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool, padding_value: float
                 fire.predict_batch_end()
         fire.predict_end()
     if not parts:
-        raise BatchOutputError("predict() was given no samples.")
+        raise ConfigError("predict() has no samples: dataset is empty, or limit_batches leaves nothing of it.")
     return _join(parts, padding_value)
 
 

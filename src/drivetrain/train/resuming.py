@@ -55,7 +55,13 @@ def follow_current_run(settings: TrainSettings) -> TrainSettings:
     resume = settings.resume_from
     if resume is None and run.params.get("resume", "never") != "never":
         resume = "auto"
-    return replace(settings, checkpoint_dir=folder, resume_from=resume)
+    is_own = settings.checkpoint_dir is None  # the experiment has made the folder for this run
+    return replace(
+        settings,
+        checkpoint_dir=folder,
+        resume_from=resume,
+        overwrite_checkpoints=settings.overwrite_checkpoints or is_own,
+    )
 
 
 def restore(trainer: Any) -> None:
@@ -262,7 +268,7 @@ def obey_signal(trainer: Any, number: int) -> None:
 def finish(trainer: Any) -> None:
     """After the last event: wait for files, stop the clock, let ranks part."""
     trainer.logbook.flush()
-    trainer._keeper.wait()
+    trainer._keeper.finish()
     trainer.state.clock.stop()
     if isinstance(trainer.model, nn.Module):
         gather_on_request(trainer.model)

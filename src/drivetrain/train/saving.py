@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.errors import CheckpointError
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict
 
 RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
@@ -43,7 +44,7 @@ def load_checkpoint(trainer: Any, path: Any, load_optimizer: bool, load_schedule
     trainer._accelerator.wait_for_everyone()
     if not Path(path).exists():
         raise FileNotFoundError(f"no checkpoint at {path}. Written by save_checkpoint(save_path)?")
-    content = torch.load(path, map_location=trainer.device, weights_only=True)
+    content = _read(Path(path), trainer.device)
     if "model_state_dict" not in content:
         raise ValueError(
             f"{path} holds {', '.join(map(str, content))}, expected 'model_state_dict'; it was not written by save_checkpoint."
@@ -59,6 +60,25 @@ def load_checkpoint(trainer: Any, path: Any, load_optimizer: bool, load_schedule
     for name, is_wanted, holder in wanted:
         if is_wanted and f"{name}_state_dict" in content:
             holder.load_state_dict(content[f"{name}_state_dict"])
+    return content
+
+
+def _read(path: Path, device: Any) -> dict[str, Any]:
+    """Return the entries of a checkpoint file; whatever else is in it, or goes wrong, is one error."""
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder. load_checkpoint reads a file; use load_training_state for a folder."
+        )
+    from drivetrain.checkpoint.reader import read_torch_file
+
+    content = read_torch_file(path, device)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, not a checkpoint: expected a dict with 'model_state_dict'."
+        )
+    if not isinstance(content.get("model_state_dict", {}), Mapping):
+        kind = type(content["model_state_dict"]).__name__
+        raise CheckpointError(f"{path} holds a 'model_state_dict' that is a {kind}, expected a dict of tensors.")
     return content
 
 
@@ -80,7 +100,7 @@ def _save_state_now(trainer: Any, folder: Any, custom: dict[str, Any]) -> None:
 
     state = trainer.state
     state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
-    Checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state")
+    Checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
 
 
 def load_training_state(trainer: Any, folder: Any) -> dict[str, Any]:
@@ -107,7 +127,7 @@ def restore_from(trainer: Any, folder: Any) -> Any:
 
     path = Path(folder)
     if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {folder}: the path does not exist.")
+        raise FileNotFoundError(f"resume_from: no checkpoint at {folder}: the path does not exist.")
     if (path / "manifest.json").exists():
         return Checkpointer(trainer.state, dir=path.parent, keep=None, async_save=False).restore(path)
     return Checkpointer(trainer.state, dir=path, keep=None, async_save=False).restore("last")

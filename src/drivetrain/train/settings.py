@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, nearest_name
+from drivetrain.core.arguments import (
+    LARGEST_COUNT,
+    check_callable,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    check_path,
+    naming,
+)
+from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.time import Clock, Time, TimeUnit, ensure_time
 
 EvalInterval = int | str | Time | Callable[..., bool]
@@ -31,8 +41,9 @@ class TrainSettings:
     resume_from: Any = None
     checkpoint_dir: Any = None
     checkpoint_every: str | int | None = "1ep"
-    keep_checkpoints: int = 3
+    keep_checkpoints: int | None = 3
     async_checkpoint: bool = True
+    overwrite_checkpoints: bool = False
     limit_train_batches: int | float | None = None
     limit_eval_batches: int | float | None = None
     sanity_eval_batches: int = 0
@@ -40,45 +51,56 @@ class TrainSettings:
     fast_dev_run: bool | int = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fast_dev_run, bool):
+            check_count("fast_dev_run", self.fast_dev_run, at_least=0, hint=" batches, True or False")
         self._check_limits()
-        _positive("gradient_accumulation_steps", self.gradient_accumulation_steps)
-        _positive("per_device_batch_size", self.per_device_batch_size)
-        if self.global_batch_size is not None:
-            _positive("global_batch_size", self.global_batch_size)
+        for name in ("gradient_accumulation_steps", "per_device_batch_size"):
+            check_count(name, getattr(self, name))
+        for name in ("global_batch_size", "keep_checkpoints"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), hint=", or None")
+        for name in ("sanity_eval_batches", "overfit_batches"):
+            check_count(name, getattr(self, name), at_least=0)
+        for name in ("limit_train_batches", "limit_eval_batches"):
+            check_limit(name, getattr(self, name))
+        for name in ("async_checkpoint", "overwrite_checkpoints"):
+            check_flag(name, getattr(self, name))
+        self._check_clipping()
+        if self.microbatch_size not in (None, "auto"):
+            check_count("microbatch_size", self.microbatch_size, hint=", 'auto' or None")
+        check_choice("scheduler_interval", self.scheduler_interval, ("step", "epoch"))
+        if not isinstance(self.scheduler_metric, str) or not self.scheduler_metric:
+            raise ConfigError(f"scheduler_metric={self.scheduler_metric!r}: expected a name such as 'eval_loss_epoch'.")
+        check_eval_interval(self.eval_interval)
+        self._check_checkpoints()
+
+    def _check_clipping(self) -> None:
         for name in ("gradient_clip_value", "gradient_clip_norm"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}={value!r}: expected a number above 0, or None for no clipping.")
+            if value is not None:  # an infinite norm measures without clipping
+                infinite = name == "gradient_clip_norm"
+                number = check_number(name, value, above=0, infinite=infinite, hint=", or None for no clipping")
+                object.__setattr__(self, name, number)
         if self.gradient_clip_value is not None and self.gradient_clip_norm is not None:
             raise ConfigError(
                 f"gradient_clip_value={self.gradient_clip_value} and gradient_clip_norm={self.gradient_clip_norm}: both were "
                 "given. Choose one: clipping by value clamps entries, clipping by norm scales the whole gradient."
             )
-        if isinstance(self.microbatch_size, str) and self.microbatch_size != "auto":
-            raise ConfigError(f"microbatch_size={self.microbatch_size!r}: expected a number of rows, 'auto' or None.")
-        if isinstance(self.microbatch_size, int):
-            _positive("microbatch_size", self.microbatch_size)
-        if self.scheduler_interval not in ("step", "epoch"):
-            near = nearest_name(self.scheduler_interval, ("step", "epoch"))
-            raise ConfigError(
-                f"scheduler_interval={self.scheduler_interval!r}: expected 'step' or 'epoch'."
-                + (f" Did you mean {near!r}?" if near else "")
-            )
-        for name in ("limit_train_batches", "limit_eval_batches"):
-            value = getattr(self, name)
-            if isinstance(value, float) and not 0 < value <= 1:
-                raise ConfigError(
-                    f"{name}={value!r}: a float is a fraction in (0, 1]; give an int for a number of batches."
-                )
-            if isinstance(value, int) and value < 0:
-                raise ConfigError(f"{name}={value!r}: expected a number of batches, at least 0.")
-        for name in ("sanity_eval_batches", "overfit_batches"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected a number of batches, at least 0.")
-        if not callable(self.eval_interval):
-            parse_time("eval_interval", self.eval_interval)
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_dir is not None:
+            check_path("checkpoint_dir", self.checkpoint_dir)
         if self.checkpoint_every is not None:
-            parse_time("checkpoint_every", self.checkpoint_every)
+            every = parse_time("checkpoint_every", self.checkpoint_every)
+            if not every.value > 0:
+                raise ConfigError(
+                    f"checkpoint_every={self.checkpoint_every!r}: expected a time above 0, such as '1ep' or '500ba', or None for a "
+                    "checkpoint only when one is asked for."
+                )
+        if isinstance(self.resume_from, bool):
+            raise ConfigTypeError(f"resume_from={self.resume_from}: expected 'auto', a path, or None for a new run.")
+        if self.resume_from is not None:
+            check_path("resume_from", self.resume_from)
 
     def _check_limits(self) -> None:
         ends = (self.num_epochs, self.max_num_train_steps, self.max_duration)
@@ -87,10 +109,9 @@ class TrainSettings:
                 "train() was given no end. Pass num_epochs=, max_num_train_steps= or max_duration= (for example '10ep', "
                 "'500ba', '2h'); the first one reached ends the run."
             )
-        if self.num_epochs is not None:
-            _positive("num_epochs", self.num_epochs)
-        if self.max_num_train_steps is not None:
-            _positive("max_num_train_steps", self.max_num_train_steps)
+        for name in ("num_epochs", "max_num_train_steps"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if self.max_duration is not None and (
             self.max_duration.value <= 0 or self.max_duration.unit is TimeUnit.DURATION
         ):
@@ -101,10 +122,7 @@ class TrainSettings:
 
     def scaled(self, ratio: float) -> "TrainSettings":
         """Return settings for a run of `ratio` times the length, in whole epochs, updates, batches, samples or tokens."""
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
-            raise ConfigError(
-                f"scale_schedule_ratio={ratio!r}: expected a number above 0, such as 0.5 for half the run."
-            )
+        check_number("scale_schedule_ratio", ratio, above=0, hint=", such as 0.5 for half the run")
         lengths: dict[str, Any] = {
             name: int(value * ratio)
             for name in ("num_epochs", "max_num_train_steps")
@@ -113,7 +131,8 @@ class TrainSettings:
         if self.max_duration is not None:
             value, unit = self.max_duration.value * ratio, self.max_duration.unit
             lengths["max_duration"] = Time(value if unit is TimeUnit.SECOND else int(value), unit)
-        return replace(self, **lengths)
+        with naming("scale_schedule_ratio", ratio):
+            return replace(self, **lengths)
 
     def for_development(self) -> "TrainSettings":
         """Return settings for a first look: a few batches, one epoch, no files."""
@@ -194,11 +213,26 @@ class RunLimits:
 def parse_time(name: str, value: Any, unit: TimeUnit = TimeUnit.EPOCH) -> Time:
     """Read a time the user wrote; an int counts epochs unless another unit is given."""
     try:
-        return ensure_time(value, unit)
-    except (ValueError, TypeError) as error:
+        time = ensure_time(value, unit)
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{name}={value!r}: {error}") from error
+    if abs(time.value) > LARGEST_COUNT:
+        raise ConfigError(f"{name}={value!r}: expected at most {LARGEST_COUNT:.0e}; no run counts that far.")
+    return time
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1.")
+def check_eval_interval(value: EvalInterval) -> None:
+    """Check how often to evaluate: a time of at least 0 ('0ep' is never), or a function of state and event."""
+    if callable(value):
+        check_callable("eval_interval", value, "a function of (state, event), or a time such as '1ep'", 2)
+    elif parse_time("eval_interval", value).value < 0:
+        raise ConfigError(f"eval_interval={value!r}: expected a time such as '1ep' or '500ba', or '0ep' for never.")
+
+
+def check_limit(name: str, value: Any) -> None:
+    """Check a number of batches (an int), or a fraction of them (a float)."""
+    if isinstance(value, float):
+        hint = ": a float is a fraction in (0, 1]; give an int for a number of batches"
+        check_number(name, value, above=0, at_most=1, hint=hint)
+    elif value is not None:
+        check_count(name, value, at_least=0, hint=" batches, or a fraction in (0, 1]")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.arguments import naming
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.runtime.collectives import all_gather_values
@@ -19,6 +20,7 @@ from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerate_runtime import as_runtime
+from drivetrain.train.arguments import check_loss_func, check_model
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import (
     check_optimizer,
@@ -30,6 +32,7 @@ from drivetrain.train.checks import (
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting
+from drivetrain.train.keeping import prepare_checkpoints
 from drivetrain.train.plain_hooks import find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import RunLimits, TrainSettings
@@ -38,7 +41,10 @@ from drivetrain.train.settings import RunLimits, TrainSettings
 def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
     """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run."""
     settings = trainer.settings
+    check_model(trainer.model, trainer.loss_func, trains=True)
+    check_loss_func(trainer.loss_func, trainer.optimizer)
     check_optimizer(trainer)
+    prepare_checkpoints(settings, trainer._own_folders)
     if isinstance(trainer.model, nn.Module):
         give_parts_again(trainer.model)
     trainer._stop, trainer._first_batch, trainer._has_agreed = None, True, False
@@ -105,12 +111,28 @@ def _prepare_scheduler(trainer: Any) -> None:
         trainer.scheduler = None
     if trainer.create_scheduler_fn is not None:
         check_scheduler(trainer)
-        trainer.scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
+        trainer.scheduler = _make_scheduler(trainer)
         trainer._scheduler_is_ours = True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         check_plateau(trainer)
         trainer.settings = replace(trainer.settings, scheduler_interval="epoch")
     trainer._schedules_each_step = trainer.settings.scheduler_interval == "step"
+
+
+def _make_scheduler(trainer: Any) -> Any:
+    given = trainer.create_scheduler_fn
+    try:
+        scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
+    except TypeError as error:
+        raise ConfigTypeError(
+            f"create_scheduler_fn={given!r} cannot make a scheduler of the optimizer alone: {error}. Fill in its other arguments, "
+            "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
+        ) from error
+    if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
+        raise ConfigTypeError(
+            f"create_scheduler_fn={given!r} returned {scheduler!r} ({type(scheduler).__name__}), expected a scheduler with step()."
+        )
+    return scheduler
 
 
 def compile_scheduler(trainer: Any) -> Any:
@@ -214,7 +236,8 @@ def resolve_optimizer(trainer: Any) -> None:
     shared: dict[str, Any] = {"accum_grad": trainer.settings.gradient_accumulation_steps}
     if trainer.settings.gradient_clip_norm is not None:
         shared["grad_clip"] = trainer.settings.gradient_clip_norm
-    trainer.optimizer = trainer._units = as_optim_set(optimizer, trainer.get_model(), **shared)
+    with naming("optimizer", optimizer):
+        trainer.optimizer = trainer._units = as_optim_set(optimizer, trainer.get_model(), **shared)
     trainer._accelerator.scaler = None  # units scale for themselves
 
 

@@ -5,23 +5,24 @@ training itself is an algorithm. All of them speak to one list of events (`drive
 loop; `loop.py` turns it). Here is what users say to it: how it is made, its verbs, and what it gets ready.
 """
 
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from torch import Tensor
 
 from drivetrain.context.context import Context
+from drivetrain.core.arguments import check_flag, check_number, naming
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped, nearest_name
+from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import ending_workers
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
-from drivetrain.train import loaders, resuming, saving, setup
+from drivetrain.train import arguments, loaders, resuming, saving, setup
 from drivetrain.train.accelerate_runtime import as_runtime
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import BatchForm
@@ -38,7 +39,7 @@ from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
 from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig
-from drivetrain.train.settings import EvalInterval, TrainSettings, parse_time
+from drivetrain.train.settings import EvalInterval, TrainSettings, check_limit, parse_time
 from drivetrain.train.stopping import StopVote
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
 
@@ -99,7 +100,22 @@ class Trainer(TrainerLoop):
         eval_interval: EvalInterval | None = None,
         **unknown: Any,
     ):
-        _refuse_unknown(Trainer.__init__, unknown)
+        arguments.reject_unknown(Trainer.__init__, unknown)
+        arguments.check_constructor(
+            callbacks=callbacks,
+            algorithms=algorithms,
+            loggers=loggers,
+            run_history=run_history,
+            state=state,
+            strict=strict,
+            deterministic=deterministic,
+            strategy_time_limit=strategy_time_limit,
+            scale_schedule_ratio=scale_schedule_ratio,
+            max_duration=max_duration,
+            eval_interval=eval_interval,
+            train_dataloader=train_dataloader,
+            eval_dataloader=eval_dataloader,
+        )
         self._requested_device, self._requested_precision = device, precision
         self.strategy, self.strict, self.scale_schedule_ratio = strategy, strict, scale_schedule_ratio
         self.strategy_time_limit = strategy_time_limit
@@ -115,7 +131,8 @@ class Trainer(TrainerLoop):
             set_deterministic("strict" if deterministic is True else deterministic)
         if seed is not None:
             set_seed(seed)
-        self.runtime = self._accelerator = as_runtime(self._create_accelerator(), precision)
+        with naming("device", device):
+            self.runtime = self._accelerator = as_runtime(self._create_accelerator(), precision)
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
         self.state.precision = self._accelerator.mixed_precision
@@ -134,7 +151,7 @@ class Trainer(TrainerLoop):
         self._train_dl_kwargs: dict[str, Any] | None = None
         self._eval_dl_kwargs: dict[str, Any] | None = None
         self._loss_tracker = LossTracker()
-        self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics)
+        self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
         self._has_train_metrics = bool(self._train_metrics)
         self._count_items = check_count_items(count_items)
         self._train_items, self._eval_items = LossCounting(self._count_items), {}
@@ -145,6 +162,7 @@ class Trainer(TrainerLoop):
         self.state.make_optimizer = make_optimizer
         self._units: Any = None
         self._keeper: Any = None
+        self._own_folders: set[Path] = set()
         self._stop: StopTrainingError | TrainingStopped | None = None
         self._vote: StopVote | None = None
         self._scheduler_is_ours = False
@@ -200,7 +218,7 @@ class Trainer(TrainerLoop):
         scheduler_metric: str = "eval_loss_epoch",
         checkpoint_dir: Any = None,
         checkpoint_every: str | int | None = "1ep",
-        keep_checkpoints: int = 3,
+        keep_checkpoints: int | None = 3,
         async_checkpoint: bool = True,
         limit_train_batches: int | float | None = None,
         limit_eval_batches: int | float | None = None,
@@ -208,6 +226,7 @@ class Trainer(TrainerLoop):
         overfit_batches: int = 0,
         fast_dev_run: bool | int = False,
         max_grad_norm: float | None = None,
+        overwrite_checkpoints: bool = False,
         **unknown: Any,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
@@ -215,7 +234,13 @@ class Trainer(TrainerLoop):
         `train_dataset` and `eval_dataset` are datasets, or loaders that are used as they are. `per_device_batch_size` is per
         process, `global_batch_size` (instead) is over all of them. The documentation's Trainer page explains every argument.
         """
-        _refuse_unknown(Trainer.train, unknown)
+        arguments.reject_unknown(Trainer.train, unknown)
+        check_flag("reset_run_history", reset_run_history)
+        for name, kwargs in (("train", train_dataloader_kwargs), ("eval", eval_dataloader_kwargs)):
+            arguments.check_mapping(f"{name}_dataloader_kwargs", kwargs)
+        arguments.check_collate(collate_fn)
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm, above=0, infinite=True)
         defaults = self._train_defaults
         duration = (
             max_duration if max_duration is not None else defaults["max_duration"] if num_epochs is None else None
@@ -239,6 +264,7 @@ class Trainer(TrainerLoop):
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             async_checkpoint=async_checkpoint,
+            overwrite_checkpoints=overwrite_checkpoints,
             limit_train_batches=limit_train_batches,
             limit_eval_batches=limit_eval_batches,
             sanity_eval_batches=sanity_eval_batches,
@@ -277,8 +303,15 @@ class Trainer(TrainerLoop):
         *,
         reset_run_history: bool = True,
         limit_batches: int | float | None = None,
+        **unknown: Any,
     ) -> dict[str, float]:
         """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name."""
+        arguments.reject_unknown(Trainer.evaluate, unknown)
+        arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
+        check_flag("reset_run_history", reset_run_history)
+        check_limit("limit_batches", limit_batches)
+        arguments.check_model(self.model, self.loss_func)
+        arguments.check_loss_func(self.loss_func, self.optimizer)
         if dataset is not None:
             self.eval_dataset = dataset
         if self.eval_dataset is None:
@@ -318,11 +351,19 @@ class Trainer(TrainerLoop):
         limit_batches: int | float | None = None,
         to_cpu: bool = True,
         padding_value: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
 
         Outputs whose rows differ in shape are a list with one tensor for each sample, or padded with `padding_value`.
         """
+        arguments.reject_unknown(Trainer.predict, unknown)
+        arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
+        check_flag("to_cpu", to_cpu)
+        if padding_value is not None:
+            check_number("padding_value", padding_value, infinite=True)
+        check_limit("limit_batches", limit_batches)
+        arguments.check_model(self.model, self.loss_func)
         from drivetrain.train.prediction import run_prediction
 
         loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -385,21 +426,29 @@ class Trainer(TrainerLoop):
 
     def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of the training data."""
-        if loaders.is_ready_loader(self.train_dataset):
-            return self.train_dataset
         if self.train_dataset is None:
             raise ConfigError("train() has no data: pass train_dataset, a dataset or a loader.")
+        arguments.check_dataset("train_dataset", self.train_dataset)
+        if loaders.is_ready_loader(self.train_dataset):
+            arguments.reject_unused(
+                "train_dataset", self.train_dataset, "train_dataloader_kwargs", train_dl_kwargs, self.collate_fn
+            )
+            return self.train_dataset
         defaults = self.get_default_train_dl_kwargs(batch_size)
         self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
-        return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **self._train_dl_kwargs)
+        with naming("train_dataloader_kwargs", train_dl_kwargs):
+            return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **self._train_dl_kwargs)
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of the evaluation data."""
+        arguments.check_dataset("eval_dataset", self.eval_dataset)
         if loaders.is_ready_loader(self.eval_dataset):
+            arguments.reject_unused("eval_dataset", self.eval_dataset, "eval_dataloader_kwargs", eval_dl_kwargs, None)
             return self.eval_dataset
         defaults = self.get_default_eval_dl_kwargs(batch_size)
         self._eval_dl_kwargs = loaders.merge_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
-        return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **self._eval_dl_kwargs)
+        with naming("eval_dataloader_kwargs", eval_dl_kwargs):
+            return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **self._eval_dl_kwargs)
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return what the training loader gets where the user says nothing."""
@@ -491,14 +540,3 @@ class TrainerWithTimmScheduler(Trainer):
         super().training_run_epoch_end()
         if self.scheduler is not None:
             self.scheduler.step(self.run_history.current_epoch)
-
-
-def _refuse_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
-    """Name the nearest argument when a keyword is misspelt."""
-    if not unknown:
-        return
-    valid = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
-    name = next(iter(unknown))
-    near = nearest_name(name, valid)
-    hint = f" Did you mean {near!r}?" if near else f" Arguments: {', '.join(valid)}."
-    raise TypeError(f"Trainer.{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")

@@ -4,28 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts as check_whole
+from drivetrain.core.arguments import check_fractions as check_fraction
+from drivetrain.core.arguments import check_numbers as check_at_least
 from drivetrain.core.errors import ConfigError, unknown_name
 
-
-def check_fraction(who: str, **values: float) -> None:
-    """Refuse anything that is no number from 0 to 1."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ConfigError(f"{who}({name}={value!r}): expected a number from 0 to 1.")
-
-
-def check_at_least(who: str, lowest: float, **values: float) -> None:
-    """Refuse anything that is no number of at least `lowest`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= lowest:
-            raise ConfigError(f"{who}({name}={value!r}): expected a number of at least {lowest}.")
-
-
-def check_whole(who: str, lowest: int, **values: Any) -> None:
-    """Refuse anything that is no whole number of at least `lowest`."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-            raise ConfigError(f"{who}({name}={value!r}): expected a whole number of at least {lowest}.")
+__all__ = ["check_at_least", "check_choice", "check_fraction", "check_whole", "elapsed_fraction"]
 
 
 def check_choice(who: str, name: str, value: Any, valid: Sequence[str]) -> None:

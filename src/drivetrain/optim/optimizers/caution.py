@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain.optim.optimizers.stepping import check_number, copy_of, evaluate, local_parts
+from drivetrain.core.arguments import check_numbers
+from drivetrain.optim.optimizers.stepping import copy_of, evaluate, local_parts
 from drivetrain.optim.optimizers.wrapper import WrappedOptimizer
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
@@ -25,7 +26,7 @@ class Cautious(WrappedOptimizer):
     """
 
     def __init__(self, base_optimizer: Optimizer, eps: float = 1e-3):
-        check_number("Cautious", eps=eps)
+        check_numbers("Cautious", eps=eps)
         super().__init__(base_optimizer)
         self.eps = eps
 

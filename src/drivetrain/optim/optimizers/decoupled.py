@@ -13,8 +13,17 @@ import torch
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import ParamsT
 
+from drivetrain.core.arguments import check_flag, check_numbers
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.optim.optimizers.stepping import ParamGroup, bare_step, evaluate, local_parts, shrink, with_gradients
+from drivetrain.optim.optimizers.stepping import (
+    ParamGroup,
+    bare_step,
+    check_rates,
+    evaluate,
+    local_parts,
+    shrink,
+    with_gradients,
+)
 
 _LARGE_DECAY = 1e-3
 
@@ -34,6 +43,9 @@ class DecoupledAdamW(AdamW):
         foreach: bool | None = None,
         fused: bool | None = None,
     ):
+        check_rates("DecoupledAdamW", lr=lr)
+        check_numbers("DecoupledAdamW", eps=eps, weight_decay=weight_decay)
+        check_flag("amsgrad", amsgrad, owner="DecoupledAdamW")
         _warn_of_large_decay("DecoupledAdamW", weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, fused=fused)
 
@@ -72,6 +84,9 @@ class DecoupledSGDW(SGD):
         foreach: bool | None = None,
         fused: bool | None = None,
     ):
+        check_rates("DecoupledSGDW", lr=lr)
+        check_numbers("DecoupledSGDW", momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+        check_flag("nesterov", nesterov, owner="DecoupledSGDW")
         _warn_of_large_decay("DecoupledSGDW", weight_decay)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, foreach=foreach, fused=fused)
 

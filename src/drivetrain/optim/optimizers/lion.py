@@ -11,9 +11,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from drivetrain.core.arguments import check_numbers
 from drivetrain.optim.optimizers.stepping import (
     check_betas,
-    check_number,
+    check_rates,
     evaluate,
     local_parts,
     shrink,
@@ -42,9 +43,8 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ):
-        if not isinstance(lr, torch.Tensor):
-            check_number("Lion", lr=lr)
-        check_number("Lion", weight_decay=weight_decay)
+        check_rates("Lion", lr=lr)
+        check_numbers("Lion", weight_decay=weight_decay)
         betas = check_betas("Lion", betas=betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain.optim.optimizers.stepping import check_count, check_number, copy_of, evaluate, local_parts
+from drivetrain.core.arguments import check_counts, check_fractions
+from drivetrain.optim.optimizers.stepping import copy_of, evaluate, local_parts
 from drivetrain.optim.optimizers.wrapper import WrappedOptimizer
 
 _COUNT = "lookahead_step"
@@ -27,8 +28,8 @@ class Lookahead(WrappedOptimizer):
     kept_names = ("slow",)
 
     def __init__(self, base_optimizer: Optimizer, k: int = 5, alpha: float = 0.5):
-        check_count("Lookahead", 1, k=k)
-        check_number("Lookahead", alpha=alpha)
+        check_counts("Lookahead", 1, k=k)
+        check_fractions("Lookahead", alpha=alpha)
         super().__init__(base_optimizer)
         self.k, self.alpha = k, alpha
 

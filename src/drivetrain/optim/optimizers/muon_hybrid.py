@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from drivetrain.core.arguments import check_counts, check_flag, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
@@ -23,8 +24,7 @@ from drivetrain.optim.optimizers.newton_schulz import ADJUSTMENTS, adjusted_rate
 from drivetrain.optim.optimizers.stepping import (
     ParamGroup,
     check_betas,
-    check_count,
-    check_number,
+    check_rates,
     evaluate,
     local_parts,
     shrink,
@@ -71,12 +71,12 @@ class MuonHybrid(Optimizer):
         fused: bool | None = None,
         cuda_graph: bool = False,
     ):
-        check_number("MuonHybrid", weight_decay=weight_decay, adam_eps=adam_eps, adam_weight_decay=adam_weight_decay)
-        check_number(
-            "MuonHybrid", **{k: v for k, v in {"lr": lr, "adam_lr": adam_lr}.items() if not isinstance(v, Tensor)}
-        )
-        check_number("MuonHybrid", 0.0, 1.0, momentum=momentum)
-        check_count("MuonHybrid", 1, ns_steps=ns_steps)
+        check_numbers("MuonHybrid", weight_decay=weight_decay, adam_eps=adam_eps, adam_weight_decay=adam_weight_decay)
+        check_rates("MuonHybrid", lr=lr, adam_lr=adam_lr)
+        for name, flag in {"nesterov": nesterov, "cuda_graph": cuda_graph}.items():
+            check_flag(name, flag, owner="MuonHybrid")
+        check_numbers("MuonHybrid", 0.0, 1.0, momentum=momentum)
+        check_counts("MuonHybrid", 1, ns_steps=ns_steps)
         if adjust_lr not in ADJUSTMENTS:
             raise ConfigError(unknown_name("adjust_lr", adjust_lr, ADJUSTMENTS, where="MuonHybrid"))
         defaults = {

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
     check_betas,
-    check_count,
-    check_number,
     copy_of,
     evaluate,
     local_parts,
@@ -39,9 +38,9 @@ class _ScheduleFree(Optimizer):
         name = type(self).__name__
         if isinstance(defaults["lr"], Tensor):
             raise ConfigError(f"{name}(lr=...): expected a number; the averaging weights need the rate on the host.")
-        check_number(name, lr=defaults["lr"], weight_decay=defaults["weight_decay"])
-        check_number(name, r=defaults["r"], weight_lr_power=defaults["weight_lr_power"])
-        check_count(name, 0, warmup_steps=defaults["warmup_steps"])
+        check_numbers(name, lr=defaults["lr"], weight_decay=defaults["weight_decay"])
+        check_numbers(name, r=defaults["r"], weight_lr_power=defaults["weight_lr_power"])
+        check_counts(name, 0, warmup_steps=defaults["warmup_steps"])
         # Numbers of the run live in the groups, so that they are saved and restored with them.
         progress = {"k": 0, "lr_max": 0.0, "weight_sum": 0.0, "train_mode": True}
         self._training_weights: dict[Tensor, Tensor] = {}
@@ -167,7 +166,7 @@ class AdamWScheduleFree(_ScheduleFree):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ):
-        check_number("AdamWScheduleFree", eps=eps)
+        check_numbers("AdamWScheduleFree", eps=eps)
         super().__init__(
             params,
             {
@@ -210,7 +209,7 @@ class SGDScheduleFree(_ScheduleFree):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
     ):
-        check_number("SGDScheduleFree", 0.0, 1.0, momentum=momentum)
+        check_numbers("SGDScheduleFree", 0.0, 1.0, momentum=momentum)
         super().__init__(
             params,
             {

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import check_betas, check_count, check_number, evaluate, with_gradients
+from drivetrain.optim.optimizers.stepping import check_betas, check_rates, evaluate, with_gradients
 
 _SIDES = ("left", "right")
 
@@ -33,10 +34,9 @@ class SOAP(Optimizer):
         precondition_frequency: int = 10,
         max_dim: int = 10000,
     ):
-        if not isinstance(lr, Tensor):
-            check_number("SOAP", lr=lr)
-        check_number("SOAP", eps=eps, weight_decay=weight_decay)
-        check_count("SOAP", 1, precondition_frequency=precondition_frequency, max_dim=max_dim)
+        check_rates("SOAP", lr=lr)
+        check_numbers("SOAP", eps=eps, weight_decay=weight_decay)
+        check_counts("SOAP", 1, precondition_frequency=precondition_frequency, max_dim=max_dim)
         defaults = {
             "lr": lr,
             "betas": check_betas("SOAP", betas=betas),

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import check_count, check_number, copy_of, evaluate, local_parts
+from drivetrain.optim.optimizers.stepping import copy_of, evaluate, local_parts
 from drivetrain.optim.optimizers.wrapper import WrappedOptimizer
 
 _COUNT = "sam_step"
@@ -43,8 +44,8 @@ class SAMOptimizer(WrappedOptimizer):
     """A trainer that sees this repeats the passes of an update when `step` asks for it."""
 
     def __init__(self, base_optimizer: Optimizer, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1):
-        check_number("SAMOptimizer", rho=rho, epsilon=epsilon)
-        check_count("SAMOptimizer", 1, interval=interval)
+        check_numbers("SAMOptimizer", rho=rho, epsilon=epsilon)
+        check_counts("SAMOptimizer", 1, interval=interval)
         super().__init__(base_optimizer)
         self.rho, self.epsilon, self.interval = rho, epsilon, interval
 

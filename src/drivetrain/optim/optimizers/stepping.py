@@ -11,26 +11,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain.core.arguments import check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import local_part
 
 ParamGroup = dict[str, Any]
 
 
-def check_number(who: str, lowest: float = 0.0, below: float | None = None, **values: Any) -> None:
-    """Refuse a setting that is not a number from `lowest` on (and below another one, where given)."""
-    for name, value in values.items():
-        wanted = f"of at least {lowest:g}" if below is None else f"from {lowest:g} to below {below:g}"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not value >= lowest or (below is not None and not value < below):
-            raise ConfigError(f"{who}({name}={value!r}): expected a number {wanted}.")
-
-
-def check_count(who: str, lowest: int, **values: Any) -> None:
-    """Refuse a setting that is not a whole number of at least `lowest`."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-            raise ConfigError(f"{who}({name}={value!r}): expected a whole number of at least {lowest}.")
+def check_rates(who: str, **rates: Any) -> None:
+    """Reject a learning rate that is not a finite number of at least 0; a rate on the device is not read back."""
+    check_numbers(who, **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)})
 
 
 def check_betas(who: str, **pairs: Any) -> tuple[float, float]:
@@ -38,7 +28,7 @@ def check_betas(who: str, **pairs: Any) -> tuple[float, float]:
     ((name, pair),) = pairs.items()
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(f"{who}({name}={pair!r}): expected two numbers, such as (0.9, 0.99).")
-    check_number(who, 0.0, 1.0, **{f"{name}[0]": pair[0], f"{name}[1]": pair[1]})
+    check_numbers(who, 0.0, 1.0, **{f"{name}[0]": pair[0], f"{name}[1]": pair[1]})
     return float(pair[0]), float(pair[1])
 
 

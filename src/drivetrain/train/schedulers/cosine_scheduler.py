@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.optim.schedules import cosine
 from drivetrain.train.placeholders import TrainerPlaceholderValues
-from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require
+from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
 
 _SAVED = (
     "total_iterations",
@@ -44,21 +44,25 @@ class CosineLrScheduler(StatefulSchedulerBase):
         num_cooldown_epochs: float = 0,
     ):
         super().__init__(optimizer)
-        require(total_num_epochs > 0, f"total_num_epochs={total_num_epochs}: expected a number above 0.")
-        require(
-            num_update_steps_per_epoch > 0,
-            f"num_update_steps_per_epoch={num_update_steps_per_epoch}: expected a number above 0.",
+        require_numbers(
+            above=0,
+            total_num_epochs=total_num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            k_decay=k_decay,
         )
-        require(lr_min >= 0, f"lr_min={lr_min}: expected a rate of at least 0.")
-        require(k_decay > 0, f"k_decay={k_decay}: expected an exponent above 0.")
+        require_numbers(
+            at_least=0,
+            lr_min=lr_min,
+            min_lr_ratio=min_lr_ratio,
+            num_warmup_epochs=num_warmup_epochs,
+            warmup_starting_lr=warmup_starting_lr,
+            warmup_starting_lr_ratio=warmup_starting_lr_ratio,
+            num_cooldown_epochs=num_cooldown_epochs,
+        )
         for name, ratio in (("min_lr_ratio", min_lr_ratio), ("warmup_starting_lr_ratio", warmup_starting_lr_ratio)):
-            require(
-                ratio is None or 0 <= ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1."
-            )
+            require(ratio is None or ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1.")
         require(
-            num_warmup_epochs >= 0
-            and num_cooldown_epochs >= 0
-            and num_warmup_epochs + num_cooldown_epochs <= total_num_epochs,
+            num_warmup_epochs + num_cooldown_epochs <= total_num_epochs,
             f"num_warmup_epochs={num_warmup_epochs} and num_cooldown_epochs={num_cooldown_epochs} do not fit in "
             f"total_num_epochs={total_num_epochs}, which includes both.",
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 
 Values = None | float | Iterable[float]
@@ -108,6 +109,22 @@ class StatefulSchedulerBase(SchedulerBase):
 
 
 def require(condition: bool, message: str) -> None:
-    """Refuse an argument unless the condition holds."""
+    """Reject an argument unless the condition holds."""
     if not condition:
         raise SchedulerArgumentError(message)
+
+
+def require_numbers(at_least: float | None = None, above: float | None = None, **values: Any) -> None:
+    """Reject arguments that are not finite numbers within the limits; None means not set."""
+    for name, value in values.items():
+        try:
+            if value is not None:
+                check_number(name, value, at_least=at_least, above=above)
+        except ConfigError as error:
+            raise SchedulerArgumentError(str(error)) from None
+
+
+def require_flags(**values: Any) -> None:
+    """Reject arguments that are not True or False."""
+    for name, value in values.items():
+        require(isinstance(value, bool), f"{name}={value!r}: expected True or False.")

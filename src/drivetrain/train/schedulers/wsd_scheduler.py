@@ -12,7 +12,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError
 from drivetrain.optim.schedules import decay
 from drivetrain.train.placeholders import TrainerPlaceholderValues
-from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require
+from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_flags, require_numbers
 
 _SHAPE = (
     "num_warmup_steps",
@@ -43,6 +43,24 @@ class WSDLrScheduler(StatefulSchedulerBase):
         is_continuation_from_checkpoint: bool = False,
     ):
         super().__init__(optimizer)
+        require_numbers(
+            above=0,
+            num_epochs=num_epochs,
+            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            total_steps=total_steps,
+            num_checkpoints=num_checkpoints,
+        )
+        require_numbers(
+            at_least=0,
+            num_warmup_steps=num_warmup_steps,
+            decay_phase_ratio=decay_phase_ratio,
+            lr_min=lr_min,
+            warmup_starting_lr=warmup_starting_lr,
+        )
+        require_flags(
+            use_inverse_sqrt_decay=use_inverse_sqrt_decay,
+            is_continuation_from_checkpoint=is_continuation_from_checkpoint,
+        )
         self.total_steps = _count_steps(num_epochs, num_update_steps_per_epoch, total_steps)
         self.num_warmup_steps = int(0.01 * self.total_steps) if num_warmup_steps is None else num_warmup_steps
         self.decay_phase_ratio = decay_phase_ratio
@@ -57,10 +75,8 @@ class WSDLrScheduler(StatefulSchedulerBase):
 
     def _check(self) -> None:
         ratio, count, highest = self.decay_phase_ratio, self.num_checkpoints, max(self.base_lr_values)
-        require(self.total_steps > 0, f"total_steps={self.total_steps}: expected a number above 0.")
-        require(0 <= ratio <= 1, f"decay_phase_ratio={ratio}: expected a fraction of a period, from 0 to 1.")
-        require(0 <= self.lr_min <= 1, f"lr_min={self.lr_min}: expected a fraction of the base rate, from 0 to 1.")
-        require(count > 0, f"num_checkpoints={count}: expected at least 1.")
+        require(ratio <= 1, f"decay_phase_ratio={ratio}: expected a fraction of a period, from 0 to 1.")
+        require(self.lr_min <= 1, f"lr_min={self.lr_min}: expected a fraction of the base rate, from 0 to 1.")
         require(
             self.total_steps >= 2 ** (count - 1),
             f"num_checkpoints={count} do not fit in total_steps={self.total_steps}; use at least {2 ** (count - 1)} "

@@ -1,0 +1,174 @@
+"""Where a batch failed: which batch, which layer or loss function, and what it was given.
+
+Everything is read from the traceback after the error, so a run that works pays nothing. An error that torch raised in a layer or in the
+loss of the first batch becomes a `BatchError`, which says what to look at. Any other error passes unchanged, with a note.
+"""
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import BatchError, BatchOutputError
+
+_LOSS_HOOKS = ("calculate_train_batch_loss", "calculate_eval_batch_loss", "calculate_predict_batch")
+_PHASES = {"_run_train_epoch": "train", "_run_eval_epoch": "evaluation", "run_prediction": "prediction"}
+_DATA = ("torch.utils.data", "drivetrain.data", "drivetrain.train.loaders")
+_DATA_NAMES = {"train": "train_dataset", "evaluation": "eval_dataset", "prediction": "dataset"}
+_BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError)
+
+
+class Failure(NamedTuple):
+    """What the traceback of an error shows."""
+
+    phase: str
+    """`train`, `evaluation` or `prediction`."""
+    batch: Any
+    layer: nn.Module | None
+    """The innermost module that was running."""
+    given: str
+    """The tensors that it was called with."""
+    in_loss: bool
+    in_data: bool
+    by_torch: bool
+    """Whether torch raised the error, not a line of the user's."""
+
+
+def explain_failure(error: BaseException, model: Any, loss_func: Any, batch_index: int) -> BaseException:
+    """Return the error to raise: the same one with a note, or a `BatchError` where torch could not use the first batch."""
+    if not isinstance(error, Exception) or isinstance(error, BatchError):
+        return error
+    failure = _read(error, loss_func)
+    if failure is None:
+        return error
+    text = _describe(failure, model, loss_func, batch_index)
+    if "device-side assert" in str(error):
+        text += (
+            " A CUDA kernel found a wrong value, often a label or an index out of range, and the layer named may be a later one. "
+            "Run the same batch with Trainer(device='cpu') to see it."
+        )
+    if batch_index == 0 and failure.by_torch and type(error) in _BUILT_IN and not failure.in_data:
+        return BatchError(f"{text} {type(error).__name__}: {_first_line(error)}")
+    error.add_note(text)
+    return error
+
+
+def _read(error: BaseException, loss_func: Any) -> Failure | None:
+    batch: Any = None
+    phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
+    for frame in _frames(error):
+        name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        owner = frame.f_locals.get("self")
+        phase = _PHASES.get(name, phase)
+        if name in _LOSS_HOOKS:
+            batch = frame.f_locals.get("batch")
+        if module.startswith(_DATA):
+            in_data = True
+        if isinstance(owner, nn.Module) and name == "forward":
+            in_loss = owner is loss_func or in_loss
+            layer, given = owner, ", ".join(_shown(value) for value in _arguments(frame) if isinstance(value, Tensor))
+        in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
+        by_torch = module.startswith("torch.")
+    if not phase or (batch is None and not in_data):
+        return None
+    return Failure(phase, batch, layer, given, in_loss, in_data and batch is None, by_torch)
+
+
+def _frames(error: BaseException) -> Iterator[types.FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _arguments(frame: types.FrameType) -> list[Any]:
+    names = inspect.getargvalues(frame)
+    return [frame.f_locals.get(name) for name in names.args if name != "self"]
+
+
+def _describe(failure: Failure, model: Any, loss_func: Any, index: int) -> str:
+    number = f"batch {index + 1}" if index else "the first batch"
+    if failure.in_data:
+        name = _DATA_NAMES[failure.phase]
+        return f"Reading {number} for {failure.phase} failed: look at {name} and its collate_fn."
+    text = f"{_DATA_NAMES[failure.phase]}: {number} for {failure.phase} ({_shown(failure.batch)}) failed"
+    if failure.in_loss:
+        text += f" in the loss function ({_name(loss_func)})"
+    elif failure.layer is not None:
+        text += f" in {_layer_name(failure.layer, model)}"
+    return text + (f", called with {failure.given}." if failure.given else ".")
+
+
+def _layer_name(layer: nn.Module, model: Any) -> str:
+    path = (
+        next((name for name, module in model.named_modules() if module is layer), None) if _is_module(model) else None
+    )
+    shown = repr(layer) if not list(layer.children()) else type(layer).__name__
+    return f"layer {path!r} ({shown})" if path else f"the model ({shown})" if layer is model else f"a layer ({shown})"
+
+
+def _is_module(model: Any) -> bool:
+    return isinstance(model, nn.Module)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _shown(value: Any, depth: int = 0) -> str:
+    """Return types and shapes of a batch, such as `(float32[8, 6], int64[8])`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if depth < 2 and isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_shown(item, depth + 1)}" for key, item in list(value.items())[:8]) + "}"
+    if depth < 2 and isinstance(value, list | tuple):
+        return "(" + ", ".join(_shown(item, depth + 1) for item in value[:8]) + ")"
+    return type(value).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# ---------------------------------------------------------------------------------------------------- before the loss
+
+
+def check_loss_inputs(loss_func: Any, outputs: Any, targets: Any) -> None:
+    """Check the first batch before a loss of torch sees it: outputs must be a tensor, and class labels must be classes.
+
+    Labels are read back to the host, once. On a GPU a label out of range would end the process' use of the device.
+    """
+    is_torch_loss = type(loss_func).__module__ == "torch.nn.modules.loss"
+    is_torch_function = getattr(loss_func, "__module__", None) == "torch.nn.functional"
+    if not is_torch_loss and not is_torch_function:
+        return
+    if not isinstance(outputs, Tensor):
+        entries = f" with the entries {', '.join(map(repr, outputs))}" if isinstance(outputs, Mapping) else ""
+        raise BatchOutputError(
+            f"the model returned a {type(outputs).__name__}{entries}, and loss_func ({_name(loss_func)}) takes a tensor. Pass a "
+            "loss_func that picks its entry, such as lambda outputs, targets: loss(outputs['logits'], targets), or override "
+            "calculate_train_batch_loss."
+        )
+    if _name(loss_func) in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"):
+        _check_labels(loss_func, outputs, targets)
+
+
+def _check_labels(loss_func: Any, outputs: Tensor, targets: Any) -> None:
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex() or not outputs.dim():
+        return
+    if targets.dim() != max(0, outputs.dim() - 1) or type(targets) is not Tensor or type(outputs) is not Tensor:
+        return  # another form: torch explains what it expects
+    classes = outputs.shape[1] if outputs.dim() > 1 else outputs.shape[0]
+    labels = targets.detach()[targets != getattr(loss_func, "ignore_index", -100)]
+    if not labels.numel():
+        return
+    lowest, highest = (int(bound) for bound in torch.aminmax(labels.long()))
+    if lowest < 0 or highest >= classes:
+        raise BatchError(
+            f"train_dataset: the labels of the first batch are from {lowest} to {highest}, and the model's outputs ({_shown(outputs)}) "
+            f"have {classes} classes, numbered 0 to {classes - 1}. Give the last layer {highest + 1} outputs or renumber the labels; "
+            "labels to skip are -100 (ignore_index)."
+        )

@@ -1,0 +1,126 @@
+"""The checkpoint folder: tested before the first step, never replaced silently, watched during the run."""
+
+import shutil
+
+import pytest
+import torch
+
+from drivetrain.checkpoint.chaos import full_disk
+from drivetrain.checkpoint.checkpointer import Checkpointer
+from drivetrain.checkpoint.exchange import Exchange
+from drivetrain.checkpoint.folder import check_folder, prepare_folder
+from drivetrain.checkpoint.writer import WriteFailedError
+from drivetrain.context.context import Context
+from drivetrain.core.errors import CheckpointsExistError, ConfigError, DrivetrainWarning
+from drivetrain.train.callbacks import TrainerCallback
+from tests.train.tasks import make_trainer, train
+
+
+class At(TrainerCallback):
+    """Does something after an epoch."""
+
+    def __init__(self, epoch, action):
+        self.epoch, self.action = epoch, action
+
+    def on_train_epoch_end(self, trainer, **kwargs):
+        if trainer.state.clock.epoch == self.epoch:
+            self.action()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer()
+    before = [p.clone() for p in trainer.model.parameters()]
+    with pytest.raises(WriteFailedError, match=r"checkpoint_dir=.*cannot be written"):
+        train(trainer, checkpoint_dir=tmp_path / "file" / "run")
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def test_a_new_run_does_not_replace_the_checkpoints_of_another(tmp_path):
+    train(make_trainer(), checkpoint_dir=tmp_path)
+    with pytest.raises(CheckpointsExistError, match=r"resume_from='auto'.*fold.*overwrite_checkpoints=True") as caught:
+        train(make_trainer(), checkpoint_dir=tmp_path)
+    assert isinstance(caught.value, ConfigError) and isinstance(caught.value, FileExistsError)
+    train(make_trainer(), num_epochs=2, checkpoint_dir=tmp_path, resume_from="auto")
+    train(make_trainer(), checkpoint_dir=tmp_path, overwrite_checkpoints=True)
+
+
+def test_one_trainer_may_train_into_its_folder_again(tmp_path):
+    trainer = make_trainer()
+    for _ in range(2):
+        train(trainer, checkpoint_dir=tmp_path / "run")
+    assert trainer.last_checkpoint.is_dir()
+
+
+def test_a_folder_that_vanishes_is_noticed_at_the_next_save_and_made_again(tmp_path):
+    folder = tmp_path / "run"
+    callback = At(2, lambda: shutil.rmtree(folder))
+    with pytest.warns(DrivetrainWarning, match="vanished during the run"):
+        train(make_trainer(callbacks=[callback]), num_epochs=3, checkpoint_dir=folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-ep2-ba6", "checkpoint-ep3-ba9", "last"]
+
+
+def test_a_folder_that_becomes_a_file_ends_the_run_at_the_next_save(tmp_path):
+    folder = tmp_path / "run"
+
+    def replace():
+        shutil.rmtree(folder)
+        folder.write_text("")
+
+    trainer = make_trainer(callbacks=[At(2, replace)])
+    with pytest.raises(WriteFailedError, match="checkpoint-ep2-ba6 was not saved"):
+        train(trainer, num_epochs=9, checkpoint_dir=folder)
+    assert trainer.state.clock.epoch == 2
+
+
+def test_another_disk_under_the_same_name_is_not_written_to(tmp_path):
+    with pytest.raises(WriteFailedError, match="vanished with the disk"):
+        check_folder(tmp_path / "gone", device=-1, name="checkpoint-1", exchange=Exchange())
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_read_only_folder_is_noticed_before_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *args: False)
+    with Checkpointer(Context(x=1), dir=tmp_path) as keeper:
+        with pytest.raises(WriteFailedError, match="read-only"):
+            keeper.save()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_whose_last_save_failed_does_not_end_in_success(tmp_path, asynchronous):
+    folder, disk = tmp_path / "run", full_disk(100)
+    trainer = make_trainer(callbacks=[At(2, disk.__enter__)])
+    try:
+        with pytest.raises(WriteFailedError, match="No space left"):
+            train(trainer, num_epochs=2, checkpoint_dir=folder, async_checkpoint=asynchronous)
+    finally:
+        disk.__exit__(None, None, None)
+    assert trainer.state.clock.epoch == 2 and (folder / "checkpoint-ep1-ba3").is_dir()
+
+
+def test_closing_raises_when_the_last_background_save_failed(tmp_path):
+    keeper = Checkpointer(Context(x=torch.ones(100)), dir=tmp_path, async_save=True)
+    with full_disk(100):
+        keeper.save(id=1)
+        with pytest.raises(WriteFailedError, match="No space left"):
+            keeper.close()
+
+
+def test_a_training_state_that_cannot_be_saved_raises(tmp_path):
+    with full_disk(100), pytest.raises(WriteFailedError, match="No space left"):
+        make_trainer().save_training_state(tmp_path / "state")
+
+
+@pytest.mark.parametrize("content", [b"rubbish", b"\xff\xfe", b"../../etc", b""])
+def test_a_garbage_best_file_is_passed_over_with_a_warning(tmp_path, caplog, content):
+    (tmp_path / "best").write_bytes(content)
+    with Checkpointer(Context(x=1), dir=tmp_path, keep=1) as keeper:
+        keeper.save(id=1)
+        keeper.save(id=2)
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-2"]
+    assert "best" in caplog.text
+
+
+def test_preparing_leaves_nothing_behind(tmp_path):
+    prepare_folder(tmp_path / "run", fresh=True)
+    assert list((tmp_path / "run").iterdir()) == []
