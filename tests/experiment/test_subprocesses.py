@@ -15,7 +15,8 @@ from drivetrain.runtime import current_run
 from tests.experiment import samples
 
 
-def test_subprocesses_share_the_folder_finish_their_work_and_leave_others_alone(tmp_path):
+def test_subprocesses_share_the_folder_finish_their_work_and_leave_others_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("drivetrain.experiment.subprocesses.WAIT_SECONDS", 240)  # a busy machine starts them late
     foreign = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     foreign_child = (
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
