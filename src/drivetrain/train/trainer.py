@@ -101,6 +101,9 @@ class Trainer(TrainerLoop):
         **unknown: Any,
     ):
         arguments.reject_unknown(Trainer.__init__, unknown)
+        for name, flag in {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}.items():
+            if flag is not None:
+                check_flag(name, flag)
         arguments.check_constructor(
             callbacks=callbacks,
             algorithms=algorithms,
