@@ -89,7 +89,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str], *, owner: str = 
 
 def check_fraction(name: str, value: Any, *, owner: str = "") -> float:
     """Return a number from 0 to 1."""
-    return check_number(name, value, at_least=0, at_most=1, owner=owner)
+    return check_number(name, value, at_least=0, at_most=1, owner=owner, hint=", a fraction")
 
 
 def check_path(name: str, value: Any) -> Path:
