@@ -33,9 +33,9 @@ KILL_GRACE = 10.0
 
 def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, num_workers: int) -> Any:
     """Call the function in a worker process, and leave the process group afterwards."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(
-        signal.SIGTERM
-    )  # torch's spawn chose SIGINT, as if a user had stopped the run
+    signal_from_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", None)
+    if signal_from_parent is not None:
+        signal_from_parent(signal.SIGTERM)  # torch's spawn chose SIGINT, as if a user had stopped the run
     end_with_parent(signal.SIGTERM)
     announced = pids / str(os.getpid())
     announced.touch()
