@@ -18,6 +18,7 @@ from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable, check_count, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, nearest_name
+from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.train.foreign_names import INSTEAD
 from drivetrain.train.settings import EvalInterval, check_eval_interval, parse_time
 
@@ -165,9 +166,8 @@ def check_optimizer_type(optimizer: Any) -> None:
         )
     if isinstance(optimizer, str | os.PathLike | Mapping) or inspect.isfunction(optimizer):
         return  # a configuration, read before the first step
-    if isinstance(optimizer, nn.Module) or not all(
-        callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")
-    ):
+    steps = all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad"))
+    if isinstance(optimizer, nn.Module) or not (steps or isinstance(optimizer, OptimScheduler)):
         raise ConfigTypeError(
             f"optimizer={optimizer!r} is a {type(optimizer).__name__} and cannot step. Expected a torch optimizer, such as "
             "torch.optim.AdamW(model.parameters()), units of drivetrain.optim, or the path of their YAML."
