@@ -1,6 +1,7 @@
 """The architecture, as a test: which folder may import which."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ ROWS = (
     ("strategy", "algorithms"),
     ("train",),
     ("experiment",),
+    ("compat",),
 )
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 
@@ -45,6 +47,23 @@ def test_imports_point_down(folder):
         for path in sorted((PACKAGE / folder).rglob("*.py"))
         for other in sorted(imported_folders(path))
         if other != folder and ROW_OF.get(other, len(ROWS)) >= ROW_OF[folder]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_doorways_at_the_root_import_other_libraries_names():
+    importing = {path.name for path in PACKAGE.glob("*.py") if "compat" in imported_folders(path)}
+    assert importing == {path.name for path in PACKAGE.glob("*.py") if "open_doorway(" in path.read_text()}
+
+
+def test_nothing_below_the_root_names_a_module_of_compat():
+    """Not even as text for importlib: a lower folder has a `core.foreign.Slot`, and the table is in compat."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}: {node.value!r}"
+        for folder in ROW_OF.keys() - {"compat"}
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"(drivetrain)?\.compat[\w.:]*", str(node.value))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -27,6 +27,7 @@ def stub_path(module: str) -> Path:
 
 def stub_text(module: str) -> str:
     """Return the stub of a module: one import per public name."""
+    from drivetrain.compat.registry import MODULES
     from drivetrain.core.lazy import TABLES
 
     loaded = importlib.import_module(module)
@@ -36,8 +37,12 @@ def stub_text(module: str) -> str:
     for name, (home, private) in homes.items():
         lines.append(f"from {package + home if home.startswith('.') else home} import {private} as {name}\n")
     for name in sorted(submodules):
-        home = CALLABLE.get(f"{module}.{name}", module)
-        lines.append(f"from {home} import {name} as {name}\n")
+        second = MODULES.get(f"{module}.{name}")
+        if second is not None:
+            home, _, private = second.rpartition(".")
+        else:
+            home, private = CALLABLE.get(f"{module}.{name}", module), name
+        lines.append(f"from {home} import {private} as {name}\n")
     if hasattr(loaded, "__version__"):
         lines.append("\n__version__: str\n")
     names = "".join(f'    "{name}",\n' for name in loaded.__all__)

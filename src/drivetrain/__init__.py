@@ -5,9 +5,12 @@ read, and keeps the run so that nothing is lost and nothing is hidden. Importing
 state: every name below loads on first use.
 """
 
+from drivetrain.core import foreign
 from drivetrain.core.lazy import lazy_exports
 
 __version__ = "0.1.0"
+
+foreign.set_provider("drivetrain.compat.registry")
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -49,12 +52,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".experiment.running": ["new_seed"],
         ".experiment.sweeps.space": ["param_matrix"],
         ".experiment.sweeps.sweeping": ["sweep", "run_parameter_sweep"],
-        ".torch_names": ["torch"],
+        ".compat.pystematic_torch": ["torch"],
     },
     modules=[
         *(
             "algorithms",
             "checkpoint",
+            "compat",
             "context",
             "core",
             "data",

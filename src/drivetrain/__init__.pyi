@@ -59,11 +59,12 @@ from drivetrain.experiment.running import new_seed as new_seed
 from drivetrain.experiment.sweeps.space import param_matrix as param_matrix
 from drivetrain.experiment.sweeps.sweeping import sweep as sweep
 from drivetrain.experiment.sweeps.sweeping import run_parameter_sweep as run_parameter_sweep
-from drivetrain.torch_names import torch as torch
+from drivetrain.compat.pystematic_torch import torch as torch
 from drivetrain import algorithms as algorithms
 from drivetrain import auto as auto
 from drivetrain import callbacks as callbacks
 from drivetrain import checkpoint as checkpoint
+from drivetrain import compat as compat
 from drivetrain import context as context
 from drivetrain import core as core
 from drivetrain import data as data

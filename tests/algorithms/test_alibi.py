@@ -307,10 +307,3 @@ def test_a_model_of_transformers_trains_on_short_texts_and_resumes_exactly():
     losses = trainer.train(Texts(), num_epochs=4, **settings).get_metric_values("train_loss_epoch")
     assert losses[-1] < losses[0]
     assert trainer.model(input_ids=torch.randint(3, 20, (1, 30))).logits.shape == (1, 30, 20)
-
-
-def test_the_registry_is_importable_from_its_own_place_and_from_composers():
-    from drivetrain.algorithms.alibi import policy_registry
-    from drivetrain.algorithms.alibi.attention_surgery_functions import policy_registry as same
-
-    assert policy_registry is same and callable(same.register)

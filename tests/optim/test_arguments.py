@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import drivetrain.optim as optim
-from drivetrain.optim import _COMPOSER_SCHEDULERS, _OPTIMIZERS, _SCHEDULES
+from drivetrain.compat.registry import EXPORTS
+from drivetrain.optim import _OPTIMIZERS, _SCHEDULES
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
 
+COMPOSER_NAMES = EXPORTS["drivetrain.optim"]["drivetrain.compat.composer_schedulers"]
 NONSENSE = {"nan": math.nan, "inf": math.inf, "negative": -1.0, "text": "0.1", "list": [0.1]}
 
 
@@ -54,7 +56,7 @@ def walk():
         (make_schedule, [getattr(optim, n) for names in _SCHEDULES.values() for n in names], lambda cls: cls.sche_init),
         (
             make_composer,
-            [getattr(optim, n) for n in _COMPOSER_SCHEDULERS[".composer_schedulers"] if n.endswith("Scheduler")][1:],
+            [getattr(optim, n) for n in COMPOSER_NAMES if n.endswith("Scheduler")][1:],
             lambda cls: cls,
         ),
         (make_trainer_schedule, [CosineLrScheduler, WSDLrScheduler], lambda cls: cls),

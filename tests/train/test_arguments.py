@@ -7,8 +7,8 @@ import torch
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from drivetrain.compat.trainer_arguments import INSTEAD
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainWarning
-from drivetrain.train.foreign_names import INSTEAD
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
 

@@ -65,7 +65,7 @@ def test_ranks_whose_clocks_differ_evaluate_after_the_same_batches(world2):
 
 
 def follow_a_schedule_by_time():
-    from drivetrain.optim.composer_schedulers import LinearScheduler
+    from drivetrain.compat.composer_schedulers import LinearScheduler
 
     rates = []
 

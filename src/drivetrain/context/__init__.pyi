@@ -12,6 +12,8 @@ from drivetrain.context.batch import batch_set as batch_set
 from drivetrain.context.batch import infer_target_type as infer_target_type
 from drivetrain.context.batch import ensure_targets_one_hot as ensure_targets_one_hot
 from drivetrain.context.batch import check_for_index_targets as check_for_index_targets
+from drivetrain.module import params as params
+from drivetrain.module import surgery as surgery
 
 __all__ = [
     "Context",

@@ -5,6 +5,7 @@ from drivetrain.core.plugin import Algorithm as Algorithm
 from drivetrain.core.plugin import Callback as Callback
 from drivetrain.core.plugin import Logger as Logger
 from drivetrain.core.plugin import NullLogger as NullLogger
+from drivetrain.core.engine import AlgorithmPass as AlgorithmPass
 from drivetrain.core.engine import Engine as Engine
 from drivetrain.core.engine import Trace as Trace
 from drivetrain.core.engine import Traces as Traces
@@ -44,6 +45,7 @@ __all__ = [
     "Callback",
     "Logger",
     "NullLogger",
+    "AlgorithmPass",
     "Engine",
     "Trace",
     "Traces",

@@ -3,7 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
+
+from drivetrain.core.foreign import provider
 
 TABLES: dict[str, tuple[Mapping[str, tuple[str, str]], frozenset[str]]] = {}
 """The exports of every package that was imported: the module and name behind each public name, and its submodules."""
@@ -16,11 +19,14 @@ def lazy_exports(
 
     `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
     names submodules that are attributes too, so that `import package` is enough to reach them. Type checkers and editors cannot
-    follow `__getattr__`: they read the stub that `make stubs` writes next to the package from the same table.
+    follow `__getattr__`: they read the stub that `make stubs` writes next to the package from the same table. Names and submodules that
+    `drivetrain.compat` adds to the package come last.
     """
-    submodules = frozenset(modules)
+    added = provider()
+    seconds = () if added is None else [path.rpartition(".") for path in added.MODULES]
+    submodules = frozenset([*modules, *(name for parent, _, name in seconds if parent == package)])
     home: dict[str, tuple[str, str]] = {}
-    for module, names in exports.items():
+    for module, names in chain(exports.items(), added.EXPORTS.get(package, {}).items() if added else ()):
         for entry in names:
             public, _, private = entry.partition("=")
             home[public] = (module, private or public)

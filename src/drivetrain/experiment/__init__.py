@@ -39,9 +39,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".sweeps.executors": ["Executor", "InlineExecutor", "PoolExecutor"],
         ".sweeps.submitit_executor": ["SubmititConfig", "SubmititExecutor"],
         ".sweeps.ray_executor": ["RayConfig", "RayExecutor"],
-        "drivetrain.torch_names": ["torch"],
     },
-    modules=["core"],
 )
 __all__.remove("torch")  # `import *` must not hide the real one
 

@@ -8,6 +8,7 @@ from drivetrain.experiment.experiments import ExperimentGroup as ExperimentGroup
 from drivetrain.experiment.parameters import Parameter as Parameter
 from drivetrain.experiment.parameters import ParameterGroup as ParameterGroup
 from drivetrain.experiment.signature import Param as Param
+from drivetrain.core.secret import Secret as Secret
 from drivetrain.experiment.proxies import current_experiment as current_experiment
 from drivetrain.experiment.proxies import params as params
 from drivetrain.experiment.proxies import output_dir as output_dir
@@ -45,8 +46,8 @@ from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig as Sub
 from drivetrain.experiment.sweeps.submitit_executor import SubmititExecutor as SubmititExecutor
 from drivetrain.experiment.sweeps.ray_executor import RayConfig as RayConfig
 from drivetrain.experiment.sweeps.ray_executor import RayExecutor as RayExecutor
-from drivetrain.torch_names import torch as torch
-from drivetrain.experiment import core as core
+from drivetrain.compat.pystematic_torch import torch as torch
+from drivetrain.compat import pystematic_core as core
 
 __all__ = [
     "experiment",
@@ -58,6 +59,7 @@ __all__ = [
     "Parameter",
     "ParameterGroup",
     "Param",
+    "Secret",
     "current_experiment",
     "params",
     "output_dir",

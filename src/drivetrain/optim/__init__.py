@@ -60,29 +60,4 @@ _OPTIMIZERS: dict[str, list[str]] = {
     ],
 }
 
-_COMPOSER_SCHEDULERS: dict[str, list[str]] = {
-    ".composer_schedulers": [
-        "ComposerScheduler",
-        "ConstantScheduler",
-        "ConstantWithWarmupScheduler",
-        "CosineAnnealingScheduler",
-        "CosineAnnealingWarmRestartsScheduler",
-        "CosineAnnealingWithWarmupScheduler",
-        "ExponentialScheduler",
-        "InverseSqrtScheduler",
-        "LinearScheduler",
-        "LinearWithWarmupScheduler",
-        "MultiStepScheduler",
-        "MultiStepWithWarmupScheduler",
-        "OneCycleScheduler",
-        "PolynomialScheduler",
-        "PolynomialWithWarmupScheduler",
-        "StepScheduler",
-        "WSDScheduler",
-        "compile_composer_scheduler",
-    ],
-}
-
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS, **_COMPOSER_SCHEDULERS}, modules=["curves", "schedules"]
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, {**_UNITS, **_SCHEDULES, **_OPTIMIZERS}, modules=["schedules"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
 from drivetrain.core.files import replace_bytes
+from drivetrain.core.foreign import Slot
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.value import Strategy
 
@@ -21,6 +22,8 @@ MARK = "drivetrain_strategy"
 _PLAIN = ("predicted", "measured", "evidence", "reasons", "rejected", "fingerprint")
 _KEYS = (MARK, "methods", "mesh", "batch", *_PLAIN, "dropped", "search")
 _PICKLE_OPCODE = 0x80
+LEGACY_PLAN: Slot[Callable[[bytes], list[Any]]] = Slot("strategy.legacy_plan")
+"""Reads the methods of a pickled plan without executing anything."""
 
 
 def as_plain(plan: Strategy) -> dict[str, Any]:
@@ -101,9 +104,7 @@ def _from_bytes(data: bytes, allow_pickle: bool, where: str) -> Strategy:
                 f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
                 "the plan as JSON."
             )
-        from drivetrain.strategy.legacy import read_legacy_pickle
-
-        return Strategy(read_legacy_pickle(data))
+        return Strategy(LEGACY_PLAN.load()(data))
     return parse_json(data, where)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import replacing
+from drivetrain.core.foreign import Slot
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
@@ -25,6 +26,14 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.train import loaders
+
+FOREIGN_RUNTIME: Slot[Callable[[Any, str | Precision | None], Any]] = Slot("train.accelerator")
+"""Makes a runtime of another library's accelerator."""
+
+
+def as_runtime(given: Any, precision: str | Precision | None = None) -> Any:
+    """Return the runtime for what `_create_accelerator` returned: itself, or one around another library's accelerator."""
+    return given if isinstance(given, TrainerRuntime) else FOREIGN_RUNTIME.load()(given, precision)
 
 
 class TrainerRuntime:

@@ -18,10 +18,12 @@ from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable, check_count, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, nearest_name
+from drivetrain.core.foreign import Slot
 from drivetrain.optim.scheduler import OptimScheduler
-from drivetrain.train.foreign_names import INSTEAD
 from drivetrain.train.settings import EvalInterval, check_eval_interval, parse_time
 
+FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
+"""What to write instead of an argument of another library's trainer."""
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
 
 
@@ -35,8 +37,9 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
         if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
     ]
     name = next(iter(unknown))
-    if name in INSTEAD:
-        hint = f" Write instead: {INSTEAD[name]}."
+    instead = FOREIGN_ARGUMENTS.load()
+    if name in instead:
+        hint = f" Write instead: {instead[name]}."
     else:
         near = nearest_name(name, valid)
         hint = f" Did you mean {near!r}?" if near else f" Arguments: {', '.join(valid)}."

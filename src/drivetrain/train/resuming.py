@@ -4,7 +4,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
+from drivetrain.core.foreign import Slot
 from drivetrain.module.full_state import gather_on_request
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
@@ -22,11 +23,23 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
-from drivetrain.train.accelerate_state import is_accelerate_state, restore_accelerate_state
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
 from drivetrain.train.tracking import of_data_ranks
+
+
+class ForeignState(Protocol):
+    """Continues from a folder that another library wrote."""
+
+    def recognizes(self, folder: Path) -> bool:
+        """Return whether a folder was written by that library."""
+
+    def restore(self, trainer: Any, folder: Path) -> None:
+        """Load the folder; the next epoch is then the one it names."""
+
+
+FOREIGN_STATE: Slot[ForeignState] = Slot("train.foreign_state")
 
 
 def make_state(
@@ -186,9 +199,9 @@ def _load(trainer: Any, source: Any) -> None:
         if restored is None:
             trainer.print(f"No checkpoint under {keeper.checkpointer.directory}: starting afresh.")
             return
-    elif broadcast_from_master(is_accelerate_state(Path(source))):
+    elif broadcast_from_master(FOREIGN_STATE.load().recognizes(Path(source))):
         restored = None  # nothing of the kind a checkpoint brings with it
-        restore_accelerate_state(trainer, Path(source))
+        FOREIGN_STATE.load().restore(trainer, Path(source))
     else:
         from drivetrain.train.saving import restore_from
 

@@ -15,11 +15,12 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.module.full_state import give_parts_again
+from drivetrain.optim.state_schedule import compile_state_schedule
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
-from drivetrain.train.accelerate_runtime import as_runtime
+from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.arguments import check_loss_func, check_model
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import (
@@ -136,10 +137,8 @@ def _make_scheduler(trainer: Any) -> Any:
 
 
 def compile_scheduler(trainer: Any) -> Any:
-    """Return torch's scheduler for one of Composer's, which is a function of the state."""
-    from drivetrain.optim.composer_schedulers import compile_composer_scheduler
-
-    return compile_composer_scheduler(trainer.create_scheduler_fn, trainer.state, schedule_ratio(trainer))
+    """Return torch's scheduler for a function of the state."""
+    return compile_state_schedule(trainer.create_scheduler_fn, trainer.state, schedule_ratio(trainer))
 
 
 def schedule_ratio(trainer: Any) -> float:

@@ -20,11 +20,11 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import ending_workers
+from drivetrain.optim.state_schedule import follows_state
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, loaders, resuming, saving, setup
-from drivetrain.train.accelerate_runtime import as_runtime
-from drivetrain.train.accelerator import TrainerRuntime
+from drivetrain.train.accelerator import TrainerRuntime, as_runtime
 from drivetrain.train.batches import BatchForm
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
@@ -465,7 +465,7 @@ class Trainer(TrainerLoop):
         """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
         if not callable(self.create_scheduler_fn):
             return self.create_scheduler_fn  # an instance; its optimizer has been checked
-        if type(self.create_scheduler_fn).__module__ == "drivetrain.optim.composer_schedulers":
+        if follows_state(self.create_scheduler_fn):
             return setup.compile_scheduler(self)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 

@@ -6,6 +6,7 @@ from drivetrain.algorithms.alibi.penalty import alibi_slopes as alibi_slopes
 from drivetrain.algorithms.alibi.policies import PolicyRegistry as PolicyRegistry
 from drivetrain.algorithms.alibi.policies import policy_registry as policy_registry
 from drivetrain.module.attention import register_attention as register_attention
+from drivetrain.algorithms.alibi import policies as attention_surgery_functions
 
 __all__ = [
     "Alibi",

@@ -29,15 +29,15 @@ WAY_OUT = (
 )
 
 
-def is_accelerate_state(folder: Path) -> bool:
-    """Say whether a folder was written by accelerate or pytorch-accelerated, and not by us."""
+def recognizes(folder: Path) -> bool:
+    """Return whether a folder was written by accelerate or pytorch-accelerated, and not by us."""
     known = (*METADATA, *WEIGHTS, OPTIMIZER)
     return (
         folder.is_dir() and not (folder / "manifest.json").exists() and any((folder / name).is_file() for name in known)
     )
 
 
-def restore_accelerate_state(trainer: Any, folder: Path) -> None:
+def restore(trainer: Any, folder: Path) -> None:
     """Load the folder into a trainer whose next epoch is then the one the folder names."""
     _refuse_shards(folder)
     metadata = _read_metadata(folder)

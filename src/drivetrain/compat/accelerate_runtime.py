@@ -18,8 +18,8 @@ _ELSEWHERE = {
 }
 
 
-def as_runtime(given: Any, precision: str | Precision | None = None) -> Any:
-    """Return a runtime for what `_create_accelerator` returned: itself, unless it is accelerate's own `Accelerator`."""
+def wrap_accelerator(given: Any, precision: str | Precision | None = None) -> Any:
+    """Return a runtime around accelerate's own `Accelerator`; anything else as it is."""
     is_accelerate = any(base.__module__.split(".")[0] == "accelerate" for base in type(given).__mro__)
     return AccelerateRuntime(given, precision) if is_accelerate else given
 

@@ -5,56 +5,29 @@ is made shorter or longer (warm-up only with `scale_warmup`). The formulas are t
 says what their positions are.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from collections.abc import Sequence
+from typing import Any
 
 from drivetrain.core.arguments import check_flag, check_number
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.time import Time, TimeLike
 from drivetrain.optim import schedules
-from drivetrain.optim.positions import Position, Span, check_covers_run, in_common_unit, position_in, span_of
+from drivetrain.optim.positions import Span, check_covers_run, in_common_unit, position_in, span_of
+from drivetrain.optim.state_schedule import StateSchedule, compile_state_schedule
+
+ComposerScheduler = StateSchedule
+compile_composer_scheduler = compile_state_schedule
 
 _DECAYS = ("linear", "cosine", "sqrt")
 
 
-@runtime_checkable
-class ComposerScheduler(Protocol):
-    """Anything that returns the factor on the learning rate for a state."""
+class _Scheduler:
+    """Is recognized by the Trainer, also in classes derived from these."""
 
-    def __call__(self, state: Any, ssr: float = 1.0) -> float:
-        """Return the factor."""
+    follows_state = True
 
 
-def compile_composer_scheduler(scheduler: Callable[..., float], state: Any, ssr: float = 1.0) -> Any:
-    """Return torch's LambdaLR for the state's optimizer that follows a scheduler; a tuple of them for several optimizers."""
-    takes_ssr = _takes_ssr(scheduler)
-    if not takes_ssr and ssr != 1.0:
-        raise ConfigError(
-            f"{_name(scheduler)} takes the state alone, so it cannot be scaled: expected ssr=1.0, given {ssr}. Give it a second argument, "
-            "def scheduler(state, ssr=1.0)."
-        )
-    if not ssr > 0:
-        raise ConfigError(f"ssr={ssr!r}: expected a number above 0; 1 leaves a schedule as it is.")
-    arguments = (ssr,) if takes_ssr else ()
-    moment = Position(state)
-
-    def factor(updates: int) -> float:
-        # Within an update the loop counts the batch last. What the rate is set for is the next batch.
-        moment.ahead = max(0, updates - state.clock.step)
-        return scheduler(moment, *arguments)
-
-    optimizers = [one for one in state.optimizers if isinstance(one, Optimizer)]
-    if not optimizers:
-        raise ConfigError("compile_composer_scheduler: the state has no torch optimizer whose rate could be scheduled.")
-    made = tuple(LambdaLR(optimizer, factor) for optimizer in optimizers)
-    return made[0] if len(made) == 1 else made
-
-
-class StepScheduler:
+class StepScheduler(_Scheduler):
     """Multiplies by gamma after every `step_size`."""
 
     def __init__(self, step_size: TimeLike, gamma: float = 0.1):
@@ -65,7 +38,7 @@ class StepScheduler:
         return schedules.step_decay(position_in(size.unit, state), _nonzero(self, "step_size", size), self.gamma)
 
 
-class MultiStepScheduler:
+class MultiStepScheduler(_Scheduler):
     """Multiplies by gamma at every milestone."""
 
     def __init__(self, milestones: Sequence[TimeLike], gamma: float = 0.1):
@@ -77,7 +50,7 @@ class MultiStepScheduler:
         return schedules.exponential(reached, self.gamma)
 
 
-class ConstantScheduler:
+class ConstantScheduler(_Scheduler):
     """Stays at `alpha` until `t_max`, then goes to 1."""
 
     def __init__(self, alpha: float = 1.0, t_max: TimeLike = "1dur"):
@@ -88,7 +61,7 @@ class ConstantScheduler:
         return self.alpha if position_in(end.unit, state) < end.value else 1.0
 
 
-class LinearScheduler:
+class LinearScheduler(_Scheduler):
     """Goes from `alpha_i` to `alpha_f` in a straight line."""
 
     def __init__(self, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: TimeLike = "1dur"):
@@ -99,7 +72,7 @@ class LinearScheduler:
         return _between(self.alpha_i, self.alpha_f, schedules.linear(_share(self, self.t_max, state, ssr)))
 
 
-class ExponentialScheduler:
+class ExponentialScheduler(_Scheduler):
     """Multiplies by gamma once per `decay_period`, smoothly."""
 
     def __init__(self, gamma: float, decay_period: TimeLike = "1ep"):
@@ -111,7 +84,7 @@ class ExponentialScheduler:
         return schedules.exponential(passed, self.gamma)
 
 
-class CosineAnnealingScheduler:
+class CosineAnnealingScheduler(_Scheduler):
     """Falls along half a cosine to `alpha_f`."""
 
     def __init__(self, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
@@ -121,7 +94,7 @@ class CosineAnnealingScheduler:
         return schedules.with_floor(schedules.cosine(_share(self, self.t_max, state, ssr)), self.alpha_f)
 
 
-class CosineAnnealingWarmRestartsScheduler:
+class CosineAnnealingWarmRestartsScheduler(_Scheduler):
     """Falls along half a cosine again and again; each fall is `t_mult` times as long as the last."""
 
     def __init__(self, t_0: TimeLike, t_mult: float = 1.0, alpha_f: float = 0.0):
@@ -141,7 +114,7 @@ class CosineAnnealingWarmRestartsScheduler:
         return schedules.with_floor(schedules.cosine_restarts(now, length, self.t_mult), self.alpha_f)
 
 
-class PolynomialScheduler:
+class PolynomialScheduler(_Scheduler):
     """Falls to `alpha_f` as a power of what is left."""
 
     def __init__(self, power: float, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
@@ -154,7 +127,7 @@ class PolynomialScheduler:
         )
 
 
-class MultiStepWithWarmupScheduler:
+class MultiStepWithWarmupScheduler(_Scheduler):
     """Rises in a straight line, then multiplies by gamma at every milestone, counted from the start of the run."""
 
     def __init__(
@@ -170,7 +143,7 @@ class MultiStepWithWarmupScheduler:
         return self.steps(state, ssr) if risen is None else risen
 
 
-class _WithWarmup:
+class _WithWarmup(_Scheduler):
     """Rises in a straight line during `t_warmup`; a subclass says what follows until `t_max`."""
 
     peak = 1.0
@@ -256,7 +229,7 @@ class PolynomialWithWarmupScheduler(_WithWarmup):
         return schedules.with_floor(schedules.polynomial(u, self.power), self.alpha_f)
 
 
-class WSDScheduler:
+class WSDScheduler(_Scheduler):
     """Rises, stays at 1, and falls to `alpha_f` during the last `t_decay` (warm-up, stable, decay)."""
 
     def __init__(
@@ -285,7 +258,7 @@ class WSDScheduler:
         return schedules.decay(min(1.0, passed / fall.value) if fall.value else 1.0, self.decay, self.alpha_f)
 
 
-class InverseSqrtScheduler:
+class InverseSqrtScheduler(_Scheduler):
     """Rises to 1 during the warm-up, then falls with the inverse square root of the time."""
 
     def __init__(self, t_warmup: TimeLike):
@@ -299,7 +272,7 @@ class InverseSqrtScheduler:
         return schedules.inverse_sqrt(position_in(warmup.unit, state), warmup.value or 1.0)
 
 
-class OneCycleScheduler:
+class OneCycleScheduler(_Scheduler):
     """Rises from `alpha_i` to 1 along half a cosine, then falls to `alpha_f`."""
 
     def __init__(
@@ -368,11 +341,3 @@ def _nonzero(scheduler: object, name: str, span: Span) -> float:
     if not span.value > 0:
         raise ConfigError(f"{_name(scheduler)}: {name} has a length of 0 in a run of this length.")
     return span.value
-
-
-def _takes_ssr(scheduler: Callable[..., float]) -> bool:
-    try:
-        inspect.signature(scheduler).bind(None, 1.0)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from drivetrain.compat.accelerate_runtime import AccelerateRuntime
 from drivetrain.core.errors import ConfigError
-from drivetrain.train.accelerate_runtime import AccelerateRuntime, as_runtime
-from drivetrain.train.accelerator import TrainerRuntime
+from drivetrain.train.accelerator import TrainerRuntime, as_runtime
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_trainer, train, weights
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from drivetrain.compat.accelerate_state import recognizes
 from drivetrain.core.errors import DrivetrainWarning, ResumeError
-from drivetrain.train.accelerate_state import is_accelerate_state
 from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 
 STEP = torch.optim.lr_scheduler.StepLR
@@ -120,7 +120,7 @@ def test_our_own_folders_are_not_taken_for_them(tmp_path):
     trainer = make_trainer()
     train(trainer)
     trainer.save_training_state(tmp_path / "state")
-    assert not is_accelerate_state(tmp_path / "state") and not is_accelerate_state(tmp_path / "absent")
+    assert not recognizes(tmp_path / "state") and not recognizes(tmp_path / "absent")
 
 
 @pytest.mark.peers

@@ -230,3 +230,15 @@ def test_in_a_run_the_rate_of_each_update_is_that_of_its_place(accumulation):
     train(trainer, make_data(64), num_epochs=2, create_scheduler_fn=make, gradient_accumulation_steps=accumulation)
     updates = len(rates)
     assert rates == pytest.approx([rates[0] * (1 - n / updates) for n in range(updates)])
+
+
+def test_a_class_derived_from_a_scheduler_can_be_given_to_the_trainer():
+    class Halved(optim.LinearScheduler):
+        def __call__(self, state, ssr=1.0):
+            return 0.5 * super().__call__(state, ssr)
+
+    trainer, rates = make_trainer(), []
+    base, step = trainer.optimizer.param_groups[0]["lr"], trainer.optimizer_step
+    trainer.optimizer_step = lambda: (rates.append(trainer.optimizer.param_groups[0]["lr"]), step())
+    train(trainer, make_data(64), num_epochs=2, create_scheduler_fn=Halved())
+    assert rates == pytest.approx([0.5 * base * (1 - n / len(rates)) for n in range(len(rates))])

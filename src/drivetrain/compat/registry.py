@@ -1,0 +1,53 @@
+"""What this package provides to the folders below it: implementations of their slots, names they offer, and second paths of modules.
+
+Everything is text, so that reading the tables loads nothing.
+"""
+
+import sys
+
+from drivetrain.compat.doorway import DoorwayFinder
+
+SLOTS = {
+    "strategy.legacy_plan": "drivetrain.compat.atorch_plans:read_legacy_pickle",
+    "train.accelerator": "drivetrain.compat.accelerate_runtime:wrap_accelerator",
+    "train.foreign_state": "drivetrain.compat.accelerate_state",
+    "train.foreign_arguments": "drivetrain.compat.trainer_arguments:INSTEAD",
+}
+
+EXPORTS = {
+    "drivetrain.experiment": {"drivetrain.compat.pystematic_torch": ["torch"]},
+    "drivetrain.optim": {
+        "drivetrain.compat.composer_schedulers": [
+            "ComposerScheduler",
+            "ConstantScheduler",
+            "ConstantWithWarmupScheduler",
+            "CosineAnnealingScheduler",
+            "CosineAnnealingWarmRestartsScheduler",
+            "CosineAnnealingWithWarmupScheduler",
+            "ExponentialScheduler",
+            "InverseSqrtScheduler",
+            "LinearScheduler",
+            "LinearWithWarmupScheduler",
+            "MultiStepScheduler",
+            "MultiStepWithWarmupScheduler",
+            "OneCycleScheduler",
+            "PolynomialScheduler",
+            "PolynomialWithWarmupScheduler",
+            "StepScheduler",
+            "WSDScheduler",
+            "compile_composer_scheduler",
+        ],
+    },
+}
+
+MODULES = {
+    "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.policies",
+    "drivetrain.context.params": "drivetrain.module.params",
+    "drivetrain.context.surgery": "drivetrain.module.surgery",
+    "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
+    "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",
+    "drivetrain.optim.curves": "drivetrain.optim.schedules",
+}
+"""Second paths of modules: importing the first gives the second, the same object."""
+
+sys.meta_path.append(DoorwayFinder(MODULES))  # last, so that it is asked only for what no file answers
