@@ -53,3 +53,16 @@ class Losses(TrainerCallback):
 
     def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
         self.values.append(batch_output["loss"].item())
+
+
+class Lines:
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int | None, dict[str, Any]]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.lines.append((step, metrics))
+
+    def series(self, name: str) -> list[tuple[int | None, Any]]:
+        return [(step, metrics[name]) for step, metrics in self.lines if name in metrics]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.record import Recorder, read_metrics
 from drivetrain.train.callbacks import (
     DEFAULT_CALLBACKS,
     LRMonitor,
@@ -13,7 +14,7 @@ from drivetrain.train.callbacks import (
     TrainerCallback,
 )
 from drivetrain.train.trainer import Trainer
-from tests.train.tasks import make_data, make_model, make_trainer, train, weights
+from tests.train.tasks import Lines, make_data, make_model, make_trainer, train, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -40,7 +41,7 @@ class NoWaiting(TrainerCallback):
     ],
 )
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_steps_do_not_wait_for_the_device(settings, precision):
+def test_steps_do_not_wait_for_the_device(settings, precision, tmp_path):
     class Watched(Trainer):
         def _run_steps(self, train_dl):
             try:
@@ -49,9 +50,16 @@ def test_steps_do_not_wait_for_the_device(settings, precision):
                 torch.cuda.set_sync_debug_mode("default")
 
     callbacks = [*DEFAULT_CALLBACKS, ThroughputMonitor(), LRMonitor(), NoWaiting()]
-    trainer = make_trainer(cls=Watched, callbacks=callbacks, precision=precision)
-    history = train(trainer, make_data(160), num_epochs=2, train_dataloader_kwargs={"shuffle": True}, **settings)
+    lines, recorder = Lines(), Recorder(tmp_path, tensorboard=False)
+    trainer = make_trainer(cls=Watched, callbacks=callbacks, precision=precision, loggers=[lines, recorder])
+    data, order = make_data(160), {"shuffle": True}
+    history = train(trainer, data, num_epochs=2, log_every=3, train_dataloader_kwargs=order, **settings)
+    recorder.close()
     assert next(trainer.model.parameters()).is_cuda
+    logged = lines.series("train_loss_step")  # as numbers, in order, each with the step it belongs to
+    assert len(logged) == trainer.state.clock.step // 3 and all(type(loss) is float for _, loss in logged)
+    rows = [row for row in read_metrics(tmp_path, kind="scalar") if row["tag"] == "train_loss_step"]
+    assert [(row["step"], row["value"]) for row in rows] == logged
     assert history.get_latest_metric("train_loss_epoch") > 0
 
 

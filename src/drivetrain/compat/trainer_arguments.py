@@ -104,8 +104,8 @@ INSTEAD: dict[str, str] = {
     "disable_tqdm": "Trainer(callbacks=get_default_callbacks(progress_bar=False))",
     "verbose": "Trainer(callbacks=...), which decide what is printed",
     "early_stopping_patience": "Trainer(callbacks=[*get_default_callbacks(), EarlyStoppingCallback(...)])",
-    "log_every_n_steps": "nothing: values are read back when they are shown or logged",
-    "logging_steps": "nothing: values are read back when they are shown or logged",
+    "log_every_n_steps": "train(log_every=...), in updates",
+    "logging_steps": "train(log_every=...), in updates",
     # evaluation
     "val_check_interval": f"train(eval_interval='500ba'); {_STEPS}",
     "check_val_every_n_epoch": "train(eval_interval='2ep')",

@@ -370,6 +370,21 @@ def start_sum_over_ranks(value: Count, device: Any) -> Callable[[], Count]:
     return result
 
 
+def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:
+    """Add numbers up over the data ranks at once; sums on a device are tensors that are not read."""
+    import torch.distributed as dist
+
+    kind: dict[str, Any] = {
+        "device": device,
+        "dtype": torch.float32 if torch.device(device).type == "mps" else torch.float64,
+    }
+    total = torch.stack(
+        [value.detach().to(**kind) if isinstance(value, Tensor) else torch.full((), value, **kind) for value in values]
+    )
+    dist.all_reduce(total, group=data_group())  # on an accelerator the host does not wait
+    return total.tolist() if total.is_cpu else list(total.unbind())
+
+
 def make_prediction_loader(
     trainer: Any, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
 ) -> Any:

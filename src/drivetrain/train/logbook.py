@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.runtime.run import current_run
+from drivetrain.train.readback import AsyncReadback
 
 
 class Logbook:
@@ -19,10 +20,13 @@ class Logbook:
         run = current_run()
         recorder = None if run is None else run.recorder  # inside an experiment metrics go to its recorder too
         self._trainer = trainer
+        self._readback = AsyncReadback()
+        self._arriving: dict[str, float] = {}
         self.loggers = [*loggers, *([recorder] if recorder is not None and recorder not in loggers else [])]
 
     def record(self, name: str, value: Any) -> None:
         """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
+        self.wait_for_steps()
         history = self._trainer.run_history
         history.update_metric(name, value)
         self._send({f"{history.metric_name_prefix}{name}": value})
@@ -34,8 +38,29 @@ class Logbook:
         self._send(metrics, step)
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
-        """Send values of one step to the loggers only: a history of every step would grow without end."""
-        self._send(metrics)
+        """Send values of one step to the loggers only: a history of every step would grow without end.
+
+        A sink reads a device by itself, later. Any other logger gets numbers, with their step, when they have arrived.
+        """
+        step = self._trainer.state.clock.batch
+        sinks = [logger for logger in self.loggers if hasattr(logger, "scalar")]
+        self._send(metrics, step, sinks)
+        if len(sinks) < len(self.loggers):
+            self._readback.max_lag = 2 * len(metrics)
+            for place, (name, value) in enumerate(metrics.items(), start=1):
+                self._readback.push(value, (step, name, place == len(metrics)))
+            self._deliver(self._readback.poll())
+
+    def wait_for_steps(self) -> None:
+        """Give the loggers what is still on its way from the device; here the host waits."""
+        self._deliver(self._readback.drain())
+
+    def _deliver(self, arrived: list[tuple[Any, float]]) -> None:
+        for (step, name, is_last), value in arrived:
+            self._arriving[name] = value
+            if is_last:
+                metrics, self._arriving = self._arriving, {}
+                self._send(metrics, step, [logger for logger in self.loggers if not hasattr(logger, "scalar")])
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
         """Tell the loggers how the run is set up."""
@@ -55,15 +80,19 @@ class Logbook:
 
     def flush(self) -> None:
         """Let every logger write what it holds."""
+        self.wait_for_steps()
         for logger in self.loggers:
             if callable(getattr(logger, "flush", None)):
                 logger.flush()
 
-    def _send(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if not self.loggers:
+    def _send(
+        self, metrics: Mapping[str, Any], step: int | None = None, loggers: Collection[Any] | None = None
+    ) -> None:
+        loggers = self.loggers if loggers is None else loggers
+        if not loggers:
             return
         step = self._trainer.state.clock.batch if step is None else step
-        for logger in self.loggers:
+        for logger in loggers:
             if hasattr(logger, "log_metrics"):
                 logger.log_metrics(dict(metrics), step=step)
             elif hasattr(logger, "scalar"):

@@ -24,6 +24,7 @@ from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.step_losses import StepLosses
 
 
 class TrainerLoop(EvaluationLoop):
@@ -34,6 +35,7 @@ class TrainerLoop(EvaluationLoop):
     _has_train_metrics: bool
     _train_items: LossCounting
     _keeper: Any
+    _step_losses: StepLosses | None = None  # a plugin, where a logger listens
     _inside_step = False
     _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
     _restored_rng: Any = None

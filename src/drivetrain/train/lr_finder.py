@@ -94,7 +94,7 @@ def find_lr(
     handler.add_callback(sweep)
     try:
         with kept_history(trainer), kept_modes(trainer.model):
-            trainer.train(train_dataset, max_num_train_steps=num_steps, **train_kwargs)
+            trainer.train(train_dataset, max_num_train_steps=num_steps, **{"log_every": None, **train_kwargs})
     finally:
         handler.clear_callbacks()
         handler.add_callbacks(callbacks)

@@ -26,7 +26,7 @@ from drivetrain.train import loaders
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
-from drivetrain.train.tracking import of_data_ranks
+from drivetrain.train.tracking import load_sums, of_data_ranks
 
 
 class ForeignState(Protocol):
@@ -83,6 +83,7 @@ def restore(trainer: Any) -> None:
     _fill_state(trainer)
     trainer._keeper = Keeper(trainer, settings)
     trainer._restored_rng = trainer._saved_evaluations = trainer._eval_interval = None
+    trainer._step_losses = trainer._saved_step_losses = None
     trainer._eval_after_epoch = False
     trainer._fire.before_load()
     if settings.resume_from is not None:
@@ -134,7 +135,8 @@ class EpochLoss:
     """The epoch's loss so far, of all data ranks: exact on as many of them, and the right sum on any other number.
 
     How many evaluations have been made inside epochs is kept with it, so that a resumed run makes the next one where it was due.
-    With it goes what the run was about to do: the evaluation that a signal cut short, or the end of the epoch.
+    With it go what the run was about to do, the evaluation that a signal cut short or the end of the epoch, and the means that
+    loggers get next.
     """
 
     def __init__(self, trainer: Any):
@@ -142,26 +144,23 @@ class EpochLoss:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of every data rank; all ranks must call this."""
-        interval = self._trainer._eval_interval
+        interval, steps = self._trainer._eval_interval, self._trainer._step_losses
+        self._trainer.logbook.wait_for_steps()
         return {
             "ranks": of_data_ranks(self._trainer._loss_tracker.state_dict()),
             "evaluations": None if interval is None else interval.state_dict(),
             "evaluates_after_epoch": self._trainer._eval_after_epoch,
             "unfinished": self._trainer._unfinished,
+            "step_losses": None if steps is None else steps.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's sums back; on another number of data ranks, the first takes them all."""
         self._trainer._saved_evaluations = state.get("evaluations")
         self._trainer._eval_after_epoch = state.get("evaluates_after_epoch", False)
-        ranks, tracker = state["ranks"], self._trainer._loss_tracker
         self._trainer._unfinished = state.get("unfinished", "")
-        tracker.reset()
-        if len(ranks) == num_data_ranks():
-            tracker.load_state_dict(ranks[data_rank()])
-        elif data_rank() == 0:
-            total, count = (sum(rank[name] for rank in ranks) for name in ("total_loss", "running_count"))
-            tracker.load_state_dict({**ranks[0], "total_loss": total, "running_count": count})
+        self._trainer._saved_step_losses = state.get("step_losses")
+        load_sums(self._trainer._loss_tracker, state["ranks"])
 
 
 def _restore_required_algorithms(trainer: Any, saved: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ class TrainSettings:
     gradient_clip_norm: float | None = None
     microbatch_size: int | str | None = None
     eval_interval: EvalInterval = "1ep"
+    log_every: int | str | Time | None = 50
     scheduler_interval: str = "step"
     scheduler_metric: str = "eval_loss_epoch"
     resume_from: Any = None
@@ -72,6 +73,10 @@ class TrainSettings:
         if not isinstance(self.scheduler_metric, str) or not self.scheduler_metric:
             raise ConfigError(f"scheduler_metric={self.scheduler_metric!r}: expected a name such as 'eval_loss_epoch'.")
         check_eval_interval(self.eval_interval)
+        if self.log_time.value < 0:
+            raise ConfigError(
+                f"log_every={self.log_every!r}: expected a number of updates, a time such as '100ba' or '0.01dur', or None for never."
+            )
         self._check_checkpoints()
 
     def _check_clipping(self) -> None:
@@ -162,6 +167,11 @@ class TrainSettings:
     def eval_time(self) -> Time | None:
         """How often to evaluate; None when a callable decides."""
         return None if callable(self.eval_interval) else parse_time("eval_interval", self.eval_interval)
+
+    @property
+    def log_time(self) -> Time:
+        """How often losses go to the loggers; 0 is never."""
+        return parse_time("log_every", 0 if self.log_every is None else self.log_every, TimeUnit.STEP)
 
 
 class RunLimits:

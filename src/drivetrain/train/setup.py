@@ -37,6 +37,7 @@ from drivetrain.train.keeping import prepare_checkpoints
 from drivetrain.train.plain_hooks import find_plain_hooks
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import RunLimits, TrainSettings
+from drivetrain.train.step_losses import StepLosses
 
 
 def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
@@ -184,6 +185,7 @@ def prepare_loop(trainer: Any) -> None:
             trainer._eval_every = trainer._eval_interval.due
         elif callable(decide := settings.eval_interval):
             trainer._eval_every = lambda clock: bool(decide(state, Event.BATCH_END))
+    _log_steps(trainer)
     clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
     trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
     trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
@@ -198,6 +200,21 @@ def prepare_loop(trainer: Any) -> None:
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)
     state.clock.start(shared=trainer._vote is not None)
+
+
+def _log_steps(trainer: Any) -> None:
+    """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
+    every, state, engine = trainer.settings.log_time, trainer.state, trainer.engine
+    is_heard = any(all_gather_values(every.value > 0 and bool(trainer.logbook.loggers)))
+    if is_heard:
+        interval = Interval(every, state.max_duration, trainer._batches_per_epoch)
+        interval.reset(state.clock)
+        is_padding = trainer._is_padding if trainer._may_pad else None
+        trainer._step_losses = StepLosses(interval, trainer._train_items, is_padding, engine.plugins)
+        if trainer._saved_step_losses is not None:
+            trainer._step_losses.load_state_dict(trainer._saved_step_losses)
+    if is_heard or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
+        engine.set_plugins(trainer._plugins())
 
 
 def _check_equal_lengths(batches: int | None) -> None:

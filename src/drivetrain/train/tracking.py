@@ -8,7 +8,7 @@ asks for it. Memory is constant over any number of steps, and an update costs ab
 import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drivetrain.core.errors import unknown_name
 from drivetrain.core.time import Clock
+from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
 
@@ -330,6 +331,12 @@ class LossTracker:
             self._device_count = None
         return self._count
 
+    def unread_sums(self) -> tuple[Count, Count]:
+        """Return the sums of losses and of weights; those on a device are tensors, and nothing is read."""
+        self._fold()
+        total = self._sum if self._device_sum is None else self._device_sum + self._sum
+        return total, self._count if self._device_count is None else self._device_count + self._count
+
     @property
     def loss_value(self) -> float:
         """The last loss."""
@@ -422,6 +429,16 @@ def of_data_ranks(value: Any) -> list[Any]:
     for rank, item in all_gather_values((data_rank(), value)):
         told.setdefault(rank, item)
     return [told[rank] for rank in range(num_data_ranks())]
+
+
+def load_sums(tracker: LossTracker, ranks: Sequence[dict[str, int | float]]) -> None:
+    """Give a tracker this data rank's saved sums; on another number of data ranks, the first takes them all."""
+    tracker.reset()
+    if len(ranks) == num_data_ranks():
+        tracker.load_state_dict(ranks[data_rank()])
+    elif data_rank() == 0:
+        total, count = (sum(rank[name] for rank in ranks) for name in ("total_loss", "running_count"))
+        tracker.load_state_dict({**ranks[0], "total_loss": total, "running_count": count})
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

@@ -230,6 +230,7 @@ class Trainer(TrainerLoop):
         fast_dev_run: bool | int = False,
         max_grad_norm: float | None = None,
         overwrite_checkpoints: bool = False,
+        log_every: int | str | Time | None = 50,
         **unknown: Any,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
@@ -260,6 +261,7 @@ class Trainer(TrainerLoop):
             gradient_clip_norm=gradient_clip_norm if gradient_clip_norm is not None else max_grad_norm,
             microbatch_size=microbatch_size,
             eval_interval="1ep" if interval is None else interval,
+            log_every=log_every,
             scheduler_interval=scheduler_interval,
             scheduler_metric=scheduler_metric,
             resume_from=resume_from if resume_from is not None else self._resume_next,
@@ -486,7 +488,8 @@ class Trainer(TrainerLoop):
     def _plugins(self) -> list[Any]:
         """Return every guest in order; the state holds them too, so that theirs is saved with it."""
         self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
-        return [*self._algorithms, *self.callback_handler, *self._strict_steps]
+        own = () if self._step_losses is None else (self._step_losses,)
+        return [*self._algorithms, *self.callback_handler, *own, *self._strict_steps]
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""

@@ -173,7 +173,7 @@ class LRMonitor(TrainerCallback):
     def batch_end(self, state: Any, logger: Any) -> None:
         """Log when it is due."""
         if self._interval.due(state.clock):
-            logger.log_metrics(_learning_rates(state.optimizers))
+            logger.log_metrics(learning_rates(state.optimizers))
 
     def epoch_end(self, state: Any, logger: Any) -> None:
         """Log when an interval in epochs is due."""
@@ -212,7 +212,8 @@ def _memory(device: torch.device) -> dict[str, float]:
     }  # Linux counts KiB
 
 
-def _learning_rates(optimizers: Any) -> dict[str, Any]:
+def learning_rates(optimizers: Any) -> dict[str, Any]:
+    """Return the rate of every parameter group by name; one on a device is copied there."""
     rates: dict[str, Any] = {}
     for optimizer in optimizers or ():
         for index, group in enumerate(optimizer.param_groups):
