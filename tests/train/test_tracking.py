@@ -271,8 +271,11 @@ def test_a_value_knows_the_batch_after_which_it_was_recorded_over_several_runs()
     restored = InMemoryRunHistory()
     restored.load_state_dict(history.state_dict())
     assert restored.get_metric_steps("train_loss_epoch") == [3, 6, 9]
-    restored._metrics["mine"].extend([1.0, 2.0])  # put there past `update_metric`
-    assert restored.get_metric_steps("mine") == [1, 2] and restored.get_metric_steps("unknown") == []
+    assert restored.get_metric_steps("unknown") == []
+    restored.load_state_dict(
+        {"current_epoch": 3, "prefix": "", "metrics": {"old": [1.0, 2.0]}}
+    )  # before steps were kept
+    assert restored.get_metric_steps("old") == [1, 2]
 
 
 def test_later_runs_do_not_change_the_history_a_run_returned():

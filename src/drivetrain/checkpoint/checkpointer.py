@@ -26,6 +26,7 @@ from drivetrain.checkpoint.progress import Progress, Schedule
 from drivetrain.checkpoint.reader import Loaded, Reader, find_place
 from drivetrain.checkpoint.restored import Restored
 from drivetrain.checkpoint.retention import Best, to_remove
+from drivetrain.checkpoint.side_file import reading_from
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
 from drivetrain.checkpoint.verifying import check_verify
@@ -152,13 +153,19 @@ class Checkpointer:
         except WriteFailedError as error:
             self._count_failure(error, final)
             return path
-        snapshot = take_snapshot(self.ctx, exchange, metrics=self._metrics(metrics), progress=self.progress.snapshot())
-        if self._in_background(snapshot) and not final:
-            self._begin(id, snapshot)
-            self.last_stall = time.perf_counter() - begun
-            logger.info("%s: training was held for %.3f s; the file is written meanwhile", path.name, self.last_stall)
-            return path
         try:
+            snapshot = take_snapshot(
+                self.ctx,
+                exchange,
+                folder=self.directory,
+                metrics=self._metrics(metrics),
+                progress=self.progress.snapshot(),
+            )
+            if self._in_background(snapshot) and not final:
+                self._begin(id, snapshot)
+                self.last_stall = time.perf_counter() - begun
+                logger.info("%s: training was held for %.3f s; a thread writes the files", path.name, self.last_stall)
+                return path
             self._write(id, snapshot, exchange)
         except WriteFailedError as error:
             self._count_failure(error, final)
@@ -185,7 +192,8 @@ class Checkpointer:
             report = self._load(read_file(place.path), exchange)
             return Restored(path=place.path, report=report)
         loaded = reader.read_newest(place.path) if place.kind == "directory" else reader.read(place.path)
-        report = self._load(state_of(loaded), exchange)
+        with reading_from(self.ctx, loaded.path.parent):
+            report = self._load(state_of(loaded), exchange)
         return self._continue(loaded, report)
 
     def wait(self) -> None:

@@ -7,6 +7,7 @@ takes to continue the run as if nothing had happened; from a dict it keeps the d
 import hashlib
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from drivetrain.checkpoint.exchange import Exchange
 from drivetrain.checkpoint.local import local_test, rank_tensors
+from drivetrain.checkpoint.side_file import referring
 from drivetrain.checkpoint.tree import FlatState, flatten
 from drivetrain.checkpoint.writer import Snapshot
 from drivetrain.context.codec import pack
@@ -25,18 +27,20 @@ def take_snapshot(
     source: Any,
     exchange: Exchange | None = None,
     *,
+    folder: Path | None = None,
     metrics: Mapping[str, Any] | None = None,
     progress: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """Take a source apart for this rank; tensors are those of the source, not copies.
 
     Ranks that save a Context together meet here. Usually all of them hold the same names and rank 0 keeps the tensors;
-    where they differ (stages of a pipeline) each keeps its own.
+    where they differ (stages of a pipeline) each keeps its own. `folder` is where the checkpoint goes: what only grows is in a file there.
     """
     exchange = exchange or Exchange()
     is_context = not isinstance(source, Mapping)
     try:
-        state = source.state_dict() if is_context else pack(dict(source))
+        with referring(source, folder, exchange) as write_side_file:
+            state = source.state_dict() if is_context else pack(dict(source))
     except StateError as error:
         if is_context:
             raise
@@ -52,6 +56,7 @@ def take_snapshot(
     snapshot = Snapshot(
         state=flat.to_json(),
         is_own=is_own,
+        write_side_file=write_side_file,
         tensors=flat.tensors if exchange.rank == 0 or is_own else {},
         header={
             "run": _run_name(),

@@ -38,7 +38,9 @@ def save_checkpoint(
     directory = checkpoint_directory(path)
     name = checkpoint_name(id)
     exchange = control_exchange()
-    snapshot = take_snapshot(state_dict, exchange, metrics=None if metric is None else {"metric": metric})
+    snapshot = take_snapshot(
+        state_dict, exchange, folder=directory, metrics=None if metric is None else {"metric": metric}
+    )
     if isinstance(state_dict, Mapping) and not snapshot.is_sharded:
         if exchange.rank != 0:
             return directory / name

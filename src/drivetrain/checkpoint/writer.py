@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -79,6 +79,8 @@ class Snapshot:
     local_metadata: dict[str, str] = field(default_factory=dict)
     header: dict[str, Any] = field(default_factory=dict)
     """Fields of the manifest: run, progress, seed, metrics, versions."""
+    write_side_file: Callable[[], None] | None = None
+    """Writes and flushes what the state refers to in a file next to the checkpoints; on rank 0 only."""
     is_sharded: bool = False
     """Whether some tensors are split over ranks, also when this rank has no part of them."""
 
@@ -198,6 +200,8 @@ def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: Exchan
 
 def _write_parts(temporary: Path, snapshot: Snapshot, rank: int) -> list[FileEntry]:
     files = []
+    if snapshot.write_side_file is not None:
+        snapshot.write_side_file()
     if rank == 0 or snapshot.is_own:
         files.append(write_bytes(temporary, own_file(STATE, rank), snapshot.state))
         if snapshot.tensors:

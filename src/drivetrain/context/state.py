@@ -150,6 +150,8 @@ class State(Context):
             self._before_load(state)
         return super().load_state_dict(state, strict)
 
+    _side_file: Any = None  # an item that checkpoints refer to instead of holding it, see `checkpoint.side_file`
+
     # Time.
 
     @property

@@ -26,7 +26,7 @@ from drivetrain.train import loaders
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
-from drivetrain.train.tracking import load_sums, of_data_ranks
+from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 
 
 class ForeignState(Protocol):
@@ -120,6 +120,7 @@ def _fill_state(trainer: Any) -> None:
     state.device = torch.device(trainer.device)
     state.scaler = getattr(trainer._accelerator, "scaler", None)
     state.history = trainer.run_history
+    state._side_file = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else None
     state.epoch_loss = EpochLoss(trainer)
     state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
     smart = loaders.smart_loader(trainer._train_dataloader)

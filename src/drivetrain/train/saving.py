@@ -109,13 +109,16 @@ def load_training_state(trainer: Any, folder: Any) -> dict[str, Any]:
     What is there already is restored now: model, optimizer, counters. Loader and scheduler are made by `train()`, which restores them
     then, from the same folder.
     """
+    from drivetrain.checkpoint.reader import find_place
+    from drivetrain.checkpoint.side_file import reading_from
     from drivetrain.checkpoint.store import load_checkpoint as read
 
     path = Path(folder)
     if not path.exists():
         raise FileNotFoundError(f"no training state at {folder}: the path does not exist.")
-    state = read(path)
-    trainer.state.load_state_dict(state, strict=False)
+    state, place = read(path), find_place(path)
+    with reading_from(trainer.state, place.path if place.kind == "directory" else place.path.parent):
+        trainer.state.load_state_dict(state, strict=False)
     trainer._resume_next = path
     trainer.run_history._set_epoch(trainer.state.clock.epoch + 1)
     return dict(state.get("custom_entries") or {})

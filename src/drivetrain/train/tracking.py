@@ -1,4 +1,7 @@
-"""What a run remembers: metric values per epoch, and the running mean of the loss.
+"""What a run remembers: metric values with the epoch and step they belong to, and the running mean of the loss.
+
+The history keeps numbers in arrays (`series`), and a checkpoint refers to a file of them that only grows (`history_file`), so neither
+memory nor a save has a Python object for each value.
 
 A loss is a tensor on the device. Reading it makes the host wait, so `LossTracker.update` only keeps it: a few tensors
 wait in a ring, a full ring is folded into one running sum on the device, and a number leaves the device when somebody
@@ -6,26 +9,30 @@ asks for it. Memory is constant over any number of steps, and an update costs ab
 """
 
 import copy
+import warnings
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import unknown_name
+from drivetrain.core.errors import DrivetrainWarning, unknown_name
 from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import Count
+from drivetrain.record.buffer import PLACES, Arrival, DeviceBuffer, Slot
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
+from drivetrain.train.history_file import HistoryFile, Reference, read_history
+from drivetrain.train.series import Series
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _RING_SIZE = 64
-
-T = TypeVar("T")
 
 Moment = tuple[int, int]
 """When a value was recorded: the epoch, and the number of batches trained on until then, in all runs that the history holds."""
@@ -98,6 +105,10 @@ class RunHistory(ABC):
         """Return when each value was recorded; a history that does not keep this counts values."""
         return [(count, count) for count, _ in enumerate(self.get_metric_values(metric_name), start=1)]
 
+    def _num_values(self, metric_name: str) -> int:
+        """Return how many values a metric has."""
+        return len(list(self.get_metric_values(metric_name))) if metric_name in self.get_metric_names() else 0
+
     def _follow(self, clock: Clock, starts_over: bool = False) -> None:  # noqa: B027
         """Read the number of batches from this clock, which `starts_over` in a new run; a history that does not keep it ignores this."""
 
@@ -126,6 +137,8 @@ class RunHistory(ABC):
 class InMemoryRunHistory(RunHistory):
     """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
 
+    A number takes 16 bytes. One in a tensor on an accelerator is copied there, and the host reads it later, together with others.
+
     >>> history = InMemoryRunHistory()
     >>> history.update_metric("train_loss_epoch", 0.5)
     >>> history.get_latest_metric("train_loss_epoch"), history.get_metric_values("accuracy")
@@ -134,37 +147,53 @@ class InMemoryRunHistory(RunHistory):
 
     def __init__(self) -> None:
         self._current_epoch = 1
-        self._metrics: defaultdict[str, list[Any]] = defaultdict(list)
-        self._recorded_at: defaultdict[str, list[Moment]] = defaultdict(list)
+        self._series: dict[str, Series] = {}
         self._prefix = ""
         self._clock: Clock | None = None
         self._batches_before = 0  # of runs before this one
+        self._forget_files()
+        self._buffer: DeviceBuffer | None = None
+        self._unread: list[tuple[Series, int, Slot]] = []
+        self._on_the_way: tuple[list[tuple[Series, int, Slot]], Arrival] | None = None
 
     def get_metric_names(self) -> Iterable[str]:
         """Return the recorded names as a set that keeps their order."""
-        return {name: None for name, values in self._metrics.items() if values}.keys()
+        return dict.fromkeys(self._series).keys()
 
     def get_metric_values(self, metric_name: str) -> list[Any]:
-        """Return all values of a metric, oldest first; none for a name that was never recorded."""
-        return self._metrics.get(metric_name, [])
+        """Return all values of a metric, oldest first; none for a name that was never recorded. Waits for values on a device."""
+        self._read(wait=True)
+        series = self._series.get(metric_name)
+        return [] if series is None else series.values()
 
     def get_latest_metric(self, metric_name: str) -> Any:
-        """Return the last value of a metric."""
-        values = self._metrics.get(metric_name)
-        if not values:
+        """Return the last value of a metric; waits for values on a device."""
+        self._read(wait=True)
+        series = self._series.get(metric_name)
+        if series is None:
             raise ValueError(
                 unknown_name(
                     "metric", metric_name, self.get_metric_names() or ["none recorded yet"], where="run history"
                 )
             )
-        return values[-1]
+        return series.value(len(series) - 1)
 
     def update_metric(self, metric_name: str, metric_value: Any) -> None:
-        """Record a value under the prefixed name."""
+        """Record a value under the prefixed name; nothing waits for a device."""
         name = f"{self._prefix}{metric_name}"
-        self._metrics[name].append(metric_value)
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = Series()
         step = self._batches_before + (0 if self._clock is None else self._clock.batch)
-        self._recorded_at[name].append((self._current_epoch, step))
+        if isinstance(metric_value, Tensor) and _is_device_number(metric_value):
+            if self._buffer is None:
+                self._buffer = DeviceBuffer()
+            self._unread.append((series, len(series), self._buffer.put(metric_value)))
+            series.append(0.0, self._current_epoch, step)
+            if len(self._unread) >= PLACES:
+                self._read(wait=False)
+        else:
+            series.append(metric_value, self._current_epoch, step)
 
     def set_metric_name_prefix(self, prefix: str = "") -> None:
         """Put a prefix before every name that is recorded from now on; `reset` keeps it."""
@@ -172,10 +201,9 @@ class InMemoryRunHistory(RunHistory):
 
     def delete_metric(self, metric_name: str) -> None:
         """Forget a metric and all its values."""
-        if metric_name not in self._metrics:
+        if metric_name not in self._series:
             raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
-        del self._metrics[metric_name]
-        self._recorded_at.pop(metric_name, None)
+        del self._series[metric_name]
 
     @property
     def metric_name_prefix(self) -> str:
@@ -196,49 +224,149 @@ class InMemoryRunHistory(RunHistory):
     def reset(self) -> None:
         """Forget all values and return to the first epoch."""
         self._current_epoch = 1
-        self._metrics, self._recorded_at, self._batches_before = defaultdict(list), defaultdict(list), 0
+        self._series, self._batches_before = {}, 0
+
+    def get_metric_steps(self, metric_name: str) -> list[int]:
+        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        series = self._series.get(metric_name)
+        return [] if series is None else series.steps.tolist()
 
     def _moments(self, metric_name: str) -> list[Moment]:
-        moments = self._recorded_at.get(metric_name, [])
-        return moments if len(moments) == len(self.get_metric_values(metric_name)) else super()._moments(metric_name)
+        series = self._series.get(metric_name)
+        return [] if series is None else series.moments()
+
+    def _num_values(self, metric_name: str) -> int:
+        series = self._series.get(metric_name)
+        return 0 if series is None else len(series)
 
     def _follow(self, clock: Clock, starts_over: bool = False) -> None:
         self._clock = clock
         if starts_over:
-            self._batches_before = max(
-                (moment[1] for all_of in self._recorded_at.values() for moment in all_of), default=0
-            )
+            self._batches_before = max((max(series.steps) for series in self._series.values()), default=0)
 
     def snapshot(self) -> Self:
         """Return a copy that later runs do not change."""
+        self._read(wait=True)
         copied = copy.copy(self)
         copied._clock = None
-        copied._metrics, copied._recorded_at = _copied(self._metrics), _copied(self._recorded_at)
+        copied._series = {name: series.copy() for name, series in self._series.items()}
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; files and buffers belong to this object."""
+        self._read(wait=True)
+        state = {**self.__dict__, "_buffer": None, "_unread": [], "_on_the_way": None}
+        return {**state, "_files": {}, "_reference": None, "_folder": None}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, prefix and values in plain containers."""
-        return {
+        """Return epoch, prefix and values in plain containers; while a checkpoint is saved, a reference to the file of values."""
+        state = {
             "current_epoch": self._current_epoch,
             "prefix": self._prefix,
-            "metrics": {name: list(values) for name, values in self._metrics.items()},
             "batches_before": self._batches_before,
-            "recorded_at": {name: list(moments) for name, moments in self._recorded_at.items()},
+        }
+        if self._reference is not None:
+            return {**state, "file": asdict(self._reference)}
+        self._read(wait=True)
+        return {
+            **state,
+            "metrics": {name: series.values() for name, series in self._series.items()},
+            "recorded_at": {name: series.moments() for name, series in self._series.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self._current_epoch = state["current_epoch"]
-        self._prefix = state["prefix"]
-        self._metrics = _copied(state["metrics"])
+        """Restore what `state_dict` returned, or what a checkpoint refers to."""
+        if "file" in state:
+            series = self._referred(Reference.from_state(state["file"]))
+        else:
+            series = _series_of(state["metrics"], state.get("recorded_at", {}))
+        self._series, self._unread, self._on_the_way = series, [], None
+        self._current_epoch, self._prefix = state["current_epoch"], state["prefix"]
         self._batches_before = state.get("batches_before", 0)
-        self._recorded_at = _copied(
-            {name: [(epoch, step) for epoch, step in moments] for name, moments in state.get("recorded_at", {}).items()}
-        )
+
+    # ------------------------------------------------------------------ the file next to the checkpoints
+
+    def _forget_files(self) -> None:
+        self._files: dict[Path, HistoryFile] = {}
+        self._reference: Reference | None = None  # what a checkpoint that is being saved says about the values
+        self._folder: Path | None = None  # where the checkpoint that is being loaded is
+
+    def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
+        """Return the reference for a checkpoint in this folder, and what writes the values before the checkpoint becomes valid."""
+        self._read(wait=True)
+        file = self._files.setdefault(folder.absolute(), HistoryFile(folder.absolute()))
+        return file.prepare(self._series), file.commit
+
+    @contextmanager
+    def referring_to(self, reference: Reference) -> Iterator[None]:
+        """Let `state_dict` return a reference instead of values."""
+        self._reference = reference
+        try:
+            yield
+        finally:
+            self._reference = None
+
+    @contextmanager
+    def reading_from(self, folder: Path) -> Iterator[None]:
+        """Let `load_state_dict` find the file that a checkpoint in this folder refers to."""
+        self._folder = folder.absolute()
+        try:
+            yield
+        finally:
+            self._folder = None
+
+    def _referred(self, reference: Reference) -> dict[str, Series]:
+        folder = self._folder
+        series = None if folder is None else read_history(folder, reference)
+        if series is None or folder is None:
+            where = "it was loaded without its folder" if folder is None else f"which is not in {folder}"
+            warnings.warn(
+                f"the checkpoint keeps its history in {reference.name}, {where}: the history begins empty, everything else is restored. "
+                "Copy the file together with its checkpoints.",
+                DrivetrainWarning,
+                stacklevel=2,
+            )
+            return {}
+        counts = {name: (values, len(values)) for name, values in series.items()}
+        self._files[folder] = HistoryFile(folder, reference.size, reference.name, counts)
+        return series
+
+    # ------------------------------------------------------------------ values on a device
+
+    def _read(self, wait: bool) -> None:
+        """Take in values that have arrived from a device, and send those that have collected; `wait` waits for all of them."""
+        while self._unread or self._on_the_way is not None:
+            if self._on_the_way is None:
+                assert self._buffer is not None
+                self._on_the_way, self._unread = (self._unread, self._buffer.send()), []
+            values, arrival = self._on_the_way
+            if wait:
+                arrival.wait()
+            elif not arrival.is_ready():
+                return
+            for series, position, slot in values:
+                series.put(position, slot.read())
+            arrival.release()
+            self._on_the_way = None
+            if not wait:
+                return
 
 
-def _copied(lists: Mapping[str, list[T]]) -> defaultdict[str, list[T]]:
-    return defaultdict(list, {name: list(values) for name, values in lists.items()})
+def _is_device_number(value: Tensor) -> bool:
+    return not value.is_cpu and value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
+
+
+def _series_of(values: Mapping[str, list[Any]], moments: Mapping[str, list[Any]]) -> dict[str, Series]:
+    """Return series of plain lists; values without moments are counted."""
+    found: dict[str, Series] = {}
+    for name, listed in values.items():
+        times = moments.get(name, [])
+        times = times if len(times) == len(listed) else [(count, count) for count in range(1, len(listed) + 1)]
+        if listed:
+            found[name] = Series()
+        for value, (epoch, step) in zip(listed, times):
+            found[name].append(value, epoch, step)
+    return found
 
 
 class LossTracker:

@@ -70,4 +70,4 @@ class PrintProgressCallback(TrainerCallback):
 
 
 def _counts(history: Any) -> dict[str, int]:
-    return {name: len(list(history.get_metric_values(name))) for name in history.get_metric_names()}
+    return {name: history._num_values(name) for name in history.get_metric_names()}

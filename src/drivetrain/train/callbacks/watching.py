@@ -20,7 +20,7 @@ class MetricWatch:
 
     def start(self, trainer: Any, forget: bool) -> None:
         """Begin a run: values recorded before it are not news."""
-        self._num_seen = {name: _count(trainer.run_history, name) for name in self._names}
+        self._num_seen = {name: trainer.run_history._num_values(name) for name in self._names}
         if forget:
             self.best = None
 
@@ -35,7 +35,7 @@ class MetricWatch:
         if not recorded and not inside_epoch and not _evaluation_is_to_come(trainer, self.metric):
             history.get_latest_metric(self.metric)  # raises, with the recorded names
         for name in recorded:
-            count = _count(history, name)
+            count = history._num_values(name)
             if count != self._num_seen.get(name, 0):
                 self._num_seen[name], value = count, float(history.get_latest_metric(name))
         return value
@@ -67,10 +67,6 @@ class MetricWatch:
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Take the best value back."""
         self.best = state["best"]
-
-
-def _count(history: Any, name: str) -> int:
-    return len(list(history.get_metric_values(name))) if name in history.get_metric_names() else 0
 
 
 def _evaluation_is_to_come(trainer: Any, metric: str) -> bool:

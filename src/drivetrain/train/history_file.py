@@ -1,0 +1,314 @@
+"""`history.bin`: the history of a run, in a file next to its checkpoints that only grows.
+
+A checkpoint does not contain the history. It refers to this file by name, length and SHA-256, so a save writes what was recorded since the
+last one, however long the run is. The file is a line that names the format, then blocks: the lengths of header and data, the header in
+JSON, the data. Each block names the place in the file that it continues (`after`). A run that resumes from an older checkpoint
+appends a block that continues there, and what other checkpoints refer to stays as it is: nothing in the file is ever changed or removed.
+
+Data of a series: its steps (int64), its numbers (float64), both little-endian, and one byte for each value that says what it is, where
+not all are floats. Values that are not numbers are in the header, and their tensors are a safetensors block at the end of the data.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from drivetrain.checkpoint.files import flush_folder, safetensors_pieces
+from drivetrain.checkpoint.tree import flatten, parse_structure, unflatten
+from drivetrain.context.codec import pack, unpack
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.files import open_regular, open_to_read
+from drivetrain.train.series import OBJECT, Series
+
+MAGIC = b"drivetrain history 1\n"
+_LENGTHS = 32  # bytes of the line before a header: two numbers
+_NAME = re.compile(r"history(-[1-9]\d{0,5})?\.bin")
+_PIECE = 1 << 22
+
+
+class DamagedHistoryError(CheckpointError):
+    """The file does not have the content that the checkpoint refers to."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a checkpoint says about the file."""
+
+    name: str
+    size: int
+    sha256: str
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Reference":
+        """Read what a checkpoint holds, which another person may have written."""
+        if (
+            not isinstance(state, Mapping)
+            or not isinstance(state.get("name"), str)
+            or not _NAME.fullmatch(state["name"])
+            or type(state.get("size")) is not int
+            or not isinstance(state.get("sha256"), str)
+        ):
+            raise CheckpointError(
+                f"history: {state!r} does not refer to a history file. Expected name, size and sha256."
+            )
+        return cls(state["name"], state["size"], state["sha256"])
+
+
+@dataclass
+class HistoryFile:
+    """The file in one folder that one history appends to.
+
+    `prepare` encodes what is new and returns what a checkpoint says about it. `commit` writes and flushes it, and must have returned before
+    that checkpoint becomes valid. A commit that failed is made up for by the next one.
+    """
+
+    folder: Path
+    after: int = 0
+    """Where in the file the values end that this history continues; 0: nowhere."""
+    name: str | None = None
+    """The file that `after` belongs to."""
+    counts: dict[str, tuple[Series, int]] = field(default_factory=dict)
+    """How many values of each series the file has."""
+    _end: int = 0
+    _written: int = 0
+    _waiting: list[bytes] = field(default_factory=list)
+    _digest: Any = None
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def prepare(self, series: Mapping[str, Series]) -> Reference:
+        """Encode what the file does not have yet, and return the reference to all of it."""
+        with self._lock:
+            if self._digest is None:
+                self._open()
+            block = self._encode(series)
+            if block:
+                self._waiting.append(block)
+                self._digest.update(block)
+                self._end += len(block)
+                self.after = self._end
+            assert self.name is not None
+            return Reference(self.name, self._end, self._digest.hexdigest())
+
+    def commit(self) -> None:
+        """Write what was prepared; when this returns, it is on the disk."""
+        with self._lock:
+            if not self._waiting:
+                return
+            assert self.name is not None
+            path, is_new = self.folder / self.name, self._written == 0
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            with os.fdopen(descriptor, "r+b") as file:
+                if os.fstat(descriptor).st_size < self._written:
+                    self._start_over()
+                    raise OSError(f"{path} has lost its end since it was written. The next save starts another file.")
+                file.truncate(self._written)  # what a failed write left
+                file.seek(self._written)
+                for block in self._waiting:
+                    file.write(block)
+                file.flush()
+                os.fsync(descriptor)
+            if is_new:
+                flush_folder(self.folder)
+            self._written, self._waiting = self._end, []
+
+    def _open(self) -> None:
+        """Find the file and its end; one that cannot be continued is left alone, and another is started."""
+        number = 0
+        while True:
+            name = f"history-{number}.bin" if number else "history.bin"
+            path, number = self.folder / name, number + 1
+            if self.name is not None and self.name != name:
+                continue  # this history is in another file
+            if not path.exists() and not path.is_symlink():
+                self._begin(name)
+                return
+            digest = _whole_digest(path)
+            if digest is not None:
+                self._end = self._written = path.stat().st_size
+                self.name, self._digest = name, digest
+                return
+            if self.name is not None:  # its end was cut short while it was written
+                self.name, self.after, self.counts, number = None, 0, {}, 0
+
+    def _begin(self, name: str) -> None:
+        self.name, self.after, self.counts = name, 0, {}
+        self._digest, self._waiting = hashlib.sha256(MAGIC), [MAGIC]
+        self._end, self._written = len(MAGIC), 0
+
+    def _start_over(self) -> None:
+        self.name, self._digest, self._waiting, self.after, self.counts = None, None, [], 0, {}
+
+    def _encode(self, series: Mapping[str, Series]) -> bytes:
+        """Return the block of what is new, or nothing."""
+        forget = [name for name, (known, _) in self.counts.items() if series.get(name) is not known]
+        for name in forget:
+            del self.counts[name]
+        listed, data, objects = [], [], {}
+        for name, values in series.items():
+            start, end = self.counts.get(name, (values, 0))[1], len(values)
+            if start == end:
+                continue
+            kinds = None if values.kinds is None else values.kinds[start:end]
+            listed.append([name, end - start, kinds is not None, values.epochs_from(start)])
+            data += [_to_bytes(values.steps[start:end]), _to_bytes(values.numbers[start:end])]
+            if kinds is not None:
+                data.append(bytes(kinds))
+                objects.update(
+                    (f"{len(listed) - 1}:{at}", values.objects[start + at])
+                    for at, kind in enumerate(kinds)
+                    if kind == OBJECT
+                )
+            self.counts[name] = (values, end)
+        if not listed and not forget:
+            return b""
+        header: dict[str, Any] = {"after": self.after, "forget": forget, "series": listed}
+        if objects:
+            flat = flatten(pack(objects))
+            tensors = b"".join(bytes(piece) for piece in safetensors_pieces(flat.tensors)) if flat.tensors else b""
+            header |= {"objects": flat.structure, "tensors": len(tensors)}
+            data.append(tensors)
+        text, body = json.dumps(header, allow_nan=False).encode(), b"".join(data)
+        return b"%010d %020d\n" % (len(text), len(body)) + text + body
+
+
+class _Block(NamedTuple):
+    after: int
+    header_at: int
+    data_at: int
+    end: int
+
+
+def read_history(folder: Path, reference: Reference) -> dict[str, Series] | None:
+    """Return the series that a checkpoint refers to, None where the file is not there; a changed file is an error."""
+    path = folder / reference.name
+    try:
+        with open_to_read(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) < reference.size:
+                raise _damaged(path, f"it has {size:,} bytes, and the checkpoint refers to {reference.size:,}")
+            if _digest_of(file, reference.size).hexdigest() != reference.sha256:
+                raise _damaged(path, f"its first {reference.size:,} bytes are not those that the checkpoint refers to")
+            return _read_chain(file, reference.size, path)
+    except FileNotFoundError:
+        return None
+
+
+def _read_chain(file: BinaryIO, end: int, path: Path) -> dict[str, Series]:
+    """Read the blocks that lead to a place, oldest first."""
+    blocks = {block.end: block for block in _blocks(file, end, path)}
+    chain, place = [], end
+    while place > len(MAGIC):
+        if place not in blocks or blocks[place].after >= place:
+            raise _damaged(path, f"no block ends at byte {place}")
+        chain.append(blocks[place])
+        place = blocks[place].after
+    series: dict[str, Series] = {}
+    try:
+        for block in reversed(chain):
+            file.seek(block.header_at)
+            header = parse_structure(file.read(block.data_at - block.header_at), path.name)
+            _apply(header, file.read(block.end - block.data_at), series)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise _damaged(path, f"a block cannot be read ({type(error).__name__}: {error})") from None
+    return series
+
+
+def _blocks(file: BinaryIO, end: int, path: Path) -> list[_Block]:
+    """Return the blocks up to a place; their data is not read."""
+    file.seek(0)
+    if file.read(len(MAGIC)) != MAGIC:
+        raise _damaged(path, f"it does not begin with {MAGIC.decode().strip()!r}")
+    found, place = [], len(MAGIC)
+    while place < end:
+        file.seek(place)
+        try:
+            header_size, data_size = map(int, file.read(_LENGTHS).split())
+            after = parse_structure(file.read(header_size), path.name)["after"]
+        except (ValueError, KeyError, TypeError, CheckpointError):
+            raise _damaged(path, f"the block at byte {place} cannot be read") from None
+        data_at = place + _LENGTHS + header_size
+        if type(after) is not int or header_size < 0 or data_size < 0 or data_at + data_size > end:
+            raise _damaged(path, f"the block at byte {place} is cut short")
+        place = data_at + data_size
+        found.append(_Block(after, data_at - header_size, data_at, place))
+    return found
+
+
+def _apply(header: Mapping[str, Any], data: bytes, series: dict[str, Series]) -> None:
+    """Add the values of one block."""
+    for name in header["forget"]:
+        series.pop(name, None)
+    at, objects = 0, {}
+    if "objects" in header:
+        from safetensors.torch import load
+
+        tensors = load(data[len(data) - header["tensors"] :]) if header["tensors"] else {}
+        objects = unpack(unflatten(header["objects"], tensors))
+    for index, (name, count, has_kinds, epochs) in enumerate(header["series"]):
+        values = series.setdefault(name, Series())
+        start = len(values)
+        values.steps.extend(_from_bytes("q", data[at : at + 8 * count]))
+        values.numbers.extend(_from_bytes("d", data[at + 8 * count : at + 16 * count]))
+        at += 16 * count
+        if has_kinds:
+            values.kinds = values.kinds if values.kinds is not None else bytearray(start)
+            values.kinds += data[at : at + count]
+            at += count
+        elif values.kinds is not None:
+            values.kinds += bytes(count)
+        for begin, epoch in epochs:
+            if not values.epochs or values.epochs[-1][1] != epoch:
+                values.epochs.append((start + begin, epoch))
+        if has_kinds and values.kinds is not None:
+            for position in range(start, start + count):
+                if values.kinds[position] == OBJECT:
+                    values.objects[position] = objects[f"{index}:{position - start}"]
+
+
+def _whole_digest(path: Path) -> Any:
+    """Return the digest of a file of whole blocks; None for another file, or one whose end was cut short."""
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            _blocks(file, size, path)
+        except DamagedHistoryError:
+            return None
+        return _digest_of(file, size)
+
+
+def _digest_of(file: BinaryIO, size: int) -> Any:
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size > 0 and (piece := file.read(min(_PIECE, size))):
+        digest.update(piece)
+        size -= len(piece)
+    return digest
+
+
+def _to_bytes(values: "array[Any]") -> bytes:
+    if sys.byteorder == "big":
+        values.byteswap()  # a slice: nobody else has it
+    return values.tobytes()
+
+
+def _from_bytes(code: str, data: bytes) -> "array[Any]":
+    values = array(code)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _damaged(path: Path, problem: str) -> DamagedHistoryError:
+    return DamagedHistoryError(
+        f"the history file {path} was changed: {problem}. Put the right file back, or move this one away: the run then resumes with an "
+        "empty history."
+    )
