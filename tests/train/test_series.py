@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from drivetrain.train.series import Series
+from drivetrain.train.series import DTYPES, Series
 
 
 def filled(values, epoch=1):
@@ -22,11 +22,20 @@ def test_values_come_back_with_their_types():
     assert math.copysign(1, found[4]) == -1 and math.isnan(filled([math.nan, 1]).values()[0])
 
 
-def test_numbers_of_tensors_and_arrays_become_python_numbers():
-    values = [torch.tensor(0.5), torch.tensor([3]), torch.tensor(True), np.float32(0.25), np.int64(7), np.float64(0.1)]
-    found = filled(values).values()
-    assert found == [0.5, 3, True, 0.25, 7, 0.1]
-    assert [type(value) for value in found] == [float, int, bool, float, int, float]
+def test_numbers_of_numpy_become_python_numbers():
+    found = filled([np.float32(0.25), np.int64(7), np.float64(0.1), np.bool_(True)]).values()
+    assert found == [0.25, 7, 0.1, True]
+    assert [type(value) for value in found] == [float, int, float, bool]
+
+
+def test_numbers_in_tensors_come_back_as_tensors_of_their_dtype_without_an_object_for_each():
+    values = [torch.tensor(value, dtype=dtype) for value in (0, 1) for dtype in DTYPES] + [torch.tensor(2**60)]
+    series = filled(values)
+    assert list(series.objects) == [len(values) - 1]
+    for found, value in zip(series.values(), values, strict=True):
+        assert found.dtype == value.dtype and found.ndim == 0 and torch.equal(found, value)
+    alike = filled([torch.tensor(0.1 * step) for step in range(5)])
+    assert torch.equal(torch.stack(alike.values()), torch.tensor([0.1 * step for step in range(5)]))
 
 
 def test_a_tensor_that_changes_later_leaves_the_recorded_value_alone():

@@ -152,7 +152,9 @@ class HistoryFile:
         forget = [name for name, (known, _) in self.counts.items() if series.get(name) is not known]
         for name in forget:
             del self.counts[name]
-        listed, data, objects = [], [], {}
+        listed: list[list[Any]] = []
+        data: list[bytes] = []
+        objects: dict[str, Any] = {}
         for name, values in series.items():
             start, end = self.counts.get(name, (values, 0))[1], len(values)
             if start == end:
@@ -246,7 +248,7 @@ def _apply(header: Mapping[str, Any], data: bytes, series: dict[str, Series]) ->
     """Add the values of one block."""
     for name in header["forget"]:
         series.pop(name, None)
-    at, objects = 0, {}
+    at, objects = 0, {}  # the place in the data; values that are not numbers
     if "objects" in header:
         from safetensors.torch import load
 

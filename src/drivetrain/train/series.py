@@ -1,16 +1,23 @@
 """All values of one metric, at 16 bytes for a number: a run may record one at every step for weeks.
 
-A number is a float64 in an array with the step in another; epochs are kept where they change. Integers and booleans are marked as such,
-so that they come back as what they were. Anything else (a text, a matrix) is kept as the object that it is, by its position.
+A number is a float64 in an array with the step in another; epochs are kept where they change. Integers, booleans and numbers in tensors are
+marked as such with one more byte, so that they come back as what they were, tensors on the CPU. Anything else (a text, a matrix) is kept
+as the object that it is, by its position.
 """
 
 import bisect
 from array import array
 from typing import Any
 
+import torch
 from torch import Tensor
 
-FLOAT, INT, BOOL, OBJECT = range(4)
+FLOAT, INT, BOOL, OBJECT, TENSOR = 0, 1, 2, 3, 16
+"""What a value is; a number in a tensor is TENSOR plus the place of its dtype in this list."""
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 _EXACT = 2**53  # every integer up to here is a float64
 
 
@@ -37,7 +44,7 @@ class Series:
         return len(self.numbers)
 
     def append(self, value: Any, epoch: int, step: int) -> None:
-        """Add a value; a number in a tensor on the CPU or in an array becomes a Python number."""
+        """Add a value; a number of numpy becomes one of Python."""
         if type(value) is float:
             self.numbers.append(value)
             if self.kinds is not None:
@@ -51,20 +58,25 @@ class Series:
         if not self.epochs or self.epochs[-1][1] != epoch:
             self.epochs.append((len(self.numbers) - 1, epoch))
 
-    def put(self, position: int, value: Any) -> None:
-        """Set a value."""
-        value = as_number(value)
-        if isinstance(value, bool):
-            self._mark(position, BOOL)
-        elif isinstance(value, float):
-            pass
-        elif isinstance(value, int) and -_EXACT <= value <= _EXACT:
-            self._mark(position, INT)
-        else:
+    def put(self, position: int, value: Any, dtype: torch.dtype | None = None) -> None:
+        """Set a value; with a dtype, to a number that was in a tensor of it."""
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.numel() == 1 and value.is_cpu and value.dtype in DTYPES:
+                value, dtype = value.item(), value.dtype
+            else:
+                value = value.clone()
+        elif not isinstance(value, int | float | str) and hasattr(value, "dtype") and not getattr(value, "shape", True):
+            value = value.item()
+        if not isinstance(value, int | float) or (isinstance(value, int) and not -_EXACT <= value <= _EXACT):
             self._mark(position, OBJECT)
-            self.objects[position] = value
+            self.objects[position] = value if dtype is None else torch.tensor(value, dtype=dtype)
             return
         self.numbers[position] = value
+        if dtype is not None:
+            self._mark(position, TENSOR + DTYPES.index(dtype))
+        elif not isinstance(value, float):
+            self._mark(position, BOOL if isinstance(value, bool) else INT)
 
     def value(self, position: int) -> Any:
         """Return one value."""
@@ -72,11 +84,18 @@ class Series:
         if kind == OBJECT:
             return self.objects[position]
         number = self.numbers[position]
+        if kind >= TENSOR:
+            return torch.tensor(number, dtype=DTYPES[kind - TENSOR])
         return number if kind == FLOAT else int(number) if kind == INT else bool(number)
 
     def values(self) -> list[Any]:
         """Return all values."""
-        return self.numbers.tolist() if self.kinds is None else [self.value(at) for at in range(len(self))]
+        if self.kinds is None:
+            return self.numbers.tolist()
+        kind = self.kinds[0] if self.kinds else FLOAT
+        if kind >= TENSOR and self.kinds.count(kind) == len(self):
+            return list(torch.tensor(self.numbers, dtype=torch.float64).to(DTYPES[kind - TENSOR]).unbind())
+        return [self.value(at) for at in range(len(self))]
 
     def moments(self) -> list[tuple[int, int]]:
         """Return the epoch and the step of each value."""
@@ -100,15 +119,3 @@ class Series:
         if self.kinds is None:
             self.kinds = bytearray(len(self.numbers))
         self.kinds[position] = kind
-
-
-def as_number(value: Any) -> Any:
-    """Return the number in a one-element tensor on the CPU or in a numpy scalar; other values are returned, tensors as a copy."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        if value.numel() != 1 or not value.is_cpu or value.is_complex():
-            return value.clone()
-        return value.item()
-    if not isinstance(value, (int, float, str)) and hasattr(value, "dtype") and getattr(value, "shape", None) == ():
-        return value.item()
-    return float(value) if isinstance(value, float) else value

@@ -27,7 +27,7 @@ from drivetrain.record.buffer import PLACES, Arrival, DeviceBuffer, Slot
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank, get_num_processes, num_data_ranks
 from drivetrain.train.history_file import HistoryFile, Reference, read_history
-from drivetrain.train.series import Series
+from drivetrain.train.series import DTYPES, Series
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -137,7 +137,8 @@ class RunHistory(ABC):
 class InMemoryRunHistory(RunHistory):
     """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
 
-    A number takes 16 bytes. One in a tensor on an accelerator is copied there, and the host reads it later, together with others.
+    A number takes 16 bytes. One in a tensor on an accelerator is copied there, and the host reads it later, together with others; it comes
+    back as a tensor on the CPU.
 
     >>> history = InMemoryRunHistory()
     >>> history.update_metric("train_loss_epoch", 0.5)
@@ -153,8 +154,8 @@ class InMemoryRunHistory(RunHistory):
         self._batches_before = 0  # of runs before this one
         self._forget_files()
         self._buffer: DeviceBuffer | None = None
-        self._unread: list[tuple[Series, int, Slot]] = []
-        self._on_the_way: tuple[list[tuple[Series, int, Slot]], Arrival] | None = None
+        self._unread: list[tuple[Series, int, Slot, torch.dtype]] = []
+        self._on_the_way: tuple[list[tuple[Series, int, Slot, torch.dtype]], Arrival] | None = None
 
     def get_metric_names(self) -> Iterable[str]:
         """Return the recorded names as a set that keeps their order."""
@@ -188,7 +189,7 @@ class InMemoryRunHistory(RunHistory):
         if isinstance(metric_value, Tensor) and _is_device_number(metric_value):
             if self._buffer is None:
                 self._buffer = DeviceBuffer()
-            self._unread.append((series, len(series), self._buffer.put(metric_value)))
+            self._unread.append((series, len(series), self._buffer.put(metric_value), metric_value.dtype))
             series.append(0.0, self._current_epoch, step)
             if len(self._unread) >= PLACES:
                 self._read(wait=False)
@@ -344,8 +345,8 @@ class InMemoryRunHistory(RunHistory):
                 arrival.wait()
             elif not arrival.is_ready():
                 return
-            for series, position, slot in values:
-                series.put(position, slot.read())
+            for series, position, slot, dtype in values:
+                series.put(position, slot.read(), dtype)
             arrival.release()
             self._on_the_way = None
             if not wait:
@@ -353,7 +354,7 @@ class InMemoryRunHistory(RunHistory):
 
 
 def _is_device_number(value: Tensor) -> bool:
-    return not value.is_cpu and value.numel() == 1 and not value.is_complex() and not hasattr(value, "full_tensor")
+    return not value.is_cpu and value.numel() == 1 and value.dtype in DTYPES and not hasattr(value, "full_tensor")
 
 
 def _series_of(values: Mapping[str, list[Any]], moments: Mapping[str, list[Any]]) -> dict[str, Series]:
