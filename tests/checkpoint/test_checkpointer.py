@@ -192,7 +192,7 @@ def test_a_full_disk_is_survived_twice_in_a_row(tmp_path, caplog, async_save):
                 keeper.step()
                 keeper.wait()
         assert keeper.failures_in_a_row == 2 and "The run goes on" in caplog.text
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-ba1", "last"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-ba1", "last", "writer.lock"]
         keeper.step()
         keeper.wait()
         assert keeper.failures_in_a_row == 0 and ids(keeper) == ["ba1", "ba4"]

@@ -1,6 +1,10 @@
 """The checkpoint folder: tested before the first step, never replaced silently, watched during the run."""
 
+import gc
 import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,10 +12,12 @@ import torch
 from drivetrain.checkpoint.chaos import full_disk
 from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.exchange import Exchange
-from drivetrain.checkpoint.folder import check_folder, prepare_folder
+from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, prepare_folder
+from drivetrain.checkpoint.store import load_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
-from drivetrain.core.errors import CheckpointsExistError, ConfigError, DrivetrainWarning
+from drivetrain.core.errors import CheckpointsExistError, ConfigError, DrivetrainWarning, FolderInUseError
+from drivetrain.core.locking import FolderLock
 from drivetrain.train.callbacks import TrainerCallback
 from tests.train.tasks import make_trainer, train
 
@@ -75,7 +81,7 @@ def test_a_folder_that_becomes_a_file_ends_the_run_at_the_next_save(tmp_path):
 
 def test_another_disk_under_the_same_name_is_not_written_to(tmp_path):
     with pytest.raises(WriteFailedError, match="vanished with the disk"):
-        check_folder(tmp_path / "gone", device=-1, name="checkpoint-1", exchange=Exchange())
+        check_folder(tmp_path / "gone", -1, "checkpoint-1", Exchange(), FolderLock(tmp_path))
     assert not (tmp_path / "gone").exists()
 
 
@@ -122,5 +128,100 @@ def test_a_garbage_best_file_is_passed_over_with_a_warning(tmp_path, caplog, con
 
 
 def test_preparing_leaves_nothing_behind(tmp_path):
-    prepare_folder(tmp_path / "run", fresh=True)
+    with prepare_folder(tmp_path / "run", fresh=True):
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [WRITER_LOCK]
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@contextmanager
+def other_process(folder):
+    """Let a process of its own hold the lock of a folder."""
+    code = (
+        "import sys; from pathlib import Path; from drivetrain.core.locking import FolderLock\n"
+        f"lock = FolderLock(Path(sys.argv[1]), {WRITER_LOCK!r}); print(lock.acquire(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "True\n"
+        yield process
+    finally:
+        process.communicate(timeout=60)
+
+
+def test_a_second_run_hears_who_writes_to_its_folder_before_the_first_step(tmp_path):
+    train(make_trainer(), checkpoint_dir=tmp_path)
+    trainer = make_trainer()
+    before = [p.clone() for p in trainer.model.parameters()]
+    with other_process(tmp_path) as process:
+        for resume in (None, "auto"):
+            with pytest.raises(FolderInUseError, match=rf"process {process.pid} on host .*since 20.*last heartbeat 20"):
+                train(trainer, checkpoint_dir=tmp_path, resume_from=resume)
+        assert all(map(torch.equal, before, trainer.model.parameters()))
+        train(trainer, num_epochs=2, resume_from=tmp_path)  # reading needs no lock
+        assert load_checkpoint(tmp_path)
+        keeper = Checkpointer(Context(x=1), every=1, dir=tmp_path)
+        for start in (keeper.restore, keeper.save):
+            with pytest.raises(FolderInUseError, match=f"process {process.pid}"):
+                start()
+    train(make_trainer(), num_epochs=2, checkpoint_dir=tmp_path, resume_from="auto")
+
+
+def train_into(folder):
+    try:
+        train(make_trainer(), checkpoint_dir=folder)
+    except FolderInUseError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_hears_who_writes_to_the_folder(world2, tmp_path):
+    with other_process(tmp_path) as process:
+        assert all(f"process {process.pid}" in answer for answer in world2(train_into, tmp_path))
+    assert world2(train_into, tmp_path) == ["", ""]
+
+
+def fail():
+    raise RuntimeError("on purpose")
+
+
+def test_a_run_that_fails_releases_its_folder(tmp_path):
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train(make_trainer(callbacks=[At(1, fail)]), checkpoint_dir=tmp_path)
+    with pytest.raises(ConfigError):
+        train(make_trainer(), 5, checkpoint_dir=tmp_path, overwrite_checkpoints=True)
+    with other_process(tmp_path):
+        pass
+
+
+def test_two_runs_of_one_process_do_not_share_a_folder_and_saves_by_hand_do(tmp_path):
+    outer = make_trainer()
+
+    def inside():
+        assert "process" in train_into(tmp_path)
+        outer.save_training_state(tmp_path)
+        with Checkpointer(Context(x=1), dir=tmp_path) as keeper:
+            assert keeper.save(id="by-hand").is_dir()
+
+    outer = make_trainer(callbacks=[At(1, inside)])
+    train(outer, checkpoint_dir=tmp_path, num_epochs=2)
+    assert not (tmp_path / WRITER_LOCK).exists() and outer.last_checkpoint.is_dir()
+
+
+def test_a_folder_that_another_process_has_taken_over_is_not_written_to(tmp_path):
+    with Checkpointer(Context(x=1), dir=tmp_path) as keeper:
+        keeper.save(id=1)
+        (tmp_path / WRITER_LOCK).unlink()
+        with other_process(tmp_path), pytest.raises(FolderInUseError):
+            keeper.save(id=2)
+        keeper.save(id=3)  # free again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3", "last"]
+
+
+def test_a_checkpointer_that_is_dropped_releases_its_folder(tmp_path):
+    keeper = Checkpointer(Context(x=1), dir=tmp_path)
+    keeper.save(id=1)
+    assert (tmp_path / WRITER_LOCK).exists()
+    del keeper
+    gc.collect()
+    assert not (tmp_path / WRITER_LOCK).exists()

@@ -2,12 +2,13 @@
 
 import json
 import math
-import os
 import zlib
 from pathlib import Path
 from struct import pack
 
 import yaml
+
+from drivetrain.core.locking import FolderLock
 
 
 def make_run(
@@ -97,10 +98,8 @@ def write_png(path: Path, size: int = 8) -> None:
     path.write_bytes(content)
 
 
-def hold_lock(folder: Path) -> int:
-    """Take the run's lock as a live process does, and return the descriptor to close."""
-    import fcntl
-
-    descriptor = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    return descriptor
+def hold_lock(folder: Path) -> FolderLock:
+    """Take the run's lock as a live process does."""
+    lock = FolderLock(folder)
+    assert lock.acquire()
+    return lock

@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 
 import drivetrain as dt
 from drivetrain.core.errors import ResumeError
+from drivetrain.core.locking import FolderLock
 from drivetrain.experiment import Param, experiment, find_runs, read_run
-from drivetrain.experiment.locking import FolderLock
 from drivetrain.runtime import current_run
 
 STOP_AT = {"step": None}

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
 from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
-from drivetrain.checkpoint.folder import check_folder, device_of
+from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
 from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
 from drivetrain.checkpoint.progress import Progress, Schedule
 from drivetrain.checkpoint.reader import Loaded, Reader, find_place
@@ -39,6 +39,7 @@ from drivetrain.checkpoint.writer import (
 )
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError, unknown_name
+from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
@@ -63,7 +64,8 @@ class Checkpointer:
     """Save a Context when it is due, keep the right checkpoints, stop in good order, and restore.
 
     `every` and `keep_every` are times (`"200ba"`, `"1ep"`, `"30m"`; a bare number counts batches). `keep` newest
-    checkpoints stay (None: all), besides the best by the metric `best` and one per `keep_every`. `async_save="auto"`
+    checkpoints stay (None: all), besides the best by the metric `best` and one per `keep_every`. The folder is locked from
+    the first save (with `every`, from `restore()` or the first `step()`) until `close()`. `async_save="auto"`
     writes in the background when the state is on an accelerator. With `signals=False`, or while a Trainer or another
     owner of a `StopSignals` is at work, signals are left to others.
     """
@@ -109,6 +111,9 @@ class Checkpointer:
         self.last_failure: WriteFailedError | None = None
         """Why the last save failed, where that was only logged; None after one that worked."""
         self._device = device_of(self.directory)
+        self._lock = FolderLock(self.directory, WRITER_LOCK)
+        weakref.finalize(self, self._lock.release)
+        self._is_prepared = every is None  # one that saves only on demand takes the lock with its first save
         self.last_stall = 0.0
         """Seconds the last save held training: the copy of a background save, or all of another one."""
 
@@ -118,6 +123,7 @@ class Checkpointer:
         Returns the folder of the checkpoint when one was saved or begun.
         """
         self.progress.num_calls += 1
+        self._prepare_to_save()
         if (
             get_num_processes() == 1
         ):  # ranks do not hear of it at the same step: their next save raises it on all of them
@@ -149,7 +155,7 @@ class Checkpointer:
         begun = time.perf_counter()
         exchange = control_exchange()
         try:
-            check_folder(self.directory, self._device, path.name, exchange)
+            check_folder(self.directory, self._device, path.name, exchange, self._lock)
         except WriteFailedError as error:
             self._count_failure(error, final)
             return path
@@ -179,6 +185,7 @@ class Checkpointer:
         must be one), `"best"`, an id, or a path: a checkpoint, a run folder, or a file of another program.
         """
         self.wait()
+        self._prepare_to_save()
         exchange = control_exchange()
         exchange.meet(f"restoring from {which}")
         if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
@@ -233,6 +240,7 @@ class Checkpointer:
                 self._background.close()
                 self._background = None
         finally:
+            self._lock.release()
             if self._signals is not None:
                 self._signals.release()
                 self._signals = None
@@ -248,9 +256,16 @@ class Checkpointer:
             return
         # The error in flight matters more than that of a save, and other ranks may not come to agree on anything.
         self._job.wait()
+        self._lock.release()
         if self._signals is not None:
             self._signals.release()
             self._signals = None
+
+    def _prepare_to_save(self) -> None:
+        """Lock the folder before the first step of a run that saves at intervals."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            hold_folder(self.directory, self._lock, control_exchange())
 
     def _time(self, value: TimeLike | None, where: str) -> Time | None:
         if value is None:

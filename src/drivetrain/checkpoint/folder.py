@@ -1,7 +1,8 @@
-"""The folder that holds checkpoints: tested before a run begins, and watched while it goes on.
+"""The folder that holds checkpoints: tested and locked before a run begins, and watched while it goes on.
 
-A folder that cannot be written is an error before the first step. One that vanishes or becomes read-only later is noticed at the next save,
-in the main thread, so that training does not go on for hours without a checkpoint.
+A folder that cannot be written, or that another run writes to, is an error before the first step. One that vanishes or becomes read-only
+later is noticed at the next save, in the main thread, so that training does not go on for hours without a checkpoint; the thread that
+touches the lock warns within seconds. Rank 0 holds the lock for all ranks.
 """
 
 import os
@@ -12,35 +13,77 @@ from drivetrain.checkpoint.exchange import Exchange, control_exchange
 from drivetrain.checkpoint.files import replace_text
 from drivetrain.checkpoint.layout import checkpoint_folders
 from drivetrain.checkpoint.writer import WriteFailedError
-from drivetrain.core.errors import CheckpointsExistError, DrivetrainWarning
+from drivetrain.core.errors import CheckpointsExistError, DrivetrainWarning, FolderInUseError
 from drivetrain.core.files import TEMPORARY
+from drivetrain.core.locking import FolderLock, lock_held_here
+
+WRITER_LOCK = "writer.lock"
 
 
-def prepare_folder(directory: Path, *, fresh: bool) -> None:
-    """Make a folder and test that it can be written; with `fresh` it must hold no checkpoint. Called on every rank."""
-    exchange = control_exchange()
+def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
+    """Make a folder, test that it can be written, and lock it; with `fresh` it must hold no checkpoint. Called on every rank.
 
-    def test() -> list[str]:
+    The caller releases the lock, which is held on rank 0.
+    """
+    exchange, lock = control_exchange(), FolderLock(directory, WRITER_LOCK)
+
+    def test() -> tuple[str, list[str]]:
         if exchange.rank:
-            return []
+            return "", []
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f"{TEMPORARY}probe"
         replace_text(probe, "")
         probe.unlink(missing_ok=True)
-        return [folder.name for folder in checkpoint_folders(directory)] if fresh else []
+        if not lock.acquire():
+            return str(lock.holder), []
+        return "", [folder.name for folder in checkpoint_folders(directory)] if fresh else []
 
-    outcome = exchange.attempt(test)
-    if outcome.problems:
-        raise WriteFailedError(
-            f"checkpoint_dir={str(directory)!r} cannot be written: {outcome.explain()}. Choose another folder, or make this one writable.",
-            is_permanent=True,
-        ) from outcome.own
-    found = outcome.results[0]
-    if found:
-        raise CheckpointsExistError(
-            f"checkpoint_dir={str(directory)!r} holds {len(found)} checkpoints of an earlier run ({', '.join(found[:3])}), which a new run "
-            "would replace. Continue that run with resume_from='auto', or give every run, and every fold of a cross-validation, a "
-            "checkpoint_dir of its own. overwrite_checkpoints=True starts again here and replaces them."
+    try:
+        outcome = exchange.attempt(test)
+        if outcome.problems:
+            raise WriteFailedError(
+                f"checkpoint_dir={str(directory)!r} cannot be written: {outcome.explain()}. Choose another folder, or make this one "
+                "writable.",
+                is_permanent=True,
+            ) from outcome.own
+        owner, found = outcome.results[0]
+        _check_owner(directory, owner)
+        if found:
+            raise CheckpointsExistError(
+                f"checkpoint_dir={str(directory)!r} holds {len(found)} checkpoints of an earlier run ({', '.join(found[:3])}), which a new "
+                "run would replace. Continue that run with resume_from='auto', or give every run, and every fold of a cross-validation, a "
+                "checkpoint_dir of its own. overwrite_checkpoints=True starts again here and replaces them."
+            )
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def hold_folder(directory: Path, lock: FolderLock, exchange: Exchange) -> None:
+    """Lock a folder before a run saves in it, or raise on every rank because another process holds it. Called on every rank."""
+    outcome = exchange.attempt(lambda: "" if exchange.rank else _owner_after_taking(directory, lock))
+    _check_owner(directory, outcome.results[0])
+
+
+def _owner_after_taking(directory: Path, lock: FolderLock) -> str:
+    """Lock a folder unless this process holds it already; return who holds it instead, or nothing."""
+    held = lock_held_here(directory, WRITER_LOCK)
+    try:
+        if held is not None and held.is_held():
+            return ""
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = held or lock  # one whose file has vanished is taken again
+        return "" if lock.acquire() else str(lock.holder)
+    except OSError:  # a disk that is full or gone: the save says so
+        return ""
+
+
+def _check_owner(directory: Path, owner: str) -> None:
+    if owner:
+        raise FolderInUseError(
+            f"the checkpoint folder {str(directory)!r} is in use: {owner} writes to it, and two runs in one folder would replace and "
+            "remove each other's checkpoints. Wait for that run to end, or give this one a folder of its own."
         )
 
 
@@ -52,12 +95,18 @@ def device_of(directory: Path) -> int | None:
         return None
 
 
-def check_folder(directory: Path, device: int | None, name: str, exchange: Exchange) -> None:
-    """Notice that a folder is gone or read-only before `name` is saved in it; `device` is the disk it was on. Called on every rank."""
+def check_folder(directory: Path, device: int | None, name: str, exchange: Exchange, lock: FolderLock) -> None:
+    """Notice that a folder is gone, read-only or in use before `name` is saved in it; `device` is the disk it was on."""
 
-    def test() -> bool:
-        if exchange.rank or device is None:
-            return False  # None: the first save makes the folder
+    def test() -> tuple[bool, str]:
+        if exchange.rank:
+            return False, ""
+        is_new = make_again()
+        return is_new, _owner_after_taking(directory, lock)
+
+    def make_again() -> bool:
+        if device is None:
+            return False  # the first save makes the folder
         if directory.is_dir():
             if not os.access(directory, os.W_OK | os.X_OK):
                 raise PermissionError(f"{directory} is read-only now")
@@ -75,7 +124,9 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: Excha
             "another checkpoint_dir.",
             is_permanent=True,
         ) from outcome.own
-    if outcome.results[0]:
+    is_new, owner = outcome.results[0]
+    _check_owner(directory, owner)
+    if is_new:
         warnings.warn(
             f"the checkpoint folder {directory} vanished during the run, and the checkpoints in it with it. It is made again for {name}.",
             DrivetrainWarning,

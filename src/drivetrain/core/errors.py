@@ -94,6 +94,10 @@ class CheckpointsExistError(CheckpointError, ConfigError, FileExistsError):
         return Exception.__str__(self)
 
 
+class FolderInUseError(CheckpointError, ConfigError):
+    """Another run writes its checkpoints into the same folder."""
+
+
 class ResumeError(CheckpointError):
     """A run cannot be continued exactly."""
 

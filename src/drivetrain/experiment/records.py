@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, read_limited
-from drivetrain.experiment.locking import is_locked
+from drivetrain.core.locking import is_locked
 from drivetrain.experiment.run_folder import JSON_LIMIT, LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.core.locking import is_locked
 from drivetrain.experiment.parameters import ParameterSet
 from drivetrain.experiment.records import FINISHED, RunRecord, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
@@ -93,7 +94,9 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
 
 def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
     """Continue one run: take over its seed and the values nobody gave now, refuse values that contradict it."""
-    if record.is_live:
+    if record.is_live and is_locked(
+        record.folder, is_patient=True
+    ):  # a process on another machine may have died just now
         raise ResumeError(
             f"the run {record.folder} is still running in another process, which holds its lock. Wait for it to end, or "
             "start another run with --resume never."

@@ -17,10 +17,10 @@ from typing import Any
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import DrivetrainError, ExperimentError, ResumeError
+from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
 from drivetrain.experiment.launching import launch_experiment, must_launch, wants_cpu
-from drivetrain.experiment.locking import FolderLock
 from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.manifest import add_to_manifest, describe_run
 from drivetrain.experiment.plugins import app
@@ -216,7 +216,7 @@ def _make(folder: Path, *, chosen: bool) -> None:
 def _locked(folder: Path) -> FolderLock:
     lock = FolderLock(folder)
     if not lock.acquire():
-        raise ResumeError(f"the run {folder} is in use by another process, which holds its lock. Wait for it to end.")
+        raise ResumeError(f"the run {folder} is in use: {lock.holder} holds its lock. Wait for it to end.")
     return lock
 
 

@@ -1,6 +1,7 @@
 """When a run is saved: at intervals, at its end, and when somebody asked during a step."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ from drivetrain.train.intervals import Interval
 from drivetrain.train.settings import TrainSettings, parse_time
 
 
-def prepare_checkpoints(settings: TrainSettings, own_folders: set[Path]) -> None:
-    """Test the checkpoint folder before a run begins; checkpoints of another run in it are an error unless the run goes on from them.
+def prepare_checkpoints(settings: TrainSettings, own_folders: set[Path], until_end: ExitStack) -> None:
+    """Test and lock the checkpoint folder before a run begins; checkpoints of another run are an error unless the run goes on from them.
 
-    `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again.
+    `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again. `until_end`
+    is closed when the run has ended, and releases the lock.
     """
     if settings.checkpoint_dir is None:
         return
@@ -20,7 +22,7 @@ def prepare_checkpoints(settings: TrainSettings, own_folders: set[Path]) -> None
 
     folder = Path(settings.checkpoint_dir)
     is_new = settings.resume_from is None and not settings.overwrite_checkpoints and folder.resolve() not in own_folders
-    prepare_folder(folder, fresh=is_new)
+    until_end.enter_context(prepare_folder(folder, fresh=is_new))
     own_folders.add(folder.resolve())
 
 

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,18 @@ from drivetrain.train.settings import RunLimits, TrainSettings
 from drivetrain.train.step_losses import StepLosses
 
 
-def prepare_training(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
-    """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run."""
+def prepare_training(
+    trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None, until_end: ExitStack
+) -> None:
+    """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run.
+
+    `until_end` is closed when the run has ended.
+    """
     settings = trainer.settings
     check_model(trainer.model, trainer.loss_func, trains=True)
     check_loss_func(trainer.loss_func, trainer.optimizer)
     check_optimizer(trainer)
-    prepare_checkpoints(settings, trainer._own_folders)
+    prepare_checkpoints(settings, trainer._own_folders, until_end)
     if isinstance(trainer.model, nn.Module):
         give_parts_again(trainer.model)
     trainer._stop, trainer._first_batch, trainer._has_agreed = None, True, False

@@ -7,6 +7,7 @@ loop; `loop.py` turns it). Here is what users say to it: how it is made, its ver
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -288,8 +289,8 @@ class Trainer(TrainerLoop):
         if reset_run_history and not is_resumed:
             self.run_history.reset()
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
-        with warnings_as_errors(self.strict):
-            setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs)
+        with warnings_as_errors(self.strict), ExitStack() as until_end:
+            setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
             with StopSignals() as self._signals:
                 self._run_training()
         return self.run_history.snapshot()

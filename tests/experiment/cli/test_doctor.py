@@ -1,7 +1,6 @@
 """`doctor`: the machine, runs that died in different ways, and programs that resume exactly or do not."""
 
 import json
-import os
 import time
 
 import pytest
@@ -84,12 +83,9 @@ def test_an_interrupted_run_names_the_signal(command, tmp_path):
 
 def test_a_live_run_that_gives_no_sign_may_hang(command, tmp_path):
     folder = make_run(tmp_path, state="running")
-    descriptor = hold_lock(folder)
-    try:
+    with hold_lock(folder):
         status, checks = checks_of(command, folder)
         assert status == 1 and "may hang" in checks["state"]["remedy"]
-    finally:
-        os.close(descriptor)
 
 
 def test_damaged_files_and_nan_are_found_and_the_way_on_is_told(command, tmp_path):

@@ -20,13 +20,8 @@ def test_ls_lists_runs_newest_first_with_their_state(command, tmp_path):
 
 
 def test_a_run_whose_lock_is_held_is_running(command_json, tmp_path):
-    import os
-
-    descriptor = hold_lock(make_run(tmp_path, state="running"))
-    try:
+    with hold_lock(make_run(tmp_path, state="running")):
         assert [run["state"] for run in command_json("ls", tmp_path, "--json")] == ["running"]
-    finally:
-        os.close(descriptor)
 
 
 def test_ls_filters_and_speaks_json(command_json, tmp_path):

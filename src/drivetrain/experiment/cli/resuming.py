@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
+from drivetrain.core.locking import is_locked
 from drivetrain.experiment.cli.output import add_json_option, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.places import find_run
 from drivetrain.experiment.cli.running import start
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Continue a run."""
     record = find_run(arguments.run)
-    if record.is_live:
+    if record.is_live and is_locked(record.folder, is_patient=True):
         raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait for it to end.")
     source = source_of(record)
     with prints_to_stderr() if arguments.json else nullcontext():

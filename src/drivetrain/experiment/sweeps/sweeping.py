@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.files import is_regular, read_limited
+from drivetrain.core.locking import FolderLock, is_locked
 from drivetrain.core.secret import hide, masked
-from drivetrain.experiment.locking import FolderLock, is_locked
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork, make_executor
 from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
@@ -77,7 +77,7 @@ def sweep(
     folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
     with FolderLock(folder) as lock:
         if not lock.acquire():
-            raise ConfigError(f"the sweep {folder} is still running in another process. Wait for it to end.")
+            raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait for it to end.")
         loop = _Loop(experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change)
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
