@@ -3,17 +3,22 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from drivetrain.checkpoint import writer
 from drivetrain.checkpoint.chaos import DAMAGES, damage
+from drivetrain.checkpoint.checkpointer import Checkpointer
 from drivetrain.checkpoint.layout import FileEntry, Manifest, read_manifest
 from drivetrain.checkpoint.reader import Reader, find_place, read_torch_file
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.checkpoint.verifying import problem_with
+from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError, ConfigError
 
 
@@ -218,3 +223,51 @@ def test_a_newer_format_is_refused_with_both_versions(three):
     content = json.loads((three[2] / "manifest.json").read_text())
     (three[2] / "manifest.json").write_text(json.dumps(content | {"version": 2}))
     assert "format version 2" in problem_with(three[2])
+
+
+READS = """
+import sys
+import torch
+from pathlib import Path
+from drivetrain.checkpoint.store import load_checkpoint
+from drivetrain.checkpoint.checkpointer import Checkpointer
+from drivetrain.context.context import Context
+
+folder, number = Path(sys.argv[1]), 0
+print("ready", flush=True)
+while not (folder / "end").exists():
+    for place in ("replaced", "replaced/checkpoint-state", "renewed", "renewed/best", "renewed/last"):
+        for verify in ("full", "off"):
+            state = load_checkpoint(folder / place, verify=verify)
+            assert state["x"].unique().tolist() == [state["y"]], "two checkpoints are mixed"
+    ctx = Context(x=torch.zeros(3), y=2)
+    assert Checkpointer(ctx, dir=folder / "renewed").restore() is not None
+    number += 11
+print(number)
+"""
+
+
+@pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_reader_in_another_process_always_finds_a_checkpoint_while_one_is_replaced(tmp_path, monkeypatch, num_saves):
+    def save(number):
+        replaced, renewed = (
+            Checkpointer(Context(x=torch.full((3,), float(number)), y=number), dir=tmp_path / name, keep=1, best=best)
+            for name, best in (("replaced", None), ("renewed", "loss"))
+        )
+        replaced.save(id="state")
+        renewed.save(id=f"n{number}", metrics={"loss": -number})  # each is the best so far
+
+    save(0)
+    reader = subprocess.Popen([sys.executable, "-c", READS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert reader.stdout.readline() == "ready\n"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # many writes in little time
+    for number in range(1, num_saves):
+        if number == num_saves // 2:
+            monkeypatch.setattr(writer, "exchange_names", lambda first, second: False)  # as on a network file system
+        save(number)
+        if reader.poll() is not None:
+            break
+    (tmp_path / "end").touch()
+    answer, _ = reader.communicate(timeout=120)
+    assert reader.returncode == 0 and int(answer) > 0
+    assert len(list((tmp_path / "renewed").iterdir())) == 3  # one checkpoint and two pointers

@@ -23,7 +23,7 @@ from drivetrain.checkpoint.exchange import Exchange, background_exchange, contro
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
 from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
 from drivetrain.checkpoint.progress import Progress, Schedule
-from drivetrain.checkpoint.reader import Loaded, Reader, find_place
+from drivetrain.checkpoint.reader import Loaded, Place, Reader, find_place
 from drivetrain.checkpoint.restored import Restored
 from drivetrain.checkpoint.retention import Best, to_remove
 from drivetrain.checkpoint.side_file import reading_from
@@ -191,14 +191,15 @@ class Checkpointer:
         if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
             return None
         reader = Reader(verify=self.verify, exchange=exchange, live=self.ctx.state_dict, resume=True)
-        found = exchange.attempt(lambda: find_place(self._resolve(which)))
-        if 0 in found.problems:
-            raise found.own or CheckpointError(found.explain())
-        place = found.results[0]  # rank 0's view of the files counts
+
+        def find() -> Place:
+            return find_place(self._resolve(which))
+
+        place = exchange.first(find)
         if place.kind == "file":
             report = self._load(read_file(place.path), exchange)
             return Restored(path=place.path, report=report)
-        loaded = reader.read_newest(place.path) if place.kind == "directory" else reader.read(place.path)
+        loaded = reader.read_at(find)
         with reading_from(self.ctx, loaded.path.parent):
             report = self._load(state_of(loaded), exchange)
         return self._continue(loaded, report)

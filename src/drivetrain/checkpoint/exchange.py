@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain.core.errors import CheckpointError, ResumeError
+from drivetrain.core.errors import CheckpointError
 from drivetrain.runtime.collectives import control_group
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
@@ -54,6 +54,13 @@ class Exchange:
         dist.all_gather_object(said, value, group=self.group)
         return said
 
+    def first(self, ask: Callable[[], Any]) -> Any:
+        """Return rank 0's answer on every rank, or raise its error on every rank: its view of the files counts."""
+        outcome = self.attempt(lambda: ask() if self.rank == 0 else None)
+        if outcome.problems:
+            raise outcome.own or CheckpointError(outcome.explain())
+        return outcome.results[0]
+
     def attempt(self, action: Callable[[], Any]) -> "Outcome":
         """Run `action` on every rank and tell all of them how it went.
 
@@ -63,8 +70,6 @@ class Exchange:
         result, own = None, None
         try:
             result = action()
-        except ResumeError:
-            raise  # all ranks find it in the same files, and all stop
         except Exception as error:
             own = error
         expected = own is None or isinstance(own, OSError | CheckpointError)

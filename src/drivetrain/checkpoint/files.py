@@ -6,12 +6,14 @@ second copy of the state; hashing and writing both let other Python threads run,
 background free. The format is safetensors: eight bytes of length, a JSON header, the raw values.
 """
 
+import ctypes
 import errno
+import functools
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -105,6 +107,26 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchange_names(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step, so that both names are there at every moment; False where the system cannot."""
+    rename = _rename_with_flags()
+    if rename is None:
+        return False
+    here = -100  # AT_FDCWD: paths are relative to the current folder
+    return rename(here, os.fsencode(first), here, os.fsencode(second), 2) == 0  # RENAME_EXCHANGE
+
+
+@functools.cache
+def _rename_with_flags() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    """Return the system's `renameat2`, which Python does not offer."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, AttributeError, TypeError):  # not Linux, or a C library without it
+        return None
+    rename.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return rename
 
 
 def lock_path(path: Path) -> int | None:

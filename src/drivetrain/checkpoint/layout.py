@@ -274,12 +274,21 @@ def read_pointer(directory: Path, pointer: str) -> Path | None:
 
 
 def checkpoint_folders(directory: Path) -> list[Path]:
-    """List what may be checkpoints here, also one that was set aside when its replacement was cut short."""
-    try:
-        entries = list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(entry for entry in entries if _names_checkpoint(entry.name) and entry.is_dir())
+    """List what may be checkpoints here, also one that was set aside when its replacement was cut short.
+
+    A folder that changes while it is listed may show neither the checkpoint that comes nor the one that goes. One with the pointer `last`
+    has at least one, so that an empty list is made again.
+    """
+    found: list[Path] = []
+    for _ in range(20):
+        try:
+            entries = list(directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = sorted(entry for entry in entries if _names_checkpoint(entry.name) and entry.is_dir())
+        if found or not (directory / LAST).exists():
+            break
+    return found
 
 
 def _names_checkpoint(name: str) -> bool:

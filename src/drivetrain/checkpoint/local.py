@@ -64,7 +64,7 @@ def read_rank(folder: FilePath, rank: int) -> RankState:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "null")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch opens the file a second time
         raise CheckpointError(f"{path.name} cannot be read ({error})") from None
     content = unflatten(parse_structure(text.encode(), path.name), tensors)
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("rng", "local")):

@@ -4,12 +4,16 @@ Candidates are ordered by the `sequence` in their manifests, never by file times
 it is used; one that fails is logged with the file and the reason, and the next one is tried. On several ranks every
 rank hashes its share of the files and all hear of every failure, so that all of them take the same checkpoint.
 
+A run may go on writing while its checkpoints are read. It makes the new one before it removes the old one, so one is always there, but not
+always the one that a reader has just seen: a reader whose checkpoint was replaced or removed in between looks again.
+
 Files of other programs load too: `.pt` and `.pth` through `torch.load(weights_only=True)`, `.safetensors` as a dict
 of tensors.
 """
 
 import logging
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +22,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.exchange import Exchange
+from drivetrain.checkpoint.exchange import Exchange, Outcome
 from drivetrain.checkpoint.layout import (
+    ASIDE,
     BEST,
     CHECKPOINTS,
     FORMAT,
@@ -46,6 +51,8 @@ from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 60.0
+"""Seconds in which a reader looks again when a writer has replaced what it reads."""
 LiveState = Callable[[], Any]
 """Returns the state into which the checkpoint will be loaded; its sharded tensors say how the saved ones are wanted."""
 
@@ -84,46 +91,89 @@ class Reader:
     resume: bool = False
     """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
 
+    def read_at(self, find: Callable[[], "Place"]) -> Loaded:
+        """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched meanwhile."""
+        begun = time.monotonic()
+        while True:
+            place = self.exchange.first(find)
+            try:
+                return self.read_newest(place.path) if place.kind == "directory" else self.read(place.path)
+            except CheckpointError:
+                if self.exchange.first(find) == place or self.exchange.first(
+                    lambda: time.monotonic() - begun > PATIENCE
+                ):
+                    raise
+
     def read(self, folder: Path) -> Loaded:
         """Verify and read one checkpoint, or raise a `CheckpointError` on all ranks."""
-        loaded, reason = self._try(folder)
-        if loaded is None:
+        begun = time.monotonic()
+        while True:
+            before = self.exchange.first(lambda: _sequence(folder))
+            result = self._try(folder)
+            if isinstance(result, Loaded):
+                return result
+            if self._is_replaced(folder, before, begun):
+                continue
+            if isinstance(result.own, ResumeError):
+                raise result.own
             raise CheckpointError(
-                f"{folder} cannot be used: {reason}. Give the run folder instead, and its newest valid checkpoint is "
-                "taken."
+                f"{folder} cannot be used: {result.explain()}. Give the run folder instead, and its newest valid checkpoint "
+                "is taken."
             )
-        return loaded
 
     def read_newest(self, directory: Path) -> Loaded:
         """Read the newest valid checkpoint of a folder; damaged ones are logged and listed in the result."""
-        names, broken = self.exchange.gather(_newest_first(directory) if self.exchange.rank == 0 else None)[0]
-        rejected = [Rejected(directory / name, reason) for name, reason in broken]
-        for entry in rejected:
-            _log(entry)
-        for name in names:
-            loaded, reason = self._try(directory / name)
-            if loaded is not None:
-                loaded.rejected = rejected
-                return loaded
-            rejected.append(Rejected(directory / name, reason))
-            _log(rejected[-1])
-        if rejected:
-            listing = "\n".join(f"  {entry.path}: {entry.reason}" for entry in rejected)
+        begun = time.monotonic()
+        while True:
+            names, broken = self.exchange.first(lambda: _newest_first(directory))
+            rejected = [Rejected(directory / name, reason) for name, reason in broken]
             error = ResumeError if self.resume else CheckpointError
-            raise error(f"no checkpoint in {directory} is valid; nothing was loaded.\n{listing}")
-        raise CheckpointNotFoundError(f"there is no checkpoint in {directory}.")
+            for name, sequence in names:
+                result = self._try(directory / name)
+                if isinstance(result, Loaded):
+                    result.rejected = _logged(rejected)
+                    return result
+                if self._is_replaced(directory / name, sequence, begun):
+                    break
+                rejected.append(Rejected(directory / name, result.explain()))
+                error = ResumeError if isinstance(result.own, ResumeError) else error
+            else:
+                if not rejected:
+                    raise CheckpointNotFoundError(f"there is no checkpoint in {directory}.")
+                listing = "\n".join(f"  {entry.path}: {entry.reason}" for entry in _logged(rejected))
+                raise error(f"no checkpoint in {directory} can be used; nothing was loaded.\n{listing}")
 
-    def _try(self, folder: Path) -> tuple[Loaded | None, str]:
-        """Return the content of a checkpoint, or None and the reason why no rank may use it."""
-        rank, size = self.exchange.rank, self.exchange.size
-        outcome = self.exchange.attempt(
-            lambda: verify_files(folder, read_manifest(folder), self.verify, share=rank, of=size)
-        )
+    def _is_replaced(self, folder: Path, sequence: int | None, begun: float) -> bool:
+        """Return whether a checkpoint that could not be read is another one by now, or gone, and is worth another look."""
+
+        def ask() -> bool:
+            return _sequence(folder) != sequence and time.monotonic() - begun < PATIENCE
+
+        return self.exchange.first(ask)
+
+    def _try(self, folder: Path) -> Loaded | Outcome:
+        """Return the content of a checkpoint, or what went wrong, so that no rank may use it."""
+        rank, size, loaded = self.exchange.rank, self.exchange.size, []
+        folder = self.exchange.first(lambda: _present(folder))
+
+        def verify() -> None:
+            verify_files(folder, read_manifest(folder), self.verify, share=rank, of=size)
+
+        def read() -> int:
+            loaded.append(self._read(folder))
+            manifest = loaded[0].manifest
+            if read_manifest(folder) != manifest:
+                raise CheckpointError("it was replaced while it was read")
+            return manifest.sequence
+
+        outcome = self.exchange.attempt(verify)
+        if not outcome.problems:
+            outcome = self.exchange.attempt(read)
         if outcome.problems:
-            return None, outcome.explain()
-        loaded: list[Loaded] = []
-        outcome = self.exchange.attempt(lambda: loaded.append(self._read(folder)))
-        return (None, outcome.explain()) if outcome.problems else (loaded[0], "")
+            return outcome
+        if len(set(outcome.results)) > 1:
+            return outcome._replace(problems={0: "it was replaced while it was read"})
+        return loaded[0]
 
     def _read(self, folder: Path) -> Loaded:
         manifest = read_manifest(folder)
@@ -179,19 +229,37 @@ class Reader:
         return read_rank(folder, get_rank() % manifest.world_size)
 
 
-def _newest_first(directory: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the names of readable checkpoints, newest first, and those without a usable manifest with the reason."""
-    order, broken = [], []
-    for folder in checkpoint_folders(directory):
-        try:
-            order.append((read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
-        except CheckpointError as error:
-            broken.append((folder.name, str(error)))
-    return [name for _, _, name in sorted(order, reverse=True)], broken
+def _newest_first(directory: Path) -> tuple[list[tuple[str, int]], list[tuple[str, str]]]:
+    """Return the readable checkpoints with their numbers, newest first, and those without a usable manifest with the reason."""
+    while True:
+        order, broken, is_changed = [], [], False
+        for folder in checkpoint_folders(directory):
+            try:
+                order.append((read_manifest(folder).sequence, not folder.name.startswith("."), folder.name))
+            except CheckpointError as error:
+                is_changed = is_changed or not folder.is_dir()  # it was there a moment ago
+                broken.append((folder.name, str(error)))
+        if not is_changed:
+            return [(name, sequence) for sequence, _, name in sorted(order, reverse=True)], broken
 
 
-def _log(rejected: Rejected) -> None:
-    logger.warning("checkpoint %s is passed over: %s", rejected.path, rejected.reason)
+def _sequence(folder: Path) -> int | None:
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return None
+
+
+def _present(folder: Path) -> Path:
+    """Return a checkpoint, or the one that has stepped aside for it and whose replacement is not there yet."""
+    aside = folder.with_name(ASIDE + folder.name)
+    return aside if not folder.exists() and aside.is_dir() else folder
+
+
+def _logged(rejected: list[Rejected]) -> list[Rejected]:
+    for entry in rejected:
+        logger.warning("checkpoint %s is passed over: %s", entry.path, entry.reason)
+    return rejected
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -243,7 +311,7 @@ def find_place(path: Path) -> Place:
         target = read_pointer(path.parent, path.name)
         if target is not None:
             return Place("checkpoint", target)
-    if not path.is_dir():
+    if not path.is_dir() and not _present(path).is_dir():
         raise CheckpointNotFoundError(
             f"{path} does not exist. Expected a checkpoint folder, a run folder, or a .pt, .pth or .safetensors file."
         )

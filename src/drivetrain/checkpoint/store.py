@@ -12,6 +12,7 @@ from drivetrain.checkpoint.exchange import Exchange, control_exchange
 from drivetrain.checkpoint.layout import BEST, CHECKPOINTS, LAST, CheckpointNotFoundError, checkpoint_name, read_pointer
 from drivetrain.checkpoint.reader import (
     Loaded,
+    Place,
     Reader,
     find_place,
     read_safetensors,
@@ -58,14 +59,16 @@ def load_checkpoint(path: str | Path, *, map_location: Any = "cpu", verify: str 
     mode = check_verify(verify)
     if path in (LAST, BEST):
         directory = checkpoint_directory(None)
-        place_path = directory if path == LAST else best_folder(directory)
-    else:
-        place_path = Path(path)
-    place = find_place(place_path)
+
+    def find() -> Place:
+        if path in (LAST, BEST):
+            return find_place(directory if path == LAST else best_folder(directory))
+        return find_place(Path(path))
+
+    place = find()
     if place.kind == "file":
         return read_file(place.path, map_location)
-    reader = Reader(verify=mode, map_location=map_location)
-    return state_of(reader.read_newest(place.path) if place.kind == "directory" else reader.read(place.path))
+    return state_of(Reader(verify=mode, map_location=map_location).read_at(find))
 
 
 def state_of(loaded: Loaded) -> Any:

@@ -21,7 +21,14 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.checkpoint.exchange import Exchange, Outcome
-from drivetrain.checkpoint.files import flush_folder, lock_path, replace_text, write_bytes, write_tensors
+from drivetrain.checkpoint.files import (
+    exchange_names,
+    flush_folder,
+    lock_path,
+    replace_text,
+    write_bytes,
+    write_tensors,
+)
 from drivetrain.checkpoint.layout import (
     ASIDE,
     BEST,
@@ -249,10 +256,12 @@ def _commit(
 
 
 def _rename_in(temporary: Path, target: Path) -> None:
-    """Put the new folder in place; one of the same name steps aside first, so that one can always be found."""
+    """Put the new folder in place; one of the same name is exchanged with it, or steps aside first where that is not possible."""
     if not target.exists():
         os.replace(temporary, target)
         return
+    if exchange_names(temporary, target):
+        return  # the old one is removed with what is left of the temporary folder
     aside = target.with_name(ASIDE + target.name)
     os.replace(target, aside)
     try:
