@@ -38,9 +38,10 @@ from drivetrain.checkpoint.writer import (
     write_checkpoint,
 )
 from drivetrain.context.codec import unpack
-from drivetrain.core.errors import CheckpointError, ConfigError, StateError, unknown_name
+from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError, unknown_name
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeLike, TimeUnit, ensure_time
+from drivetrain.module.finite import nonfinite_state
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import restore_rng
@@ -147,7 +148,8 @@ class Checkpointer:
         """Save now and return the folder; a background save is only begun here.
 
         A disk that fails is warned about and the run goes on, up to two times in a row; `final=True` writes in the
-        foreground and raises at once. The id defaults to the moment: `ep3-ba1200`.
+        foreground and raises at once. Weights or optimizer states that are not finite are never written: the error names them, and the
+        newest checkpoint stays the newest. The id defaults to the moment: `ep3-ba1200`.
         """
         self.wait()
         id = self.progress.checkpoint_id() if id is None else id
@@ -159,6 +161,7 @@ class Checkpointer:
         except WriteFailedError as error:
             self._count_failure(error, final)
             return path
+        self._check_finite(path, exchange)
         try:
             snapshot = take_snapshot(
                 self.ctx,
@@ -177,6 +180,17 @@ class Checkpointer:
             self._count_failure(error, final)
         self.last_stall = time.perf_counter() - begun
         return path
+
+    def _check_finite(self, path: Path, exchange: Exchange) -> None:
+        """Raise on all ranks if the state of any of them is not finite."""
+        found = exchange.gather(nonfinite_state(dict(vars(self.ctx))))
+        names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise NonFiniteStateError(
+                f"{path.name} was not written: {shown} hold NaN or infinity. The newest checkpoint in {self.directory} stays the one to "
+                "resume from."
+            )
 
     def restore(self, which: str | Path = "auto") -> Restored | None:
         """Put a saved state back and continue its counters; random states are applied last.

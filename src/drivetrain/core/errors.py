@@ -122,7 +122,15 @@ class TrainingStopped(DrivetrainError, RuntimeError):
     """Raised by `train()` after an orderly end that has a bad cause."""
 
 
-class NonFiniteLossError(TrainingStopped):
+class NonFiniteError(TrainingStopped):
+    """Updates were not finite, and the policy of the run ends it."""
+
+
+class NonFiniteStateError(NonFiniteError, CheckpointError):
+    """Weights or optimizer state hold NaN or infinity, so they are not saved."""
+
+
+class NonFiniteLossError(NonFiniteError):
     """The loss became NaN or infinite."""
 
     def __init__(

@@ -5,13 +5,14 @@ float16 on an accelerator needs a gradient scaler: bfloat16 has float32's range,
 """
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,24 @@ class Precision:
 
     def make_scaler(self, device: torch.device) -> "torch.amp.GradScaler | None":
         """Return a gradient scaler where float16 needs one, else None."""
-        if self.autocast_dtype is torch.float16 and device.type != "cpu":
-            return torch.amp.GradScaler(device.type)
+        if self.autocast_dtype is torch.float16:
+            if device.type != "cpu":
+                return torch.amp.GradScaler(device.type)
+            warn_unscaled_float16("precision='fp16' on a CPU has no gradient scaler")
         return None
 
     def cast_parameters(self, model: nn.Module) -> nn.Module:
         """Cast floating parameters and buffers in place where this precision asks for it."""
         return model if self.parameter_dtype is None else model.to(dtype=self.parameter_dtype)
+
+
+def warn_unscaled_float16(reason: str) -> None:
+    """Warn of float16 gradients that nothing scales."""
+    warnings.warn(
+        f"{reason}: small gradients become zero and large ones infinite. Use 'bf16', or full precision.",
+        DrivetrainWarning,
+        stacklevel=4,
+    )
 
 
 PRECISIONS = {

@@ -98,6 +98,7 @@ def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None])
 
 
 def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger) -> bool:
+    unit.was_skipped = verdict if isinstance(verdict, Tensor) else not verdict
     if isinstance(verdict, Tensor):
         unit.step_unless(verdict)
         return verdict.device.type != "cpu" or not bool(verdict)

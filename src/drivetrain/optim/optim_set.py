@@ -78,6 +78,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._counts_batches_itself = False
         self._is_finished = False
         self._to_clear: list[OptimScheduler] = []
+        self.skipped: list[bool | torch.Tensor] = []
+        """For each unit of the last `step()`, whether its update was left out; of fused optimizers a flag on the device."""
 
     # ------------------------------------------------------------------ mapping
 
@@ -169,10 +171,21 @@ class OptimSet(Mapping[str, OptimScheduler]):
         if not self._is_finished:
             self._finish(due)
         changed = apply_updates(due)
+        self.skipped = [unit.was_skipped for unit in due]
+        self._end_windows(due)
+        return any(changed)
+
+    def leave_out(self) -> None:
+        """End the windows that close without updating anything."""
+        due = self.due
+        for scaler in {unit.scaling: unit.scaler for unit in due if unit.scaler is not None}.values():
+            scaler.update()
+        self._end_windows(due)
+
+    def _end_windows(self, due: list[OptimScheduler]) -> None:
         for unit in due:
             unit.window.reset()
             self._to_clear.append(unit)
-        return any(changed)
 
     def step_now(self, name: str, losses: Losses) -> bool:
         """Back-propagate for a `manual` unit and, if its window closes, update it at once; True if it changed.

@@ -11,7 +11,7 @@ from drivetrain.optim.selection import all_names
 
 
 class PlainLr(OptimScheduler):
-    """Leaves the learning rate to whoever owns the optimizer; nothing is clipped or skipped unless asked for."""
+    """Leaves the learning rate to whoever owns the optimizer; nothing is clipped unless asked for."""
 
     def sche_init(self) -> None:
         """Take no arguments."""
@@ -34,5 +34,5 @@ def as_unit(optimizer: Optimizer, model: nn.Module, **general: Any) -> PlainLr:
             f"{type(optimizer).__name__} holds {len(held) - len(found)} parameters that the model does not have. Build it from "
             "the parameters of this model."
         )
-    general = {"grad_clip": None, "nonfinite": "ignore", **general}
+    general = {"grad_clip": None, **general}
     return PlainLr(lambda params: optimizer, None, model, updated_modules=names, **general)

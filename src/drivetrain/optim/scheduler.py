@@ -154,6 +154,8 @@ class OptimScheduler(ABC):
         self._given = {
             name: check_shared(name, value) for name, value in zip(SHARED, given) if not isinstance(value, Default)
         }
+        self.was_skipped: bool | Tensor = False
+        """Whether the last update was left out; of a fused optimizer a flag on the device."""
         self._shared: dict[str, Any] = {}
         self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
             self._given.get(name, default.value) for name, default in SHARED.items()

@@ -363,12 +363,14 @@ def _all_finite(optimizer: Optimizer) -> bool:
     import torch.distributed as dist
 
     from drivetrain.module.distributed_tensors import local_part
+    from drivetrain.module.finite import nonfinite_flag
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    checks = [torch.isfinite(local_part(p.grad)).all() for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        flag = nonfinite_flag(gradients)
+    else:
+        flag = torch.zeros((), device=local_part(parameters[0]).device if parameters else None)
     if dist.is_available() and dist.is_initialized():
-        device = local_part(parameters[0]).device if parameters else None
-        finite = torch.stack(checks).all().int() if checks else torch.ones((), dtype=torch.int, device=device)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)  # tensor ranks and stages too: all ranks step, or none does
-        return bool(finite.item())
-    return not checks or bool(torch.stack(checks).all().item())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # tensor ranks and stages too: all ranks step, or none does
+    return not flag.item()

@@ -173,7 +173,7 @@ class TrainerRuntime:
 
     def gather(self, tensor: Any) -> Any:
         """Join a tensor of all data ranks along its first dimension, also when the lengths differ."""
-        return _map_tensors(gather_rows, tensor) if is_distributed() else tensor
+        return map_tensors(gather_rows, tensor) if is_distributed() else tensor
 
     def pad_across_processes(self, tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
         """Pad a tensor to the largest size over all data ranks along one dimension."""
@@ -193,7 +193,7 @@ class TrainerRuntime:
     def save(self, obj: Any, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
         """Write an object atomically, once per node or once; all processes must call this where it holds sharded tensors."""
         if is_distributed() and _holds_parts(obj):
-            obj = _map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
+            obj = map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             target = Path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -258,16 +258,17 @@ def _holds_parts(value: Any) -> bool:
     return is_dtensor(value)
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return nested containers with every tensor replaced by what the function makes of it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        made = type(value)({k: _map_tensors(function, v) for k, v in value.items()})
+        made = type(value)({k: map_tensors(function, v) for k, v in value.items()})
         if hasattr(value, "_metadata"):  # the versions of modules in a state dict
             made._metadata = value._metadata  # type: ignore[attr-defined]
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(function, v) for v in value))
+        return type(value)(*(map_tensors(function, v) for v in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(function, v) for v in value)
+        return type(value)(map_tensors(function, v) for v in value)
     return value

@@ -133,6 +133,8 @@ class WindowRepeat:
             trainer._gradients.finish()
             trainer._clip_gradients()
             trainer._fire.after_train_batch()
+            if trainer._guard is not None and trainer._accelerator.scaler is None:
+                trainer._guard.drop_nonfinite(trainer._parameters())
         return self._mean(losses, sizes) if self._returns_loss else None
 
     def _go_back_to(self, memory: _Memory) -> None:

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of, widened
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.wrapping import clean_name
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
+from drivetrain.train.recovery import make_guard
 
 
 class Gradients:
     """The accumulation window of a trainer."""
 
-    def __init__(self, trainer: Any, length: int = 1):
+    def __init__(self, trainer: Any, length: int = 1, policy: NonFinitePolicy | None = None):
         self._trainer = trainer
         self.window = AccumulationWindow(length, num_data_ranks())
         self.synchronises = True
@@ -31,6 +33,8 @@ class Gradients:
         """How many micro-batches the batch in hand has, and whether this is its last."""
         self._loader: Any = None
         self._total: Callable[[], Count] | None = None
+        self.guard = make_guard(NonFinitePolicy() if policy is None else policy)
+        """What keeps updates that are not finite out of the weights; its counts are saved with the window."""
         self.is_simple = False
         """Whether every batch is an update of one optimizer on one process, without scaler or copies: then there is nothing to do here."""
 
@@ -157,11 +161,14 @@ class Gradients:
             if self._trainer._units is None:  # units keep their own
                 grads = ((name, p.grad) for name, p in self._parameters() if p.grad is not None)
                 partial.update((name, local_part(grad).detach().clone()) for name, grad in grads)
-        return {"window": counts, "partial": partial, "axes": self._axes() if partial else None}
+        axes = self._axes() if partial else None
+        return {"window": counts, "partial": partial, "axes": axes, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the window back as it was."""
         partial, axes = state["partial"], self._axes()
+        if "guard" in state:  # older checkpoints have none
+            self.guard.load_state_dict(state["guard"])
         if partial and (state.get("axes") or {}) != axes:
             raise ResumeError(
                 f"the checkpoint was taken inside an accumulation window, with the axes {state.get('axes') or 'of data alone'}, and this "

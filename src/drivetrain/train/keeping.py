@@ -1,10 +1,12 @@
 """When a run is saved: at intervals, at its end, and when somebody asked during a step."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import DrivetrainWarning, NonFiniteStateError
 from drivetrain.train import loaders
 from drivetrain.train.intervals import Interval
 from drivetrain.train.settings import TrainSettings, parse_time
@@ -93,7 +95,27 @@ class Keeper:
             return
         self._saved_at = (clock.epoch, clock.batch)
         name = f"ep{clock.epoch}-ba{clock.batch}"
-        self._trainer.last_checkpoint = self.checkpointer.save(id=name, metrics=self._metrics(), final=final)
+        try:
+            self._trainer.last_checkpoint = keeper.save(id=name, metrics=self._metrics(), final=final)
+        except NonFiniteStateError as error:
+            if not self._goes_on_after(error, final):
+                raise
+        else:
+            if self._trainer._good is not None:
+                self._trainer._good.take()
+
+    def _goes_on_after(self, error: NonFiniteStateError, final: bool) -> bool:
+        """Return whether the run goes on although its state is not finite; all ranks come here together."""
+        trainer = self._trainer
+        if trainer._good is not None:
+            trainer._good.restore()
+            trainer.print(f"{error} Rolled back to the state after update {trainer._good.step}.")
+            return True
+        if final or trainer.settings.nonfinite.action == "ignore":
+            warnings.warn(str(error), DrivetrainWarning, stacklevel=3)
+            return True
+        trainer._has_agreed = True
+        return False
 
     def wait(self) -> None:
         """Return when nothing is being written any more."""

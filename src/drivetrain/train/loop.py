@@ -15,8 +15,9 @@ from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import as_factor, share_of
+from drivetrain.module.finite import StepGuard
 from drivetrain.runtime.workers import report_failure
-from drivetrain.train import loaders, resuming, setup
+from drivetrain.train import loaders, recovery, resuming, setup
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation_loop import EvaluationLoop
@@ -24,6 +25,7 @@ from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
 from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.recovery import LastGoodState
 from drivetrain.train.step_losses import StepLosses
 
 
@@ -47,6 +49,9 @@ class TrainerLoop(EvaluationLoop):
     _clips = _tracks_its_own_way = True
     _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
     _plain = PlainHooks()  # none, until a run has been looked at
+    _guard: StepGuard | None = None  # tests updates before they are made; None where nobody asks for it
+    _good: LastGoodState | None = None
+    _norm_is_tested = False  # whether the norm that clipping computes already shows that a gradient is not finite
 
     # ------------------------------------------------------------------ the training run
 
@@ -142,6 +147,8 @@ class TrainerLoop(EvaluationLoop):
         self._between_steps(self.train_epoch_start)
         fire.epoch_start()
         self._go_on_inside_epoch()
+        if self._good is not None:
+            self._good.begin()
         ended = self._run_steps(train_dl.loader if isinstance(train_dl, OwnLoop) else train_dl)
         if not ended or clock.batch_in_epoch == self._batches_per_epoch:
             clock.next_epoch()
@@ -162,8 +169,12 @@ class TrainerLoop(EvaluationLoop):
 
     def _run_steps(self, train_dl: Any) -> bool:
         """Turn the loop over the batches; True means that a limit or a stop ended the run."""
-        state, gradients, fire = self.state, self._gradients, self._fire
+        state, gradients, fire, guard = self.state, self._gradients, self._fire, self._guard
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
+            if guard is not None and guard.to_pass_over:
+                if self._pass_over():
+                    return True
+                continue
             self._inside_step = True
             fire.after_dataloader()
             fire.batch_start()
@@ -171,6 +182,8 @@ class TrainerLoop(EvaluationLoop):
                 gradients.open(last)
             if gradients.window.opens:
                 fire.before_train_batch()
+                if guard is not None:
+                    guard.open()
             if self._plain.passes:
                 self._backward(self._forward_and_loss())
             else:
@@ -257,9 +270,11 @@ class TrainerLoop(EvaluationLoop):
             check_loss(loss, self)
             warn_of_sample_weights(self, self._train_items, output)
         gradients = self._gradients
+        guard = self._guard
         if self._plain.backward:
-            loss.backward()
+            loss.backward(None if guard is None else guard.seed(loss))
         else:
+            loss = loss if guard is None else guard.mark(loss)
             self.backward_step(loss if gradients.is_simple else gradients.weigh(loss, output))
         self._fire.after_backward()
         self._first_batch = False
@@ -273,12 +288,18 @@ class TrainerLoop(EvaluationLoop):
             self._clip_gradients()
         fire.after_train_batch()
         fire.before_step()
-        if plain.step:
+        guard = self._guard
+        is_admitted = guard is None or guard.admits(self.last_grad_norm if self._norm_is_tested else None)
+        if self._accelerator.optimizer_step_was_skipped:
+            self._accelerator.optimizer_step_was_skipped = False
+        if not is_admitted:
+            recovery.leave_out(self)
+        elif plain.step:
             state.optimizers[0].step()
         else:
             self.optimizer_step()
         fire.after_step()
-        if self._schedules_each_step and (state.schedulers or not plain.schedule):
+        if is_admitted and self._schedules_each_step and (state.schedulers or not plain.schedule):
             self.scheduler_step()
         if plain.clear:
             for group in state.optimizers[0].param_groups:
@@ -288,6 +309,25 @@ class TrainerLoop(EvaluationLoop):
             self.optimizer_zero_grad()
         if not self._gradients.is_simple:
             self._gradients.close()
+        if guard is not None and (verdict := guard.close(self._left_out() if is_admitted else None)):
+            recovery.act_on(self, verdict)
+
+    def _left_out(self) -> list[Tensor | bool] | None:
+        """Return what a scaler or units have left out of this update; None where the guard itself has tested."""
+        if self._plain.step:
+            return None
+        return recovery.left_out(self)
+
+    def _pass_over(self) -> bool:
+        """Count a batch without training on it, after a rollback; True ends the run."""
+        state, source = self.state, self._sample_source
+        assert self._guard is not None
+        self._guard.to_pass_over -= 1
+        known = source is not None and source.batch_info is not None
+        window = self._gradients.window
+        samples = source.batch_info.global_size if known else batch_size_of(None, state.batch) * window.world
+        state.clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), False)
+        return self._at_boundary()
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
@@ -332,6 +372,8 @@ class TrainerLoop(EvaluationLoop):
             self._evaluate_if_due(is_due)
         if self._keeper is not None:
             self._keeper.at_batch_end(ended)
+        if self._good is not None:
+            self._good.at_boundary()
         if request:
             self._obey(request)
         return ended

@@ -62,6 +62,11 @@ class AsyncReadback:
         arrived, self._arrived = self._arrived, []
         return arrived
 
+    def overdue(self) -> list[tuple[Any, float]]:
+        """Return what pushing had to wait for since the last call. Its lag is fixed, so all ranks get the same at the same step."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
     def drain(self) -> list[tuple[Any, float]]:
         """Wait for everything that was pushed and return it; for the end of an epoch."""
         while self._pending:

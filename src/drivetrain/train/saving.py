@@ -4,6 +4,7 @@ The file has the layout of pytorch-accelerated's, so files travel both ways; it 
 `weights_only=True`. The folder is a checkpoint of `drivetrain.checkpoint`: verified, without pickle, exact.
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.core.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError, DrivetrainWarning, NonFiniteStateError
+from drivetrain.module.finite import nonfinite_state
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict
+from drivetrain.runtime.collectives import all_gather_values
 
 RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
@@ -28,6 +31,10 @@ def save_checkpoint(
     """Write model, optimizer and scheduler, with custom entries beside them."""
     _check_entries(custom)
     model = trainer.model
+    found = nonfinite_state({"model": model, "optimizer": trainer.optimizer if save_optimizer else None})
+    if any(all_gather_values(bool(found))):
+        _warn_unsaved(f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity.")
+        return
     content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
     if save_optimizer and trainer.optimizer is not None:
         content["optimizer_state_dict"] = trainer.optimizer.state_dict()
@@ -100,7 +107,14 @@ def _save_state_now(trainer: Any, folder: Any, custom: dict[str, Any]) -> None:
 
     state = trainer.state
     state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
-    Checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
+    try:
+        Checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
+    except NonFiniteStateError as error:
+        _warn_unsaved(str(error))
+
+
+def _warn_unsaved(message: str) -> None:
+    warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
 def load_training_state(trainer: Any, folder: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drivetrain.context.state import State
@@ -18,6 +18,7 @@ from drivetrain.core.arguments import (
 )
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.time import Clock, Time, TimeUnit, ensure_time
+from drivetrain.module.finite import NonFinitePolicy
 
 EvalInterval = int | str | Time | Callable[..., bool]
 
@@ -45,6 +46,7 @@ class TrainSettings:
     keep_checkpoints: int | None = 3
     async_checkpoint: bool = True
     overwrite_checkpoints: bool = False
+    nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
     limit_train_batches: int | float | None = None
     limit_eval_batches: int | float | None = None
     sanity_eval_batches: int = 0

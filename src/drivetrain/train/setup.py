@@ -16,6 +16,7 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.module.full_state import give_parts_again
+from drivetrain.module.precision import warn_unscaled_float16
 from drivetrain.optim.state_schedule import compile_state_schedule
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
@@ -36,6 +37,7 @@ from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting
 from drivetrain.train.keeping import prepare_checkpoints
 from drivetrain.train.plain_hooks import find_plain_hooks
+from drivetrain.train.recovery import prepare_guard
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import RunLimits, TrainSettings
 from drivetrain.train.step_losses import StepLosses
@@ -68,7 +70,7 @@ def prepare_training(
         settings = trainer.settings  # a plan may set micro-batches
     if not is_searched:  # how many ranks share the samples is known only now
         _make_loaders(trainer, train_kwargs, eval_kwargs)
-    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps)
+    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps, settings.nonfinite)
     trainer._train_items, trainer._eval_items = LossCounting(trainer._count_items), {}
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = trainer._accelerator = as_runtime(trainer._accelerator)  # an override may have made another one
@@ -195,11 +197,15 @@ def prepare_loop(trainer: Any) -> None:
     clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
     trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
     trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
+    prepare_guard(trainer)
+    looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
+    trainer._norm_is_tested = settings.gradient_clip_norm is not None and trainer._units is None and not looks_on
     trainer._plain = find_plain_hooks(trainer)
     trainer._boundary_work = bool(
         trainer._vote is not None
         or trainer._eval_every is not None
         or trainer._limits.end_inside_epochs
+        or trainer._good is not None
         or (trainer._keeper is not None and trainer._keeper.saves_inside_epochs)
         or current_run() is not None  # an experiment may look on at every boundary
     )
@@ -374,6 +380,9 @@ def call_seed_form(create_scheduler: Callable[..., Any], optimizer: Any) -> Any:
 
 def prepare_precision(trainer: Any) -> None:
     """Refuse a precision the device cannot run, before the first step, and convert the layers of an 8-bit one."""
+    model = trainer.model
+    if isinstance(model, nn.Module) and any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters()):
+        warn_unscaled_float16("the model has trainable float16 weights, whose gradients cannot be scaled")
     if trainer._accelerator.mixed_precision != "fp8" or not isinstance(trainer.model, nn.Module):
         return
     from drivetrain.module.fp8 import convert_linears_to_fp8, supports_fp8

@@ -9,6 +9,7 @@ asks for it. Memory is constant over any number of steps, and an update costs ab
 """
 
 import copy
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -383,6 +384,8 @@ class LossTracker:
     def __init__(self) -> None:
         self.is_sum = False
         """Whether losses are sums, which add up to the loss of the whole."""
+        self.leaves_out_nonfinite = False
+        """Whether losses that are not finite count for nothing: their updates are left out of the training too."""
         self.reset()
 
     def reset(self) -> None:
@@ -408,7 +411,7 @@ class LossTracker:
             and not loss_batch_value.ndim
         ):
             self._last = self._known = value = loss_batch_value.item()  # on the host already: nothing waits
-            if batch_size:
+            if batch_size and (not self.leaves_out_nonfinite or math.isfinite(value)):
                 self._sum += value * batch_size
                 self._count += batch_size
             return
@@ -510,6 +513,10 @@ class LossTracker:
         losses = torch.stack([loss if loss.dtype == ring[0].dtype else loss.to(ring[0].dtype) for loss in ring]).to(
             dtype
         )
+        if self.leaves_out_nonfinite:
+            finite = torch.isfinite(losses)
+            losses = torch.where(finite, losses, 0.0)
+            weights = [_weight_tensor(weight, device, dtype) * kept for weight, kept in zip(weights, finite.unbind())]
         if any(isinstance(weight, Tensor) for weight in weights):
             # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would
             # wait.

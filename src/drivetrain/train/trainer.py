@@ -21,6 +21,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import ending_workers
+from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.optim.state_schedule import follows_state
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
@@ -232,6 +233,7 @@ class Trainer(TrainerLoop):
         max_grad_norm: float | None = None,
         overwrite_checkpoints: bool = False,
         log_every: int | str | Time | None = 50,
+        nonfinite: str | NonFinitePolicy = "skip",
         **unknown: Any,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
@@ -271,6 +273,7 @@ class Trainer(TrainerLoop):
             keep_checkpoints=keep_checkpoints,
             async_checkpoint=async_checkpoint,
             overwrite_checkpoints=overwrite_checkpoints,
+            nonfinite=NonFinitePolicy.of(nonfinite),
             limit_train_batches=limit_train_batches,
             limit_eval_batches=limit_eval_batches,
             sanity_eval_batches=sanity_eval_batches,

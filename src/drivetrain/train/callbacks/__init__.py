@@ -16,6 +16,7 @@ from drivetrain.train.callbacks.placement import ConvertSyncBatchNormCallback, M
 from drivetrain.train.callbacks.progress import ProgressBarCallback
 from drivetrain.train.callbacks.reports import LogMetricsCallback, PrintProgressCallback
 from drivetrain.train.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback, WSDCheckpointCallback
+from drivetrain.train.callbacks.spikes import LossSpike
 from drivetrain.train.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "LimitBatchesCallback",
     "LimitEvalStepsCallback",
     "LogMetricsCallback",
+    "LossSpike",
     "MemoryMonitor",
     "ModelEmaCallback",
     "MoveModulesToDeviceCallback",

@@ -1,0 +1,304 @@
+"""Whether numbers are finite, and what happens to an update whose gradients are not: one test and one policy for every optimizer.
+
+The test is one kernel over all gradients. On a CPU the host reads its answer at once, which costs nothing. A fused optimizer on an
+accelerator takes the answer as a flag on the device and leaves weights and state alone; the host reads it two updates later. Any other
+optimizer there costs one read for each update.
+
+A loss that is not finite may have finite gradients. It therefore begins its backward pass with NaN instead of one: its gradients fail the
+test, and averaging carries that to all ranks. So all ranks decide alike without asking each other. Only where ranks hold different
+gradients (sharded parameters, pipeline stages) the flag itself is exchanged.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.arguments import check_choice, check_count
+from drivetrain.module.distributed_tensors import local_part
+
+Action = Literal["skip", "stop", "rollback", "ignore"]
+ALIASES = {"raise": "stop"}
+NONFINITE, REJECTED = 1, 2  # bits of a verdict: a gradient is not finite; a plugin has rejected the batch
+_LARGE = 1 << 17  # elements on a CPU from which a test that only reads is faster than the one kernel, which also writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinitePolicy:
+    """What to do about an update whose loss or gradients are not finite."""
+
+    action: Action = "skip"
+    """`skip` leaves the update out; `stop` ends the run; `rollback` also restores the last good state; `ignore` does not test."""
+    limit: int = 20
+    """So many bad updates in a row end the run, whatever the action."""
+    every: int = 100
+    """Updates between two copies of the state to roll back to."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "action", ALIASES.get(self.action, self.action))
+        check_choice("nonfinite", self.action, get_args(Action))
+        check_count("limit", self.limit)
+        check_count("every", self.every)
+
+    @classmethod
+    def of(cls, value: "str | NonFinitePolicy") -> "NonFinitePolicy":
+        """Return the policy of that name.
+
+        >>> NonFinitePolicy.of("raise").action
+        'stop'
+        """
+        return value if isinstance(value, NonFinitePolicy) else cls(action=value)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- the test
+
+
+def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
+    """Return 1.0 where an entry of any tensor is not finite, else 0.0: a scalar on their device, which nobody waits for."""
+    found = torch.zeros((), device=tensors[0].device)
+    try:
+        # Made for gradient scalers. With a scale of one it is the cheapest test of many tensors: one launch, no result for each.
+        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found, torch.ones_like(found))
+    except RuntimeError:  # sparse, complex, on several devices, or not writable
+        checks = [torch.isfinite(_values(tensor)).all().to(found.device) for tensor in tensors]
+        found = torch.stack(checks).all().logical_not().to(torch.float32)
+    return found
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False) -> list[str]:
+    """Return which floating-point tensors hold NaN or infinity, or only NaN. Reads once for each device and type, and writes nothing."""
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        values = _values(local_part(tensor.detach()))
+        if (values.is_floating_point() or values.is_complex()) and values.element_size() > 1 and values.numel():
+            groups.setdefault((values.device, values.dtype), []).append((name, values))
+    found = []
+    for (_, dtype), members in groups.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm([tensor for _, tensor in members], 2, wide))
+        for (name, tensor), is_finite in zip(members, torch.isfinite(norms).tolist()):  # the host waits here
+            # A norm of finite numbers may overflow, so the tensor itself decides.
+            if not is_finite and bool(
+                torch.isnan(tensor).any() if only_nan else torch.isfinite(tensor).logical_not().any()
+            ):
+                found.append(name)
+    return found
+
+
+def nonfinite_state(items: Mapping[str, Any]) -> list[str]:
+    """Return the names of trainable weights and optimizer states that are not finite, and of buffers that hold NaN.
+
+    Infinity is usual in buffers, such as attention masks. `items` are modules and optimizers by name, also in lists; others are ignored.
+    """
+    strict: list[tuple[str, Tensor]] = []
+    buffers: list[tuple[str, Tensor]] = []
+    for name, item in _flat(items):
+        if isinstance(item, nn.Module):
+            strict.extend((f"{name}.{key}", p) for key, p in item.named_parameters() if p.requires_grad)
+            buffers.extend((f"{name}.{key}", buffer) for key, buffer in item.named_buffers())
+        elif isinstance(getattr(item, "param_groups", None), list) and isinstance(
+            getattr(item, "state", None), Mapping
+        ):
+            for index, (parameter, kept) in enumerate(item.state.items()):
+                if isinstance(parameter, Tensor) and isinstance(kept, Mapping):
+                    strict.extend(
+                        (f"{name}.{index}.{key}", value)
+                        for key, value in kept.items()
+                        if isinstance(value, Tensor) and value.shape == parameter.shape
+                    )
+    return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
+
+
+def _flat(items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, item in items.items():
+        if isinstance(item, list | tuple):
+            yield from _flat({f"{name}.{index}": part for index, part in enumerate(item)})
+        else:
+            yield name, item
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
+
+
+# ---------------------------------------------------------------------- the policy in a training loop
+
+
+class Readback(Protocol):
+    """Brings scalars from the device to the host in order; `drivetrain.train.readback.AsyncReadback` is one."""
+
+    def push(self, tensor: Tensor | float, tag: Any = None) -> None: ...
+
+    def overdue(self) -> list[tuple[Any, float]]: ...
+
+    def drain(self) -> list[tuple[Any, float]]: ...
+
+
+class StepGuard:
+    """Keeps updates that are not finite, and batches that a plugin rejects, out of the weights, and counts them in a row.
+
+    The loop calls `open` before the first forward pass of an update, `seed` or `mark` for each loss, `admits` before the optimizer's
+    step and `close` after it. All ranks get the same answers at the same step.
+    """
+
+    def __init__(self, policy: NonFinitePolicy, readback: Readback):
+        self.policy = policy
+        self.in_a_row, self.total = 0, 0
+        """Updates left out: since the last one that was made, and in the whole run; those of an accelerator are known two updates later."""
+        self.to_pass_over = 0
+        """Batches that the loop still has to pass over after a rollback."""
+        self._verdict = 0
+        self._late = readback
+        self._rejected: Tensor | bool = False
+        self._optimizer: Any = None
+        self._is_exchanged = self._is_large = self._is_judged_elsewhere = False
+        self._flagged = False
+        self._statistics: list[Tensor] = []
+        self._copies: deque[list[Tensor]] = deque(maxlen=3)
+
+    def prepare(self, optimizer: Any, model: Any, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
+        """Look at the optimizer and the model of a run.
+
+        `is_exchanged`: ranks hold different gradients. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
+        for themselves.
+        """
+        self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_judged_elsewhere
+        self._is_large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= _LARGE
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
+        self._statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
+        self._copies.clear()
+
+    def open(self) -> None:
+        """Keep running statistics as they are: a batch that is left out must not stay in them."""
+        if self._statistics:
+            with torch.no_grad():
+                full = len(self._copies) == self._copies.maxlen
+                copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
+                torch._foreach_copy_(copies, self._statistics)
+                self._copies.append(copies)
+
+    def seed(self, loss: Tensor) -> Tensor | None:
+        """Return the gradient that the backward pass of a loss begins with: None for one, NaN for a loss that is not finite."""
+        if loss.is_cpu:
+            return None if math.isfinite(loss.item()) else torch.full_like(loss, math.nan)
+        return torch.rsub(loss.detach(), 1, alpha=0)  # 1 - 0 * loss
+
+    def mark(self, loss: Tensor) -> Tensor:
+        """Return the same loss, whose gradients are NaN where it is not finite."""
+        seed = self.seed(loss)
+        return loss if seed is None else loss * seed
+
+    def reject(self, flag: Tensor | bool) -> None:
+        """Leave out the update of the batch in hand where the flag is set; all ranks must pass the same."""
+        if isinstance(flag, bool) and isinstance(self._rejected, bool):
+            self._rejected = self._rejected or flag
+        else:
+            self._rejected = torch.maximum(_number(self._rejected, flag), _number(flag, self._rejected))
+
+    def admits(self, norm: Tensor | None = None) -> bool:
+        """Test the gradients, or their norm where it is known; return whether the optimizer is to step.
+
+        A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
+        """
+        if self._is_judged_elsewhere:
+            return not self._rejected or self._decide(REJECTED)  # a flag on the device is waited for
+        if norm is not None:
+            first, gradients = norm, [norm]
+        else:
+            groups = self._optimizer.param_groups
+            gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+            if not gradients:
+                return True
+            first = gradients[0]
+        if first.is_cpu and not self._is_exchanged:
+            bad = self._reads_nonfinite(gradients)
+            return self._decide(bad * NONFINITE + bool(self._rejected) * REJECTED)
+        gradients = [local_part(gradient) for gradient in gradients]
+        flag = self._exchanged(nonfinite_flag(gradients))
+        verdict = flag if self._rejected is False else flag + REJECTED * _number(self._rejected, flag)
+        self._late.push(verdict)
+        if verdict.is_cpu or not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            return self._decide(int(self._late.drain()[-1][1]))  # the host waits here
+        self._optimizer.found_inf = verdict.clamp(max=1.0)
+        self._flagged = True
+        return True
+
+    def drop_nonfinite(self, parameters: Iterable[Tensor]) -> None:
+        """Remove gradients that are not finite, for an optimizer inside its step, which then has nothing to use. The host waits."""
+        held = [p for p in parameters if p.grad is not None]
+        if held:
+            flag = self._exchanged(nonfinite_flag([local_part(p.grad) for p in held if p.grad is not None]))
+            if flag.item():
+                self._decide(NONFINITE)
+                for parameter in held:
+                    parameter.grad = None
+
+    def close(self, judged: Sequence[Tensor | bool] | None = None) -> int:
+        """End an update; `judged` is what a scaler or units have left out. Return the verdict that has become known, 0 if all is well."""
+        if self._flagged:
+            del self._optimizer.found_inf
+            self._flagged = False
+        if judged is not None:
+            self._note(judged)
+        for _, verdict in self._late.overdue():
+            self._count(int(verdict), self._copies[0] if self._copies else None)
+        self._rejected = False
+        verdict, self._verdict = self._verdict, 0
+        return verdict
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts; verdicts on their way are waited for."""
+        for _, verdict in self._late.drain():
+            self._count(int(verdict), self._copies[0] if self._copies else None)
+        return {"in_a_row": self.in_a_row, "total": self.total, "to_pass_over": self.to_pass_over}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take the counts back."""
+        self.in_a_row, self.total = state["in_a_row"], state["total"]
+        self.to_pass_over = state["to_pass_over"]
+
+    def _exchanged(self, flag: Tensor) -> Tensor:
+        """Set the flag on all ranks where it is set on any, if they hold different gradients."""
+        if self._is_exchanged:
+            import torch.distributed as dist
+
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return flag
+
+    def _reads_nonfinite(self, gradients: list[Tensor]) -> bool:
+        if self._is_large:
+            return bool(nonfinite_names([("", gradient) for gradient in gradients]))
+        return nonfinite_flag(gradients).item() != 0
+
+    def _decide(self, verdict: int) -> bool:
+        self._count(verdict, self._copies[-1] if self._copies else None)
+        return not verdict
+
+    def _note(self, judged: Sequence[Tensor | bool]) -> None:
+        """Take over what others have left out."""
+        flags = [flag for flag in judged if isinstance(flag, Tensor)]
+        if flags:
+            self._late.push(torch.stack([flag.reshape(()) for flag in flags]).max())
+        else:
+            self._decide(int(any(judged)) * NONFINITE)
+
+    @torch.no_grad()
+    def _count(self, verdict: int, statistics: list[Tensor] | None) -> None:
+        if not verdict:
+            self.in_a_row = 0
+            return
+        self.in_a_row, self.total, self._verdict = self.in_a_row + 1, self.total + 1, self._verdict | verdict
+        if statistics is not None:
+            torch._foreach_copy_(self._statistics, statistics)
+
+
+def _number(flag: Tensor | bool, like: Tensor | bool) -> Tensor:
+    """Return a flag as a number on the device of another one."""
+    if isinstance(flag, Tensor):
+        return flag.to(torch.float32).reshape(())
+    return torch.full((), float(flag), device=like.device if isinstance(like, Tensor) else None)
