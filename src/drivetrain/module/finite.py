@@ -4,9 +4,9 @@ The test is one kernel over all gradients. On a CPU the host reads its answer at
 accelerator takes the answer as a flag on the device and leaves weights and state alone; the host reads it two updates later. Any other
 optimizer there costs one read for each update.
 
-A loss that is not finite may have finite gradients. It therefore begins its backward pass with NaN instead of one: its gradients fail the
-test, and averaging carries that to all ranks. So all ranks decide alike without asking each other. Only where ranks hold different
-gradients (sharded parameters, pipeline stages) the flag itself is exchanged.
+A loss that is not finite may have finite gradients. It therefore begins its backward pass with NaN instead of one, so that its gradients
+fail the test. On several ranks the flag itself is exchanged, one number for each update: gradients may be sharded, and a fault may
+spoil those of one rank after they were averaged.
 """
 
 import math
@@ -163,7 +163,7 @@ class StepGuard:
     def prepare(self, optimizer: Any, model: Any, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
         """Look at the optimizer and the model of a run.
 
-        `is_exchanged`: ranks hold different gradients. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
+        `is_exchanged`: several ranks decide together. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
         for themselves.
         """
         self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_judged_elsewhere
@@ -212,14 +212,15 @@ class StepGuard:
         else:
             groups = self._optimizer.param_groups
             gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-            if not gradients:
+            if not gradients and not self._is_exchanged:
                 return True
-            first = gradients[0]
+            first = gradients[0] if gradients else groups[0]["params"][0]
         if first.is_cpu and not self._is_exchanged:
             bad = self._reads_nonfinite(gradients)
             return self._decide(bad * NONFINITE + bool(self._rejected) * REJECTED)
         gradients = [local_part(gradient) for gradient in gradients]
-        flag = self._exchanged(nonfinite_flag(gradients))
+        flag = nonfinite_flag(gradients) if gradients else torch.zeros((), device=first.device)
+        flag = self._exchanged(flag)
         verdict = flag if self._rejected is False else flag + REJECTED * _number(self._rejected, flag)
         self._late.push(verdict)
         if verdict.is_cpu or not getattr(self._optimizer, "_step_supports_amp_scaling", False):
@@ -263,7 +264,7 @@ class StepGuard:
         self.to_pass_over = state["to_pass_over"]
 
     def _exchanged(self, flag: Tensor) -> Tensor:
-        """Set the flag on all ranks where it is set on any, if they hold different gradients."""
+        """Set the flag on all ranks where it is set on any."""
         if self._is_exchanged:
             import torch.distributed as dist
 

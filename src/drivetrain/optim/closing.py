@@ -78,6 +78,7 @@ def _measure_and_clip(unit: "OptimScheduler") -> Tensor | None:
 
 def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[bool | Tensor]:
     """Say for each unit whether its gradients are finite: a bool, or for fused optimizers a flag on the device."""
+    norms = _agreed(units, norms)
     verdicts: list[bool | Tensor] = [True] * len(units)
     asked: list[tuple[int, Tensor]] = []
     for index, (unit, norm) in enumerate(zip(units, norms)):
@@ -95,6 +96,21 @@ def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None])
         for (index, _), flag in zip(asked, flags):
             verdicts[index] = flag
     return verdicts
+
+
+def _agreed(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the norms, infinite on all ranks where they are not finite on any: one exchange for the units of a model."""
+    agreed = list(norms)
+    for terrain in {unit.terrain: None for unit in units if unit.window.world > 1}:
+        found = [index for index, unit in enumerate(units) if unit.terrain is terrain and norms[index] is not None]
+        if found:
+            import torch.distributed as dist
+
+            flags = torch.stack([(~torch.isfinite(agreed[index])).float() for index in found])  # type: ignore[arg-type]
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=terrain.group())
+            for index, flag in zip(found, flags.unbind()):
+                agreed[index] = torch.where(flag > 0, math.inf, agreed[index])  # type: ignore[call-overload]
+    return agreed
 
 
 def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger) -> bool:

@@ -8,7 +8,7 @@ bad one are passed over, as large runs do by hand after a loss spike (Chowdhery 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.core.errors import NonFiniteError
 from drivetrain.module.distributed_tensors import is_dtensor
@@ -44,11 +44,10 @@ def prepare_guard(trainer: Any) -> None:
     for plugin in watches:
         plugin.guard = guard
     units, scaler = trainer._units, getattr(trainer._accelerator, "scaler", None)
-    is_replicated = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
     guard.prepare(
         trainer.optimizer,
         trainer.model,
-        is_exchanged=is_distributed() and not is_replicated,
+        is_exchanged=is_distributed(),
         is_judged_elsewhere=units is not None or scaler is not None,
     )
 

@@ -1,0 +1,76 @@
+"""The test for numbers that are not finite, and the policy about them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.finite import NonFinitePolicy, StepGuard, nonfinite_flag, nonfinite_names, nonfinite_state
+from drivetrain.train.readback import AsyncReadback
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_bad_entry_of_one_tensor_sets_the_flag(dtype, value):
+    tensors = [torch.ones(3, dtype=dtype), torch.ones(2, 2, dtype=dtype)]
+    assert nonfinite_flag(tensors).item() == 0
+    tensors[1][1, 0] = value
+    assert nonfinite_flag(tensors).item() == 1
+
+
+def test_the_test_changes_no_gradient():
+    tensors = [torch.randn(5, 7), torch.full((3,), 1e38)]
+    before = [tensor.clone() for tensor in tensors]
+    nonfinite_flag(tensors)
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_sparse_gradients_are_tested_too():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1, 1])).sum().backward()
+    assert nonfinite_flag([layer.weight.grad]).item() == 0
+    assert nonfinite_flag([layer.weight.grad * math.nan]).item() == 1
+
+
+def test_a_norm_that_overflows_does_not_make_finite_numbers_suspect():
+    named = [("a", torch.full((9,), 3e38)), ("b", torch.tensor([1.0, math.inf])), ("c", torch.tensor([0, 1]))]
+    assert nonfinite_names(named) == ["b"]
+    assert nonfinite_names(named, only_nan=True) == []
+
+
+def test_a_state_names_weights_and_optimizer_states_and_leaves_masks_alone():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    items = {"model": model, "optimizers": (optimizer,), "epoch": 3}
+    assert nonfinite_state(items) == []
+    optimizer.state[model.weight]["exp_avg_sq"][0, 0] = math.inf
+    with torch.no_grad():
+        model.bias[0] = math.nan
+    model.mask[0, 0] = math.nan
+    assert nonfinite_state(items) == ["model.bias", "optimizers.0.0.exp_avg_sq", "model.mask"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_has_gradients_that_are_not(value):
+    guard, weight = StepGuard(NonFinitePolicy(), AsyncReadback()), torch.ones(2, requires_grad=True)
+    loss = weight.sum() + value  # its own gradient is one
+    loss.backward(guard.seed(loss))
+    assert weight.grad.isnan().all()
+    weight.grad = None
+    guard.mark(weight.sum() + value).backward()
+    assert weight.grad.isnan().all()
+    good = weight.sum()
+    assert guard.mark(good) is good and guard.seed(good) is None
+
+
+def test_raise_is_another_name_for_stop_and_others_are_named():
+    assert NonFinitePolicy.of("raise").action == "stop"
+    with pytest.raises(ConfigError, match="rollback"):
+        NonFinitePolicy.of("rolback")
+    with pytest.raises(ConfigError, match="limit"):
+        NonFinitePolicy(limit=0)
