@@ -299,7 +299,7 @@ def test_ignore_tests_nothing():
 
 def test_float16_without_a_scaler_warns():
     with pytest.warns(DrivetrainWarning, match="no gradient scaler"):
-        make_trainer(precision="fp16", device="cpu")
+        train(make_trainer(precision="fp16", device="cpu"))
     with pytest.warns(DrivetrainWarning, match="trainable float16 weights"):
         train(make_trainer(make_model(dtype=torch.float16)), make_data(dtype=torch.float16))
 

@@ -34,10 +34,8 @@ class Precision:
 
     def make_scaler(self, device: torch.device) -> "torch.amp.GradScaler | None":
         """Return a gradient scaler where float16 needs one, else None."""
-        if self.autocast_dtype is torch.float16:
-            if device.type != "cpu":
-                return torch.amp.GradScaler(device.type)
-            warn_unscaled_float16("precision='fp16' on a CPU has no gradient scaler")
+        if self.autocast_dtype is torch.float16 and device.type != "cpu":
+            return torch.amp.GradScaler(device.type)
         return None
 
     def cast_parameters(self, model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import AccumulationWindow, copy_gradients, scale_gradients
 from drivetrain.module.autocasting import autocast_forward
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
-from drivetrain.module.precision import Precision
+from drivetrain.module.precision import Precision, warn_unscaled_float16
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
@@ -313,6 +313,8 @@ def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None)
         for part in parts:
             autocast_forward(unwrap(part), ctx.device.type, ctx.autocast_dtype)
     ctx.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
+    if ctx.scaler is None and ctx.scaler_dtype is torch.float16:
+        warn_unscaled_float16(f"float16 on {ctx.device} has no gradient scaler")
     if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader):
         batch, loader = _planned(ctx, loader)
     for change in ctx.loss_changes:

@@ -37,7 +37,8 @@ def prepare_guard(trainer: Any) -> None:
     rolls_back = guard.policy.action == "rollback" or any(plugin.rolls_back for plugin in watches)
     trainer._good = LastGoodState(trainer) if rolls_back else None
     trainer._guard, trainer._loss_tracker.leaves_out_nonfinite = None, False
-    if (guard.policy.action == "ignore" and not watches) or not hasattr(trainer.optimizer, "param_groups"):
+    has_groups = isinstance(getattr(trainer.optimizer, "param_groups", None), list)
+    if (guard.policy.action == "ignore" and not watches) or not has_groups:
         return
     trainer._guard = guard
     trainer._loss_tracker.leaves_out_nonfinite = True

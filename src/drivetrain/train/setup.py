@@ -383,6 +383,11 @@ def prepare_precision(trainer: Any) -> None:
     model = trainer.model
     if isinstance(model, nn.Module) and any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters()):
         warn_unscaled_float16("the model has trainable float16 weights, whose gradients cannot be scaled")
+    runtime, on_cpu = trainer._accelerator, torch.device(trainer.device).type == "cpu"
+    if runtime.precision.autocast_dtype is torch.float16 and (
+        on_cpu or (runtime.scaler is None and trainer._units is None)
+    ):
+        warn_unscaled_float16(f"precision='fp16' on {trainer.device} has no gradient scaler")
     if trainer._accelerator.mixed_precision != "fp8" or not isinstance(trainer.model, nn.Module):
         return
     from drivetrain.module.fp8 import convert_linears_to_fp8, supports_fp8
