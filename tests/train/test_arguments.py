@@ -94,7 +94,6 @@ def run(model=None, loss=nn.CrossEntropyLoss(), optimizer=None, data=None, **set
             "swapped",
         ),
         (lambda: run(data="data/train"), r"train_dataset='data/train' is a path"),
-        (lambda: run(data=make_data().tensors), "TensorDataset"),
         (lambda: run(data={"train": [1], "test": [2]}), r"keys 'train', 'test'"),
         (lambda: run(eval_dataset="data/val"), r"eval_dataset='data/val' is a path"),
         (lambda: run(nn.Linear(6, 3, device="meta")), r"meta device.*'weight'.*to_empty"),
@@ -148,3 +147,19 @@ def test_a_file_of_another_form_is_not_a_checkpoint(tmp_path, content):
     torch.save(content, tmp_path / "other.pt")
     with pytest.raises((CheckpointError, ValueError), match=r"other\.pt"):
         make_trainer().load_checkpoint(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("columns", [tuple, lambda tensors: dict(zip(("x", "y"), tensors))])
+def test_tensors_with_a_row_for_each_sample_are_data_for_training_and_evaluation(columns):
+    class Named(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    results = []
+    for data in (make_data(), columns(make_data().tensors)):
+        torch.manual_seed(0)
+        model = Named(6, 3)
+        trainer = Trainer(model, nn.CrossEntropyLoss(), optim.SGD(model.parameters(), lr=0.1), callbacks=(), seed=0)
+        history = trainer.train(data, num_epochs=1, eval_dataset=data)
+        results.append([history.get_metric_values("eval_loss_epoch"), model.weight.detach()])
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])

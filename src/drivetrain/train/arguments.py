@@ -19,6 +19,7 @@ from drivetrain.core.arguments import check_callable, check_count, check_flag, c
 from drivetrain.core.binding import check_plugin
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, nearest_name
 from drivetrain.core.foreign import Slot
+from drivetrain.data.columns import find_columns
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.train.settings import EvalInterval, check_eval_interval, parse_time
 
@@ -84,7 +85,7 @@ def check_constructor(
     if not isinstance(deterministic, bool) and deterministic not in ("off", "warn", "strict"):
         raise ConfigError(f"deterministic={deterministic!r}: expected True, False, 'off', 'warn' or 'strict'.")
     if strategy_time_limit is not None:
-        check_number("strategy_time_limit", strategy_time_limit, above=0, infinite=True, hint=" of seconds")
+        check_number("strategy_time_limit", strategy_time_limit, at_least=0, infinite=True, hint=" of seconds")
     check_number("scale_schedule_ratio", scale_schedule_ratio, above=0, hint=", such as 0.5 for half the run")
     if max_duration is not None and not parse_time("max_duration", max_duration).value > 0:
         raise ConfigError(f"max_duration={max_duration!r}: expected a length above 0, such as '10ep' or '2h'.")
@@ -194,6 +195,8 @@ def check_dataset(name: str, data: Any) -> None:
         )
     if isinstance(data, type):
         raise ConfigTypeError(f"{name}={data.__name__} is a class. Pass an instance: {data.__name__}(...).")
+    if isinstance(data, dict | tuple) and find_columns(data) is not None:
+        return  # tensors with a row for each sample
     if isinstance(data, Mapping) and not isinstance(data, Dataset) and 0 not in data:
         parts = ", ".join(map(repr, list(data)[:5]))
         raise ConfigTypeError(
@@ -204,10 +207,6 @@ def check_dataset(name: str, data: Any) -> None:
             f"{name} is a {type(data).__name__}, which is indexed by column. Wrap it, for example as "
             "TensorDataset(torch.tensor(frame[inputs].values), torch.tensor(frame[target].values))."
         )
-    if isinstance(data, tuple) and len(data) == 2 and all(_is_array(part) for part in data):
-        raise ConfigTypeError(
-            f"{name} is a pair of arrays, which would be two samples. Write torch.utils.data.TensorDataset(inputs, targets)."
-        )
     if isinstance(data, list | tuple | Dataset) and hasattr(data, "__len__") and not len(data):
         raise ConfigError(f"{name} is empty: it has 0 samples. Check the path or the filter it was made with.")
     has_items = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
@@ -215,14 +214,14 @@ def check_dataset(name: str, data: Any) -> None:
         raise ConfigTypeError(f"{name}={data!r} is a {type(data).__name__}. {wanted}")
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and len(value.shape) > 0
-
-
 def reject_unused(name: str, loader: Any, kwargs_name: str, kwargs: Mapping[str, Any] | None, collate_fn: Any) -> None:
     """Reject settings that a loader of the user's own does not follow, because it is used as it is."""
     unused = [
-        f"{kwargs_name}[{key!r}]={value!r}" for key, value in (kwargs or {}).items() if _differs(loader, key, value)
+        f"{key}={value}"
+        if key == "global_batch_size"
+        else f"{kwargs_name}[{key!r}]={value!r}"  # that one is an argument of train()
+        for key, value in (kwargs or {}).items()
+        if _differs(loader, key, value)
     ]
     if collate_fn is not None and _differs(loader, "collate_fn", collate_fn):
         unused.append("collate_fn")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import guard_workers
 from drivetrain.module.accumulation import Count
@@ -96,7 +97,7 @@ def map_loaders(function: Callable[[Any], Any], loader: Any) -> Any:
 def make_evaluation_loaders(trainer: Any, batch_size: int, kwargs: dict[str, Any] | None) -> Any:
     """Return the loader of the evaluation data, or one for each of several sets given as a mapping of names."""
     data = trainer.eval_dataset
-    if not isinstance(data, Mapping) or isinstance(data, Dataset):
+    if not isinstance(data, Mapping) or isinstance(data, Dataset) or find_columns(data) is not None:
         return trainer.create_eval_dataloader(batch_size, kwargs)
     if not data or not all(isinstance(name, str) and name for name in data):
         raise ConfigError(
