@@ -14,6 +14,7 @@ from drivetrain.train import loaders
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output
 from drivetrain.train.evaluation import evaluation_mode, kept_history
+from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting, without_empty
 from drivetrain.train.logbook import Logbook
@@ -35,6 +36,7 @@ class EvaluationLoop(TrainerMeeting):
     _plateau_watch: MetricWatch
     _batches_per_epoch: int | None = None
     _eval_every: Callable[[Clock], bool] | None = None  # whether to evaluate after a batch; None: only after epochs
+    _evaluation_state = EvaluationState()  # of the run
     _eval_interval: Interval | None = None  # what `_eval_every` asks, where it is no function of the user's
     _eval_after_epoch = False
     _unfinished: Literal["", "evaluation", "epoch"] = ""  # saved with the state: what a resumed run does first
@@ -61,17 +63,30 @@ class EvaluationLoop(TrainerMeeting):
         Of several evaluation sets each is evaluated on its own, with its name in those of the metrics: `eval_<set>_loss_epoch`.
         """
         if isinstance(dl, loaders.EvaluationLoaders):
+            finished = self._evaluation_state.finished if is_training and self._is_running else []
             try:
                 for self._eval_set, loader in dl.items():
-                    self._run_eval_epoch(loader, is_training, is_intermediate)
-                    if self._evaluation_was_cut:
-                        break
+                    if self._eval_set not in finished:
+                        self._run_eval_epoch(loader, is_training, is_intermediate)
+                        if self._evaluation_was_cut:
+                            return
+                        finished.append(self._eval_set)
+                finished.clear()
             finally:
                 self._eval_set = None
             return
+        if is_training and self._is_running:
+            with self._evaluation_state.counting(self._eval_set or "", dl) as was_cut:
+                self._evaluate_set(dl, "eval", is_intermediate)
+                if self._evaluation_was_cut:
+                    was_cut.append(True)
+        else:
+            self._evaluate_set(dl, "eval" if is_training else "evaluation", is_intermediate)
+
+    def _evaluate_set(self, dl: Any, prefix: str, is_intermediate: bool) -> None:
+        """Evaluate once over one evaluation set."""
         state, fire = self.state, self._fire
         counting = self._eval_items.setdefault(self._eval_set, LossCounting(self._count_items))
-        prefix = "eval" if is_training else "evaluation"
         self._evaluation_was_cut = False
         with evaluation_mode(self, is_intermediate, dl, self._eval_set):
             fire.eval_before_all()
@@ -132,7 +147,7 @@ class EvaluationLoop(TrainerMeeting):
     def _run_sanity_evaluation(self) -> None:
         """Evaluate a few batches before training, so that a mistake there shows in seconds; nothing is kept."""
         assert self.settings is not None
-        with kept_history(self):
+        with kept_history(self), self._evaluation_state.kept():
             limited = loaders.limit(self._eval_dataloader, self.settings.sanity_eval_batches)
             self._run_eval_epoch(limited, is_intermediate=True)
 

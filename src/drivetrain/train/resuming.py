@@ -23,6 +23,7 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
+from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
@@ -81,6 +82,7 @@ def restore(trainer: Any) -> None:
     """Load the state of an earlier run if one is asked for, then wrap the model: after this it is final."""
     state, settings = trainer.state, trainer.settings
     _fill_state(trainer)
+    trainer._evaluation_state = EvaluationState(trainer._eval_dataloader)
     trainer._keeper = Keeper(trainer, settings)
     trainer._restored_rng = trainer._saved_evaluations = trainer._eval_interval = None
     trainer._step_losses = trainer._saved_step_losses = None
@@ -151,6 +153,7 @@ class EpochLoss:
             "ranks": of_data_ranks(self._trainer._loss_tracker.state_dict()),
             "evaluations": None if interval is None else interval.state_dict(),
             "evaluates_after_epoch": self._trainer._eval_after_epoch,
+            "evaluation": self._trainer._evaluation_state.state_dict(),
             "unfinished": self._trainer._unfinished,
             "step_losses": None if steps is None else steps.state_dict(),
         }
@@ -160,6 +163,8 @@ class EpochLoss:
         self._trainer._saved_evaluations = state.get("evaluations")
         self._trainer._eval_after_epoch = state.get("evaluates_after_epoch", False)
         self._trainer._unfinished = state.get("unfinished", "")
+        if "evaluation" in state:  # not in checkpoints of earlier versions
+            self._trainer._evaluation_state.load_state_dict(state["evaluation"])
         self._trainer._saved_step_losses = state.get("step_losses")
         load_sums(self._trainer._loss_tracker, state["ranks"])
 

@@ -39,7 +39,7 @@ def save_checkpoint(
     if save_optimizer and trainer.optimizer is not None:
         content["optimizer_state_dict"] = trainer.optimizer.state_dict()
     if save_scheduler and trainer.scheduler is not None:
-        content["scheduler_state_dict"] = _plain_scheduler_state(trainer.scheduler)
+        content["scheduler_state_dict"] = plain_scheduler_state(trainer.scheduler)
     content.update(custom or {})
     if trainer.writes_files:
         trainer._accelerator.save(content, path, save_on_each_node=save_per_node)
@@ -154,7 +154,7 @@ def _article(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
-def _plain_scheduler_state(scheduler: Any) -> dict[str, Any]:
+def plain_scheduler_state(scheduler: Any) -> dict[str, Any]:
     """Return a scheduler's state without the functions some keep in it; they are made anew with the scheduler."""
     return {name: value for name, value in scheduler.state_dict().items() if _is_loadable(value)}
 

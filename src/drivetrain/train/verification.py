@@ -1,13 +1,18 @@
 """`verify_resume`: a certificate that a user's own run continues exactly.
 
-It runs N steps; then, from the same start, half of them, saves, rebuilds everything, resumes, and runs the rest; and compares the
-two ends tensor by tensor. A run that cannot continue exactly (a loader without a place, a layer with hidden state) shows here, by
-the name of the first tensor that differs.
+It runs N steps; then, from the same start, half of them, saves, rebuilds everything, resumes, and runs the rest. It compares the two
+ends tensor by tensor, the learning rates step by step, and all recorded values, those of evaluations included. A run that cannot continue
+exactly (a loader without a place, a layer with hidden state, an evaluation that draws from a generator nobody saves) shows here, by
+the names of the parts that differ.
+
+Loaders and datasets are the same objects in all runs. Generators that they hold are set back before each, as in a new process.
 """
 
+import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +22,9 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.module.wrapping import clean_state_dict
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks import TrainerCallback
+from drivetrain.train.evaluation_state import load_loader_state, loader_state
+from drivetrain.train.loaders import is_ready_loader
+from drivetrain.train.saving import plain_scheduler_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +36,17 @@ class ResumeVerdict:
     first_difference: str | None = None
     """The name of the first tensor or value that differs."""
     largest_error: float = 0.0
-    """The largest absolute difference of that tensor."""
+    """The largest absolute difference of that tensor or number."""
+    differences: dict[str, str] = field(default_factory=dict)
+    """The parts that differ (model, optimizer, random numbers, schedule, learning rates, evaluation, history), each with the name of the
+    first value that does."""
 
     def __str__(self) -> str:
         if self.is_exact:
             return f"bit-exact: yes ({self.num_steps} updates, interrupted after {self.num_steps // 2})"
-        return f"bit-exact: no; first difference: {self.first_difference} (largest error {self.largest_error:.3g})"
+        first = f"{self.first_difference} (largest error {self.largest_error:.3g})"
+        parts = ", ".join(f"{part} (first: {name})" for part, name in self.differences.items())
+        return f"bit-exact: no; first difference: {first}. Parts that differ: {parts}"
 
 
 def verify_resume(
@@ -59,19 +72,51 @@ def verify_resume(
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
         raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; leave it out.")
-    kept = capture_rng()
+    kept, data = capture_rng(), _Data(train_dataset, train_kwargs.get("eval_dataset"))
     try:
         with tempfile.TemporaryDirectory() as folder:
+            data.start_over()
             whole = _run(build, train_dataset, num_steps, seed, None, train_kwargs)
-            _run(build, train_dataset, num_steps, seed, folder, train_kwargs, stop_at=num_steps // 2)
+            data.start_over()
+            half = _run(build, train_dataset, num_steps, seed, folder, train_kwargs, stop_at=num_steps // 2)
+            data.start_over()
             resumed = _run(build, train_dataset, num_steps, seed + 1, folder, train_kwargs)
     finally:
         restore_rng(kept)
-    return _compare(whole, resumed, num_steps)
+    return _compare(whole, {**half, **resumed}, num_steps)
+
+
+class _Data:
+    """The loaders and datasets that were given, and the state they began with."""
+
+    def __init__(self, *given: Any):
+        each = [one for value in given for one in (value.values() if isinstance(value, dict) else [value])]
+        self._start = [(one, loader_state(one)) for one in map(_as_loader, each)]
+
+    def start_over(self) -> None:
+        """Give every loader and dataset the state it began with."""
+        for loader, state in self._start:
+            load_loader_state(loader, state, 0)
+
+
+def _as_loader(data: Any) -> Any:
+    return data if is_ready_loader(data) else SimpleNamespace(dataset=data)
 
 
 class _Interrupted(Exception):
     """The plug is pulled."""
+
+
+class _Rates(TrainerCallback):
+    """Keeps the learning rates of every update."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[str, list[float]] = {}
+
+    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+        optimizers = trainer.state.optimizers
+        rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+        self.by_step[f"learning rates.update {trainer.state.clock.step + 1}"] = rates
 
 
 class _Interrupt(TrainerCallback):
@@ -94,8 +139,11 @@ def _run(
 ) -> dict[str, Any]:
     torch.manual_seed(seed)
     trainer = build()
+    added: list[TrainerCallback] = [rates := _Rates()]
     if stop_at is not None:
-        trainer.callback_handler.add_callback(_Interrupt(stop_at))
+        added.append(_Interrupt(stop_at))
+    for callback in added:
+        trainer.callback_handler.add_callback(callback)
     keeping = (
         {"checkpoint_dir": folder, "checkpoint_every": "1st", "resume_from": "auto", "async_checkpoint": False}
         if folder
@@ -104,21 +152,30 @@ def _run(
     try:
         trainer.train(data, max_num_train_steps=steps, **{"num_epochs": None, **kwargs}, **keeping)
     except _Interrupted:
-        return {}
+        return _flatten(rates.by_step)
     finally:
-        if stop_at is not None:
-            trainer.callback_handler.callbacks = [c for c in trainer.callback_handler if not isinstance(c, _Interrupt)]
+        trainer.callback_handler.callbacks = [
+            callback for callback in trainer.callback_handler if callback not in added
+        ]
+    history = trainer.run_history
+    values = {name: list(history.get_metric_values(name)) for name in history.get_metric_names()}
+    steps = {name: list(history.get_metric_steps(name)) for name in values}
     return _flatten(
         {
             "model": clean_state_dict(trainer.model),
             "optimizer": trainer.optimizer.state_dict(),
             "random numbers": torch.get_rng_state(),
-            "history": {
-                name: list(trainer.run_history.get_metric_values(name))
-                for name in trainer.run_history.get_metric_names()
-            },
+            "schedule": None if trainer.scheduler is None else plain_scheduler_state(trainer.scheduler),
+            **rates.by_step,
+            "evaluation": {name: values[name] for name in values if _is_of_evaluation(name)},
+            "history": {name: values[name] for name in values if not _is_of_evaluation(name)},
+            "history.steps": steps,
         }
     )
+
+
+def _is_of_evaluation(name: str) -> bool:
+    return "eval" in name
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -132,12 +189,26 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _compare(whole: dict[str, Any], resumed: dict[str, Any], steps: int) -> ResumeVerdict:
-    for name in dict.fromkeys((*whole, *resumed)):
-        a, b = whole.get(name), resumed.get(name)
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
-            if not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                error = (a.double() - b.double()).abs().max().item()
-                return ResumeVerdict(is_exact=False, num_steps=steps, first_difference=name, largest_error=error)
-        elif a is not b and repr(a) != repr(b):
-            return ResumeVerdict(is_exact=False, num_steps=steps, first_difference=name, largest_error=float("nan"))
-    return ResumeVerdict(is_exact=True, num_steps=steps)
+    errors = {name: _error(whole.get(name), resumed.get(name)) for name in dict.fromkeys((*whole, *resumed))}
+    wrong = {name: error for name, error in errors.items() if error is not None}
+    if not wrong:
+        return ResumeVerdict(is_exact=True, num_steps=steps)
+    differences: dict[str, str] = {}
+    for name in wrong:
+        differences.setdefault(name.partition(".")[0], name)
+    first = next(iter(wrong))
+    return ResumeVerdict(
+        is_exact=False, num_steps=steps, first_difference=first, largest_error=wrong[first], differences=differences
+    )
+
+
+def _error(whole: Any, resumed: Any) -> float | None:
+    """Return by how much two values differ, NaN where that is not a number; None where they are the same."""
+    if isinstance(whole, Tensor) and isinstance(resumed, Tensor) and whole.shape == resumed.shape:
+        if torch.equal(whole.nan_to_num(), resumed.nan_to_num()):
+            return None
+        return (whole.double() - resumed.double()).abs().max().item()
+    if whole is resumed or repr(whole) == repr(resumed):
+        return None
+    are_numbers = isinstance(whole, int | float) and isinstance(resumed, int | float)
+    return abs(whole - resumed) if are_numbers else math.nan
