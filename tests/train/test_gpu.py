@@ -1,12 +1,16 @@
 """The loop on a CUDA device: no host waits, scaled float16, exact resume."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from drivetrain.core.errors import NonFiniteError
 from drivetrain.record import Recorder, read_metrics
 from drivetrain.train.callbacks import (
     DEFAULT_CALLBACKS,
+    LossSpike,
     LRMonitor,
     ProgressBarCallback,
     TerminateOnNaNCallback,
@@ -149,3 +153,67 @@ def test_auto_microbatches_are_found_where_the_whole_batch_does_not_fit():
     trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=())
     trainer.train(make_data(rows), num_epochs=1, per_device_batch_size=rows, microbatch_size="auto")
     assert trainer._microbatch_size is not None and 1 <= trainer._microbatch_size < rows
+
+
+class SpoilGradient(TrainerCallback):
+    """Puts NaN into a gradient of these batches, without waiting."""
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def after_backward(self, state, logger):
+        if state.clock.batch in self.batches:
+            next(state.model.parameters()).grad.view(-1)[:1].fill_(float("nan"))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_update_that_is_not_finite_is_left_out_without_waiting(fused):
+    model, reference = make_model(), make_model().cuda()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=fused) for m in (model, reference)]
+    trainer = make_trainer(model, optimizer=optimizers[0], callbacks=[SpoilGradient(5), NoWaiting()])
+    history = train(trainer, make_data(96))
+    x, y = (tensor.cuda() for tensor in make_data(96).tensors)
+    for batch in range(12):
+        nn.functional.cross_entropy(reference(x[batch * 8 : batch * 8 + 8]), y[batch * 8 : batch * 8 + 8]).backward()
+        if batch != 5:
+            optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert all(map(torch.equal, weights(model), weights(reference)))
+    assert history.get_metric_values("nonfinite_update") == [8 if fused else 6]  # known two updates later
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_a_bad_update_of_a_fused_optimizer_stops_or_rolls_back_two_updates_later(action):
+    model = make_model()
+    trainer = make_trainer(
+        model, optimizer=torch.optim.AdamW(model.parameters(), fused=True), callbacks=[SpoilGradient(5), NoWaiting()]
+    )
+    if action == "stop":
+        with pytest.raises(NonFiniteError):
+            train(trainer, make_data(96), nonfinite=action)
+        assert trainer.state.clock.step == 7
+    else:
+        train(trainer, make_data(96), nonfinite=action)
+        assert trainer.state.clock.step == 12
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(bool(w.isfinite().all()) for w in weights(model))
+
+
+def test_a_loss_spike_is_left_out_without_waiting():
+    torch.manual_seed(0)
+    data, model = make_data(96), nn.Linear(6, 3)
+    data.tensors[0][64:72] *= 1e3
+    reference = copy.deepcopy(model).cuda()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (model, reference)]
+    callbacks = [LossSpike(min_losses=4), NoWaiting()]
+    history = train(make_trainer(model, optimizer=optimizers[0], callbacks=callbacks), data)
+    x, y = (tensor.cuda() for tensor in data.tensors)
+    for batch in range(12):
+        if batch != 8:
+            nn.functional.cross_entropy(
+                reference(x[batch * 8 : batch * 8 + 8]), y[batch * 8 : batch * 8 + 8]
+            ).backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    assert all(map(torch.equal, weights(model), weights(reference)))
+    assert len(history.get_metric_values("loss_spike")) == 1
