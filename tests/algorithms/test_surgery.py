@@ -232,7 +232,7 @@ def test_what_is_no_module_is_refused():
 
 @pytest.mark.parametrize("form", ["set", "unit", "mapping"])
 def test_units_find_the_new_parameters(form):
-    from drivetrain.optim.noam import NoamLr
+    from drivetrain.optim import NoamLr
     from drivetrain.optim.optim_set import OptimSet
 
     model = ConvNet()

@@ -1,11 +1,13 @@
 """Units from YAML and back."""
 
 import argparse
+import importlib
 import io
 import textwrap
 
 import pytest
 import torch
+from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.optim import (
@@ -21,6 +23,8 @@ from drivetrain.optim import (
     resolve_type,
     to_yaml,
 )
+from drivetrain.optim.arguments import keywords_of
+from drivetrain.optim.units import SCHEDULES
 from tests.optim.models import EncoderDecoder, batches, losses_of, same, weights
 
 TWO_UNITS = """
@@ -100,6 +104,17 @@ def test_the_single_form_is_a_unit_called_main():
 @pytest.mark.parametrize("query", ["noam.NoamLr", "NoamLr", "noam.Noamlr", "Noamlr", "drivetrain.optim.noam.NoamLr"])
 def test_types_resolve_under_all_their_names(query):
     assert resolve_type(query) is NoamLr
+
+
+def test_every_schedule_is_written_as_it_is_read_and_can_be_imported_from_the_module_of_its_type():
+    for file, classes in SCHEDULES.items():
+        for cls in classes.values():
+            needed = {"first_cycle": 2, "step_size": 2, "milestones": [2], "fn": "math.sqrt"}
+            conf = {name: needed[name] for name in keywords_of(cls.sche_init)[1] if name != "self"}
+            written = OptimSet({"main": cls("SGD", {"lr": 1.0}, nn.Linear(1, 1), **conf)}).to_config()
+            assert written["optim_sches"]["main"]["type"] == f"{file}.{cls.__name__}"
+            assert resolve_type(f"{file}.{cls.__name__}") is cls
+            assert getattr(importlib.import_module(f"drivetrain.optim.{file}"), cls.__name__) is cls
 
 
 def test_a_users_own_schedule_is_found_by_path():

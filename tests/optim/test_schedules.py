@@ -262,5 +262,4 @@ def test_curves_is_a_second_name_of_the_formulas():
         name for name in vars(schedules) if callable(vars(schedules)[name]) and name[0].islower()
     } - {
         "bisect_right",
-        "_between",
     }

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.chunked_loss import linear_cross_entropy
-from drivetrain.optim.constant import ConstantLr
+from drivetrain.optim import ConstantLr
 from drivetrain.train.callbacks import TerminateOnNaNCallback
 from drivetrain.train.trainer import Trainer
 

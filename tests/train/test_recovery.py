@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.checkpoint.store import load_checkpoint
 from drivetrain.core.errors import DrivetrainWarning, NonFiniteError, NonFiniteStateError
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.optim.constant import ConstantLr
+from drivetrain.optim import ConstantLr
 from drivetrain.optim.optim_set import OptimSet
 from drivetrain.optim.optimizers.lion import Lion
 from drivetrain.runtime.ranks import get_rank

@@ -69,7 +69,7 @@ class LinearScheduler(_Scheduler):
         self.alpha_i, self.alpha_f = _factor(self, "alpha_i", alpha_i), _factor(self, "alpha_f", alpha_f)
 
     def __call__(self, state: Any, ssr: float = 1.0) -> float:
-        return _between(self.alpha_i, self.alpha_f, schedules.linear(_share(self, self.t_max, state, ssr)))
+        return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(_share(self, self.t_max, state, ssr)))
 
 
 class ExponentialScheduler(_Scheduler):
@@ -197,7 +197,7 @@ class LinearWithWarmupScheduler(_WithWarmup):
         self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
     def body(self, u: float) -> float:
-        return _between(self.alpha_i, self.alpha_f, schedules.linear(u))
+        return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(u))
 
 
 class CosineAnnealingWithWarmupScheduler(_WithWarmup):
@@ -296,11 +296,6 @@ def _share(scheduler: object, t_max: Time, state: Any, ssr: float) -> float:
     """Return tau: how much of `t_max` has passed, at most 1."""
     end = span_of(t_max, state, ssr)
     return min(1.0, position_in(end.unit, state) / _nonzero(scheduler, "t_max", end))
-
-
-def _between(start: float, end: float, factor: float) -> float:
-    """Return `start` for a factor of 1 and `end` for 0."""
-    return end + (start - end) * factor
 
 
 def _name(scheduler: object) -> str:

@@ -40,6 +40,12 @@ EXPORTS = {
     },
 }
 
+_SCHEDULE_FILES = (
+    *("noam", "exp", "constant", "linear", "cosine", "polynomial"),
+    *("step", "multistep", "wsd", "inverse_sqrt", "one_cycle", "function"),
+)
+"""SpeeChain has a file for each schedule, and `type: noam.NoamLr` of a configuration names one."""
+
 MODULES = {
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.policies",
     "drivetrain.context.params": "drivetrain.module.params",
@@ -47,6 +53,7 @@ MODULES = {
     "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
     "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",
     "drivetrain.optim.curves": "drivetrain.optim.schedules",
+    **dict.fromkeys((f"drivetrain.optim.{name}" for name in _SCHEDULE_FILES), "drivetrain.optim.units"),
 }
 """Second paths of modules: importing the first gives the second, the same object."""
 

@@ -7,7 +7,7 @@
         decoder=NoamLr("AdamW", {"lr": 2e-3}, model, optim_loss="decoder_loss", updated_modules="decoder"),
     )
 
-Formulas are in `schedules`, one small file per schedule holds its class, and `config` reads and writes YAML.
+Formulas are in `schedules`, `units` has the classes, and `config` reads and writes YAML.
 """
 
 from drivetrain.core.lazy import lazy_exports
@@ -26,22 +26,26 @@ _UNITS = {
     ],
     "drivetrain.core.yaml": ["load_yaml"],
     ".plotting": ["plot", "sparkline"],
-    ".lr_lambda": ["as_lr_lambda"],
+    "drivetrain.optim.units": ["as_lr_lambda"],
 }
 
 _SCHEDULES = {
-    ".noam": ["NoamLr", "Noamlr"],
-    ".exp": ["ExponentDecayLr"],
-    ".constant": ["ConstantLr"],
-    ".linear": ["LinearLr"],
-    ".cosine": ["CosineLr", "CosineRestartsLr"],
-    ".polynomial": ["PolynomialLr"],
-    ".step": ["StepLr"],
-    ".multistep": ["MultiStepLr"],
-    ".wsd": ["WSDLr"],
-    ".inverse_sqrt": ["InverseSqrtLr"],
-    ".one_cycle": ["OneCycleLr"],
-    ".function": ["LambdaLr"],
+    ".units": [
+        "NoamLr",
+        "Noamlr",
+        "ExponentDecayLr",
+        "ConstantLr",
+        "LinearLr",
+        "CosineLr",
+        "CosineRestartsLr",
+        "PolynomialLr",
+        "StepLr",
+        "MultiStepLr",
+        "WSDLr",
+        "InverseSqrtLr",
+        "OneCycleLr",
+        "LambdaLr",
+    ],
 }
 
 _OPTIMIZERS: dict[str, list[str]] = {

@@ -12,21 +12,21 @@ from drivetrain.optim.config import to_yaml as to_yaml
 from drivetrain.core.yaml import load_yaml as load_yaml
 from drivetrain.optim.plotting import plot as plot
 from drivetrain.optim.plotting import sparkline as sparkline
-from drivetrain.optim.lr_lambda import as_lr_lambda as as_lr_lambda
-from drivetrain.optim.noam import NoamLr as NoamLr
-from drivetrain.optim.noam import Noamlr as Noamlr
-from drivetrain.optim.exp import ExponentDecayLr as ExponentDecayLr
-from drivetrain.optim.constant import ConstantLr as ConstantLr
-from drivetrain.optim.linear import LinearLr as LinearLr
-from drivetrain.optim.cosine import CosineLr as CosineLr
-from drivetrain.optim.cosine import CosineRestartsLr as CosineRestartsLr
-from drivetrain.optim.polynomial import PolynomialLr as PolynomialLr
-from drivetrain.optim.step import StepLr as StepLr
-from drivetrain.optim.multistep import MultiStepLr as MultiStepLr
-from drivetrain.optim.wsd import WSDLr as WSDLr
-from drivetrain.optim.inverse_sqrt import InverseSqrtLr as InverseSqrtLr
-from drivetrain.optim.one_cycle import OneCycleLr as OneCycleLr
-from drivetrain.optim.function import LambdaLr as LambdaLr
+from drivetrain.optim.units import as_lr_lambda as as_lr_lambda
+from drivetrain.optim.units import NoamLr as NoamLr
+from drivetrain.optim.units import Noamlr as Noamlr
+from drivetrain.optim.units import ExponentDecayLr as ExponentDecayLr
+from drivetrain.optim.units import ConstantLr as ConstantLr
+from drivetrain.optim.units import LinearLr as LinearLr
+from drivetrain.optim.units import CosineLr as CosineLr
+from drivetrain.optim.units import CosineRestartsLr as CosineRestartsLr
+from drivetrain.optim.units import PolynomialLr as PolynomialLr
+from drivetrain.optim.units import StepLr as StepLr
+from drivetrain.optim.units import MultiStepLr as MultiStepLr
+from drivetrain.optim.units import WSDLr as WSDLr
+from drivetrain.optim.units import InverseSqrtLr as InverseSqrtLr
+from drivetrain.optim.units import OneCycleLr as OneCycleLr
+from drivetrain.optim.units import LambdaLr as LambdaLr
 from drivetrain.optim.optimizers import AdamWScheduleFree as AdamWScheduleFree
 from drivetrain.optim.optimizers import Cautious as Cautious
 from drivetrain.optim.optimizers import DecoupledAdamW as DecoupledAdamW
@@ -57,8 +57,20 @@ from drivetrain.compat.composer_schedulers import StepScheduler as StepScheduler
 from drivetrain.compat.composer_schedulers import WSDScheduler as WSDScheduler
 from drivetrain.compat.composer_schedulers import compile_composer_scheduler as compile_composer_scheduler
 from drivetrain.compat import composer_schedulers as composer_schedulers
+from drivetrain.optim import units as constant
+from drivetrain.optim import units as cosine
 from drivetrain.optim import schedules as curves
+from drivetrain.optim import units as exp
+from drivetrain.optim import units as function
+from drivetrain.optim import units as inverse_sqrt
+from drivetrain.optim import units as linear
+from drivetrain.optim import units as multistep
+from drivetrain.optim import units as noam
+from drivetrain.optim import units as one_cycle
+from drivetrain.optim import units as polynomial
 from drivetrain.optim import schedules as schedules
+from drivetrain.optim import units as step
+from drivetrain.optim import units as wsd
 
 __all__ = [
     "OptimScheduler",

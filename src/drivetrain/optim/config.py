@@ -5,7 +5,6 @@ its own `type` and `conf`. Types are imported and checked before they are called
 the file.
 """
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,23 +20,9 @@ from drivetrain.core.yaml import YamlFile, dump_yaml, read_yaml
 from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
 from drivetrain.optim.building import import_dotted
 from drivetrain.optim.optim_set import OptimSet
+from drivetrain.optim.plain import as_unit
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
-
-SCHEDULES: dict[str, tuple[str, ...]] = {
-    "noam": ("NoamLr",),
-    "exp": ("ExponentDecayLr",),
-    "constant": ("ConstantLr",),
-    "linear": ("LinearLr",),
-    "cosine": ("CosineLr", "CosineRestartsLr"),
-    "polynomial": ("PolynomialLr",),
-    "step": ("StepLr",),
-    "multistep": ("MultiStepLr",),
-    "wsd": ("WSDLr",),
-    "inverse_sqrt": ("InverseSqrtLr",),
-    "one_cycle": ("OneCycleLr",),
-    "function": ("LambdaLr",),
-}
-"""The files of this folder that hold schedules, and the classes in each."""
+from drivetrain.optim.units import SCHEDULES
 
 _SECOND_NAMES = {"Noamlr": "NoamLr"}
 
@@ -54,20 +39,15 @@ def resolve_type(query: str) -> type[OptimScheduler]:
         raise ConfigError(f"type={query!r}: expected a name such as 'noam.NoamLr'.")
     file, _, name = query.rpartition(".")
     name = _SECOND_NAMES.get(name, name)
-    for known, names in SCHEDULES.items():
-        if name in names and file in (known, "", f"drivetrain.optim.{known}"):
-            found: type[OptimScheduler] = getattr(importlib.import_module(f"drivetrain.optim.{known}"), name)
-            return found
-    valid = [f"{known}.{names[0]}" for known, names in SCHEDULES.items()]
+    for known, classes in SCHEDULES.items():
+        if name in classes and file in (known, "", f"drivetrain.optim.{known}"):
+            return classes[name]
     if not file or file in SCHEDULES:
-        everything = [f"{known}.{one}" for known, names in SCHEDULES.items() for one in names]
-        near = nearest_name(query, everything) or nearest_name(
-            name, [one for names in SCHEDULES.values() for one in names]
-        )
+        everything = [f"{known}.{one}" for known, classes in SCHEDULES.items() for one in classes]
+        near = nearest_name(query, everything) or nearest_name(name, [one.partition(".")[2] for one in everything])
         hint = f" Did you mean {near!r}?" if near else ""
-        raise ConfigError(
-            f"type={query!r}: no schedule has this name.{hint} Valid: {', '.join(valid)}, or a dotted path."
-        )
+        valid = ", ".join(f"{known}.{next(iter(classes))}" for known, classes in SCHEDULES.items())
+        raise ConfigError(f"type={query!r}: no schedule has this name.{hint} Valid: {valid}, or a dotted path.")
     value = import_dotted(query, "type")
     if not isinstance(value, type) or not issubclass(value, OptimScheduler):
         what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -226,16 +206,12 @@ def _check_shared_names(shared: Mapping[str, Any]) -> None:
 
 
 def _as_unit(value: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
-    if isinstance(value, OptimScheduler):
-        return value
-    from drivetrain.optim.plain import as_unit
-
-    return as_unit(value, model)
+    return value if isinstance(value, OptimScheduler) else as_unit(value, model)
 
 
 def _type_name(cls: type) -> str:
-    file = cls.__module__.removeprefix("drivetrain.optim.")
-    return f"{file}.{_qualified(cls)}" if cls.__name__ in SCHEDULES.get(file, ()) else _dotted(cls)
+    known = next((name for name, classes in SCHEDULES.items() if cls in classes.values()), None)
+    return f"{known}.{cls.__name__}" if known else _dotted(cls)
 
 
 def _conf(unit: OptimScheduler) -> dict[str, Any]:

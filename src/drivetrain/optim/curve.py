@@ -1,74 +1,159 @@
-"""What most schedules share: a warm-up, a body that is a factor of the configured rate, a floor and a length.
+"""What the schedules in `units.py` are made of: declared arguments, durations in real steps, warm-up, body, floor and length.
 
-For s < w the warm-up holds, the peak is at s = w, once, and no update is made with a rate of zero. A schedule whose body
-depends on the length of the run takes `total_steps`; left out, it comes from `bind`.
+A schedule declares its arguments once, by `sche_init = takes(...)`: names, defaults and checks. For s < w the warm-up holds, the
+peak is at s = w, once, and no update is made with a rate of zero. A schedule whose body depends on the length of the run takes
+`total_steps`. Without it the length comes from `bind`.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from inspect import Parameter, Signature
+from typing import Any
 
-from drivetrain.core.arguments import check_choice, check_fraction
+from drivetrain.core.arguments import check_choice, check_fraction, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
 from drivetrain.optim.durations import Duration, check_duration, real_steps
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.schedules import WARMUP_SHAPES, body_position, warm_up, with_floor
 
+REQUIRED: Any = Parameter.empty
 
-class CurveLr(OptimScheduler):
-    """The base of the schedules below; a leaf defines `sche_init` and `factor`."""
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a schedule."""
+
+    name: str
+    default: Any
+    """The value where none is given; `REQUIRED` where one must be."""
+    check: Callable[[str, Any], Any]
+    """Returns the value to keep, or raises a `ConfigError`."""
+    least_steps: int | None = None
+    """For a duration, the fewest real steps that it may come to."""
+
+
+def number(name: str, default: Any) -> Argument:
+    """Return an argument that is a number above 0."""
+    return Argument(name, default, lambda name, value: check_number(name, value, above=0))
+
+
+def fraction(name: str, default: Any) -> Argument:
+    """Return an argument that is a number from 0 to 1."""
+    return Argument(name, default, check_fraction)
+
+
+def choice(name: str, default: str, choices: Iterable[str]) -> Argument:
+    """Return an argument that is one of a few words."""
+    return Argument(name, default, lambda name, value: check_choice(name, value, choices))
+
+
+def duration(name: str, default: Any = REQUIRED, least_steps: int = 0) -> Argument:
+    """Return an argument that is a number of real steps or a time."""
+    return Argument(name, default, check_duration, least_steps)
+
+
+WARMUP = (duration("warmup_steps", 0), fraction("warmup_start", 0.0), choice("warmup", "linear", WARMUP_SHAPES))
+LENGTH = (duration("total_steps", None),)
+FLOOR = (Argument("min_lr", None, lambda name, value: value), fraction("min_lr_ratio", 0.0))
+
+
+def takes(*arguments: Argument) -> Callable[..., None]:
+    """Return a `sche_init` with these arguments; each is checked and becomes an attribute of its name."""
+    parameters = [Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=one.default) for one in arguments]
+    signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
+
+    def sche_init(self: "ScheduleLr", *args: Any, **sche_conf: Any) -> None:
+        given = signature.bind(self, *args, **sche_conf)
+        given.apply_defaults()
+        self._times = {}
+        for one in arguments:
+            value = given.arguments[one.name]
+            if one.least_steps is None:
+                value = one.check(one.name, value)
+            elif value is not None or one.default is not None:
+                self._times[one.name] = (one.check(one.name, value), one.least_steps)
+            setattr(self, one.name, value)
+        self.check()
+
+    sche_init.__signature__ = signature  # type: ignore[attr-defined]  # what keywords are checked against
+    return sche_init
+
+
+class ScheduleLr(OptimScheduler):
+    """A unit whose arguments are declared by `takes`; `steps` has its durations in real steps once it is settled."""
 
     decays = True
 
-    has_length = False
-    """Whether the body depends on the length of the run."""
+    steps: dict[str, int]
+    _times: dict[str, tuple[Time, int]]
+    _total = 0
+
+    def check(self) -> None:
+        """Check arguments against each other; each one alone has been checked already."""
+
+    def settle(self) -> None:
+        """Turn durations into real steps."""
+        self.steps = {}
+        for name, (time, least) in self._times.items():
+            if name == "total_steps":
+                continue
+            count = self.steps[name] = self.count_steps(name, time)
+            if count < least:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is {count} steps; expected at least {least}.")
+
+    def count_steps(self, name: str, time: Time) -> int:
+        """Return a time in real steps; fractions are of the schedule's own length where it has one."""
+        return real_steps(name, time, self.run_length, self.accum_grad, self._total or None)
+
+
+class CurveLr(ScheduleLr):
+    """A warm-up, then a body that is a factor of the configured rate, above a floor; a leaf defines `sche_init` and `factor`."""
+
+    total_steps: Duration | None
+    warmup_steps: Duration = 0
+    warmup_start: float = 0.0
+    warmup: str = "linear"
+    min_lr: float | None = None
+    min_lr_ratio: float = 0.0
+    _floor = 0.0
+    _w = 0
 
     @abstractmethod
     def factor(self, real_step: int, epoch_num: int | None) -> float:
         """Return the body's factor of the base rate at a real step after the warm-up, before the floor is added."""
 
-    def set_warmup(self, steps: Duration, start: float, shape: str) -> None:
-        """Take the warm-up's length, the fraction of the rate it starts from, and its shape."""
-        self.warmup_steps, self.warmup_start, self.warmup = steps, check_fraction("warmup_start", start), shape
-        check_choice("warmup", shape, WARMUP_SHAPES)
-        self._warmup_time = check_duration("warmup_steps", steps)
-
-    def set_length(self, total_steps: Duration | None) -> None:
-        """Take the length of the schedule; None waits for the length of the run."""
-        self.has_length = True
-        self.total_steps = total_steps
-        self._total_time = None if total_steps is None else check_duration("total_steps", total_steps)
-
-    def set_floor(self, min_lr: float | None, min_lr_ratio: float) -> None:
-        """Take the lowest rate, as a rate or as a fraction of the configured one."""
-        self.min_lr, self.min_lr_ratio = min_lr, check_fraction("min_lr_ratio", min_lr_ratio)
+    def check(self) -> None:
+        """Find the floor, which is given as a rate or as a fraction of the configured one."""
+        min_lr, base = self.min_lr, self.base_lrs[0]
         if min_lr is None:
             self._floor = self.min_lr_ratio
             return
-        if min_lr_ratio != 0.0:
+        if self.min_lr_ratio != 0.0:
             raise ConfigError(
-                f"min_lr={min_lr} and min_lr_ratio={min_lr_ratio} both say how low the rate may fall. Give one."
+                f"min_lr={min_lr} and min_lr_ratio={self.min_lr_ratio} both say how low the rate may fall. Give one."
             )
-        base = self.base_lrs[0]
         if isinstance(min_lr, bool) or not isinstance(min_lr, (int, float)) or not 0 <= min_lr <= base:
             raise ConfigError(f"min_lr={min_lr!r}: expected a rate from 0 to the configured {base}.")
         self._floor = min_lr / base if base else 0.0
 
-    _warmup_time = Time(0, "st")
-    _floor = 0.0
-    _w = _total = 0
+    @property
+    def has_length(self) -> bool:
+        """Whether the body depends on the length of the run."""
+        return hasattr(self, "total_steps")
 
     def settle(self) -> None:
-        """Turn warm-up and length into real steps."""
-        if self.has_length:
-            self._total = self._length()
-        total = self._total or None
-        self._w = real_steps("warmup_steps", self._warmup_time, self.run_length, self.accum_grad, total)
+        """Turn length and durations into real steps."""
+        self._total = self._length() if self.has_length else 0
+        super().settle()
+        self._w = self.steps.get("warmup_steps", 0)
         if self.has_length and self._w >= self._total:
             raise ConfigError(f"a warm-up of {self._w} steps is not shorter than the run of {self._total} steps.")
 
     def _length(self) -> int:
-        if self._total_time is not None:
-            total = real_steps("total_steps", self._total_time, self.run_length, self.accum_grad)
+        if "total_steps" in self._times:
+            total = real_steps("total_steps", self._times["total_steps"][0], self.run_length, self.accum_grad)
         else:
             known = self.run_length.total(self.accum_grad)
             if known is None:

@@ -11,6 +11,24 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+__all__ = [
+    "between",
+    "body_position",
+    "cosine",
+    "cosine_restarts",
+    "decay",
+    "exponential",
+    "inverse_sqrt",
+    "linear",
+    "multistep",
+    "noam",
+    "one_cycle",
+    "polynomial",
+    "step_decay",
+    "warm_up",
+    "with_floor",
+]
+
 WARMUP_SHAPES = ("linear", "cosine", "constant")
 DECAY_SHAPES = ("linear", "sqrt", "cosine", "inverse")
 ANNEAL_SHAPES = ("cos", "linear")
@@ -79,21 +97,27 @@ def one_cycle(
     position: float, peak: float, end: float, start_factor: float, end_factor: float, anneal: str = "cos"
 ) -> float:
     """Rise from `start_factor` to 1 at `peak`, then fall to `end_factor` at `end`, and stay."""
+    fall = cosine if anneal == "cos" else linear
     if position < peak:
-        return _between(start_factor, 1.0, position / peak, anneal)
-    return _between(1.0, end_factor, min(1.0, (position - peak) / (end - peak)) if end > peak else 0.0, anneal)
+        return between(start_factor, 1.0, fall(position / peak))
+    return between(1.0, end_factor, fall(min(1.0, (position - peak) / (end - peak)) if end > peak else 0.0))
 
 
 def warm_up(fraction: float, start: float = 0.0, shape: str = "linear") -> float:
     """Rise from `start` to 1 while `fraction` goes from 0 to 1; the shape "constant" stays at `start`."""
     if shape == "constant":
         return start
-    return start + (1.0 - start) * (fraction if shape == "linear" else 1.0 - cosine(fraction))
+    return between(1.0, start, fraction if shape == "linear" else 1.0 - cosine(fraction))
 
 
 def with_floor(factor: float, floor: float) -> float:
     """Lift a factor that falls to 0 so that it falls to `floor`."""
-    return floor + (1.0 - floor) * factor
+    return between(1.0, floor, factor)
+
+
+def between(start: float, end: float, factor: float) -> float:
+    """Return `start` for a factor of 1, `end` for 0, and what lies between them otherwise."""
+    return end + (start - end) * factor
 
 
 def body_position(step: int, total_steps: int, warmup_steps: int = 0) -> float:
@@ -103,7 +127,3 @@ def body_position(step: int, total_steps: int, warmup_steps: int = 0) -> float:
     """
     peak = max(warmup_steps, 1)
     return min(1.0, max(0.0, (step - peak) / (total_steps - peak + 1)))
-
-
-def _between(start: float, end: float, fraction: float, anneal: str) -> float:
-    return end + (start - end) * (cosine(fraction) if anneal == "cos" else 1.0 - fraction)

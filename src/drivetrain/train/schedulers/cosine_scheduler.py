@@ -7,20 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from drivetrain.optim.schedules import cosine
+from drivetrain.optim.schedules import between, cosine
 from drivetrain.train.placeholders import TrainerPlaceholderValues
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
-
-_SAVED = (
-    "total_iterations",
-    "lr_min_ratio",
-    "lr_min",
-    "warmup_iterations",
-    "warmup_lr_init",
-    "warmup_lr_ratio",
-    "k_decay",
-    "num_cooldown_iterations",
-)
 
 
 class CosineLrScheduler(StatefulSchedulerBase):
@@ -29,6 +18,18 @@ class CosineLrScheduler(StatefulSchedulerBase):
     With T total, W warm-up and C cool-down updates the fall takes place between W and T - C; `k_decay` above 1 keeps
     the rate high for longer. Ratios are fractions of each group's base rate and win over the absolute values.
     """
+
+    saved = (
+        "total_iterations",
+        "lr_min_ratio",
+        "lr_min",
+        "warmup_iterations",
+        "warmup_lr_init",
+        "warmup_lr_ratio",
+        "k_decay",
+        "num_cooldown_iterations",
+        "num_updates",
+    )
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class CosineLrScheduler(StatefulSchedulerBase):
             start = self.warmup_lr_init if self.warmup_lr_ratio is None else self.warmup_lr_ratio * base
             return start + num_updates * (base - start) / warmup
         if num_updates < end:
-            return lowest + (base - lowest) * cosine((num_updates - warmup) / (end - warmup), self.k_decay)
+            return between(base, lowest, cosine((num_updates - warmup) / (end - warmup), self.k_decay))
         return lowest
 
     @classmethod
@@ -117,11 +118,6 @@ class CosineLrScheduler(StatefulSchedulerBase):
             num_cooldown_epochs=num_cooldown_epochs,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the shape of the curve and the count; base rates belong to the optimizer."""
-        state = super().state_dict()
-        return {name: state[name] for name in (*_SAVED, "num_updates")}
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the curve and the count back."""
-        super().load_state_dict({name: state_dict[name] for name in (*_SAVED, "num_updates")})
+        """Restore the curve and the count."""
+        super().load_state_dict({name: state_dict[name] for name in self.saved})

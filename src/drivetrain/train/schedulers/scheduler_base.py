@@ -7,7 +7,7 @@ It is stepped after every update, never per epoch, so there is one count and no 
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class SchedulerArgumentError(ConfigError, AssertionError):
 
 
 class SchedulerBase(ABC):
-    """Keeps no count: `step_update(num_updates)` is told it."""
+    """Keeps no count: `step_update(num_updates)` is given it."""
 
     def __init__(self, optimizer: Any, param_group_field: str = "lr"):
         self.optimizer = optimizer
@@ -70,12 +70,15 @@ class SchedulerBase(ABC):
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take attributes back."""
+        """Restore the attributes."""
         vars(self).update(state_dict)
 
 
 class StatefulSchedulerBase(SchedulerBase):
     """Counts its own updates: call `step()` after each one."""
+
+    saved: ClassVar[tuple[str, ...] | None] = None
+    """The attributes to save, where those are not all; `num_updates` is the count. Base rates belong to the optimizer."""
 
     def __init__(self, optimizer: Any, param_group_field: str = "lr"):
         super().__init__(optimizer, param_group_field)
@@ -87,13 +90,13 @@ class StatefulSchedulerBase(SchedulerBase):
         self.step_update(self._num_updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all attributes except the optimizer; the count is called `num_updates`."""
+        """Return the attributes to save, without the optimizer; the count is called `num_updates`."""
         state = super().state_dict()
         state["num_updates"] = state.pop("_num_updates")
-        return state
+        return state if self.saved is None else {name: state[name] for name in self.saved}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take attributes and the count back."""
+        """Restore the attributes and the count."""
         state = dict(state_dict)
         num_updates = state.pop("num_updates", None)
         if num_updates is None:

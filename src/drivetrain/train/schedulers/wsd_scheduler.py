@@ -1,7 +1,7 @@
 """Warm-up, stable, decay (Wen et al., 2024, "A River Valley Loss Landscape Perspective"): a schedule with several ends.
 
 The rate rises, stays, and falls shortly before each checkpoint; after a checkpoint it is back at the base rate.
-Checkpoints double in distance and the last one is the end: 2 of 100 000 updates stand at 50 000 and 100 000. A later
+Checkpoints double in distance and the last one is the end: 2 of 100 000 updates are at 50 000 and 100 000. A later
 run can continue from the weights before a decay (WSD) or after it (WSD-S): it has a length of its own and no warm-up.
 """
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.optim.schedules import decay
+from drivetrain.optim.schedules import between, decay
 from drivetrain.train.placeholders import TrainerPlaceholderValues
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_flags, require_numbers
 
@@ -22,11 +22,12 @@ _SHAPE = (
     "use_inverse_sqrt_decay",
     "num_checkpoints",
 )
-_SAVED = ("total_steps", *_SHAPE, "is_continuation_from_checkpoint", "num_updates")
 
 
 class WSDLrScheduler(StatefulSchedulerBase):
     """Holds the base rate and lets it fall before each checkpoint; `WSDCheckpointCallback` saves at those steps."""
+
+    saved = ("total_steps", *_SHAPE, "is_continuation_from_checkpoint", "num_updates")
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
         """Return the rate of every group after so many updates."""
         if not self.is_continuation_from_checkpoint and num_updates < self.num_warmup_steps:
             start, done = self.warmup_starting_lr, num_updates / self.num_warmup_steps
-            return [start + done * (base - start) for base in self.base_lr_values]
+            return [between(base, start, done) for base in self.base_lr_values]
         factor = self._decay_factor(num_updates)
         return [base * factor for base in self.base_lr_values]
 
@@ -189,14 +190,9 @@ class WSDLrScheduler(StatefulSchedulerBase):
         self._num_updates = -1
         self.step_update(0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the shape of the curve and the count; base rates belong to the optimizer."""
-        state = super().state_dict()
-        return {name: state[name] for name in _SAVED}
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the curve back. A continuation keeps its own length and starts afresh, unless the state is its own."""
-        state = {name: state_dict[name] for name in _SAVED if name in state_dict}
+        """Restore the curve. A continuation keeps its own length and starts from 0, unless the state is its own."""
+        state = {name: state_dict[name] for name in self.saved if name in state_dict}
         is_own = state.get("is_continuation_from_checkpoint") and state.get("total_steps") == self.total_steps
         if self.is_continuation_from_checkpoint and not is_own:
             vars(self).update({name: state[name] for name in _SHAPE if name in state})
