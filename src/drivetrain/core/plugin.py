@@ -160,6 +160,21 @@ def placeholder(method: F) -> F:
     return method
 
 
+def _event_method(event: Event) -> Callable[[Any, Any, Logger], None]:
+    """Return a method of the base for one event: it does nothing, and `super().batch_end(state, logger)` finds it."""
+
+    @placeholder
+    def method(self: Any, state: Any, logger: Logger) -> None: ...
+
+    method.__name__, method.__qualname__ = event.value, f"Callback.{event.value}"
+    method.__doc__ = f"Watch {event.name}; does nothing here."
+    return method
+
+
+for _event in Event:
+    setattr(Callback, _event.value, _event_method(_event))
+
+
 def plugin_name(plugin: object) -> str:
     """Return the name a report uses for `plugin`, which need not be a `Plugin`."""
     return str(plugin) if isinstance(plugin, Plugin) else type(plugin).__name__

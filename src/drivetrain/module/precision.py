@@ -67,6 +67,7 @@ _ALIASES = {
     "float32": "no",
     "bf16-mixed": "bf16",
     "amp_bf16": "bf16",
+    "amp_fp8": "fp8",
     "bfloat16": "bf16",
     "16-mixed": "fp16",
     "amp_fp16": "fp16",

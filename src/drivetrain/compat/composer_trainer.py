@@ -1,0 +1,155 @@
+"""Composer's Trainer: our Trainer, made with Composer's arguments."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from drivetrain.compat.composer_models import ComposerModel
+from drivetrain.compat.composer_types import DataSpec, Evaluator, ensure_evaluator, ensure_tuple
+from drivetrain.core.errors import ConfigError
+from drivetrain.optim.state_schedule import compile_state_schedule
+from drivetrain.train.callbacks import get_default_callbacks
+from drivetrain.train.metrics import MetricSet
+from drivetrain.train.trainer import Trainer as NativeTrainer
+
+_FOR_TRAIN = {
+    "save_folder": "checkpoint_dir",
+    "save_interval": "checkpoint_every",
+    "save_overwrite": "overwrite_checkpoints",
+    "load_path": "resume_from",
+    "device_train_microbatch_size": "microbatch_size",
+    "train_subset_num_batches": "limit_train_batches",
+    "eval_subset_num_batches": "limit_eval_batches",
+    "save_num_checkpoints_to_keep": "keep_checkpoints",
+}
+"""Arguments of Composer's constructor that are arguments of our `train()`; -1 and None mean "not set"."""
+
+
+class Trainer(NativeTrainer):
+    """Trains with Composer's arguments; an argument that has no counterpart is an error that says what to use."""
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        train_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        algorithms: Any = None,
+        optimizers: Any = None,
+        schedulers: Any = None,
+        step_schedulers_every_batch: bool | None = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+        progress_bar: bool = True,
+        eval_interval: Any = 1,
+        deterministic_mode: bool = False,
+        autoresume: bool = False,
+        **others: Any,
+    ):
+        self._for_train: dict[str, Any] = {}
+        for name in [name for name in others if name in _FOR_TRAIN]:
+            value = others.pop(name)
+            if value is not None and value != -1:
+                self._for_train[_FOR_TRAIN[name]] = value
+        if autoresume:
+            self._for_train["resume_from"] = "auto"
+        if step_schedulers_every_batch is False:
+            self._for_train["scheduler_interval"] = "epoch"
+        self._schedulers = ensure_tuple(schedulers)
+        if len(self._schedulers) > 1:
+            raise ConfigError(
+                f"schedulers: {len(self._schedulers)} were given, expected one. Combine them in one function "
+                "def schedule(state, ssr=1.0) that returns the product."
+            )
+        bar = get_default_callbacks(progress_bar=progress_bar)
+        super().__init__(
+            model,
+            callbacks=[*bar, *ensure_tuple(callbacks)],
+            algorithms=ensure_tuple(algorithms),
+            loggers=ensure_tuple(loggers),
+            optimizers=optimizers,
+            train_dataloader=_loader(train_dataloader),
+            eval_dataloader=_evaluation(eval_dataloader),
+            eval_interval=f"{eval_interval}ep" if type(eval_interval) is int else eval_interval,
+            deterministic=deterministic_mode,
+            **others,
+        )
+        if isinstance(model, ComposerModel):
+            self._eval_metrics = _ModelMetrics(model, model.get_metrics(is_train=False))
+            self._train_metrics = _ModelMetrics(model, model.get_metrics(is_train=True))
+            self._has_train_metrics = bool(self._train_metrics)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with the settings that the constructor was given; arguments here come first."""
+        defaults = dict(self._for_train)
+        if self._schedulers:
+            defaults["create_scheduler_fn"] = self._scheduler()
+        return super().train(*args, **{**defaults, **kwargs})
+
+    def fit(self, *, train_dataloader: Any = None, duration: Any = None, **kwargs: Any) -> Any:
+        """Train for a duration, or for the `max_duration` of the constructor."""
+        given = {"train_dataset": _loader(train_dataloader), "max_duration": duration}
+        return self.train(**{name: value for name, value in given.items() if value is not None}, **kwargs)
+
+    def eval(self, eval_dataloader: Any = None, **kwargs: Any) -> Any:
+        """Evaluate on the given data, or on that of the constructor."""
+        given = self._train_defaults["eval_dataset"] if eval_dataloader is None else _evaluation(eval_dataloader)
+        return self.evaluate(given, **kwargs)
+
+    def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Give the metrics of a ComposerModel the outputs and the whole batch."""
+        model = self._accelerator.unwrap_model(self.model)
+        if not isinstance(model, ComposerModel):
+            return super().get_metric_inputs(batch, batch_output)
+        return model.eval_forward(batch, batch_output["model_outputs"]), batch
+
+    def _scheduler(self) -> Any:
+        (given,) = self._schedulers
+        if isinstance(given, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+            return given
+        return partial(_compiled, given, self)
+
+
+def _compiled(schedule: Any, trainer: Trainer, optimizer: Any) -> Any:
+    return compile_state_schedule(schedule, trainer.state, trainer.scale_schedule_ratio)
+
+
+def _loader(data: Any) -> Any:
+    return data.loader() if isinstance(data, DataSpec) else data
+
+
+def _evaluation(data: Any) -> Any:
+    """Return one loader, or several by name."""
+    if data is None or not isinstance(data, Evaluator | DataSpec | list | tuple):
+        return data
+    sets = [ensure_evaluator(one) for one in ensure_tuple(data if isinstance(data, list | tuple) else (data,))]
+    names = [one.label for one in sets]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"eval_dataloader: the labels {', '.join(names)} are not all different. Name each Evaluator.")
+    if names == ["eval"]:
+        return sets[0].dataloader.loader()
+    return {one.label: one.dataloader.loader() for one in sets}
+
+
+class _ModelMetrics(MetricSet):
+    """Metrics that the model updates itself."""
+
+    def __init__(self, model: ComposerModel, metrics: Any):
+        super().__init__(metrics)
+        self._stateful = {name: _Updated(model, metric) for name, metric in self._stateful.items()}
+
+
+class _Updated:
+    """A metric that receives batches through its model; everything else is the metric's."""
+
+    def __init__(self, model: ComposerModel, metric: Any):
+        self._model, self._metric = model, metric
+
+    def update(self, outputs: Any, batch: Any) -> None:
+        """Let the model take a batch into the metric."""
+        self._model.update_metric(batch, outputs, self._metric)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metric, name)

@@ -1,0 +1,172 @@
+"""Composer's small types: loaders with their settings, evaluation sets, precision names, and helpers for collections."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.module.precision import parse_precision
+from drivetrain.runtime.device import choose_device
+
+Batch = Any
+JSON = str | float | int | bool | None | list["JSON"] | dict[str, "JSON"]
+
+
+class Precision(StrEnum):
+    """The names of precisions; the Trainer takes them as they are."""
+
+    FP32 = "fp32"
+    AMP_FP16 = "amp_fp16"
+    AMP_BF16 = "amp_bf16"
+    AMP_FP8 = "amp_fp8"
+
+
+class MemoryFormat(StrEnum):
+    """The names of torch's memory formats."""
+
+    CONTIGUOUS_FORMAT = "contiguous_format"
+    CHANNELS_LAST = "channels_last"
+    CHANNELS_LAST_3D = "channels_last_3d"
+    PRESERVE_FORMAT = "preserve_format"
+
+
+class TrainerMode(StrEnum):
+    """What a Trainer is doing."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "predict"
+
+
+class Serializable:
+    """Something with a state that checkpoints hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be saved to continue."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+def get_precision_context(
+    precision: str | Precision, precision_config: Mapping[str, Any] | None = None, fp8_autocast_enabled: bool = True
+) -> AbstractContextManager[object]:
+    """Return a context in which operations run in a precision, on the device of this process."""
+    if precision_config:
+        raise ConfigError(
+            f"precision_config={dict(precision_config)!r} is not supported: Transformer Engine is not used. For fp8 layers use the "
+            "algorithm FP8Linear."
+        )
+    is_fp8 = precision == Precision.AMP_FP8
+    chosen = Precision.AMP_BF16 if is_fp8 and not fp8_autocast_enabled else "fp8" if is_fp8 else precision
+    return parse_precision(chosen).autocast(choose_device("auto").type)
+
+
+class DataSpec:
+    """A loader whose batches are transformed on their way; the Trainer takes it like any other loader.
+
+    `split_batch`, `get_num_samples_in_batch` and `get_num_tokens_in_batch` are not needed: the Trainer finds out how a batch is cut and
+    what it holds. Giving one is an error that names the argument of the Trainer.
+    """
+
+    def __init__(
+        self,
+        dataloader: Iterable[Any],
+        num_samples: int | None = None,
+        num_tokens: int | None = None,
+        device_transforms: Callable[[Any], Any] | None = None,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
+        split_batch: Callable[..., Any] | None = None,
+        get_num_samples_in_batch: Callable[[Any], int] | None = None,
+        get_num_tokens_in_batch: Callable[[Any], int] | None = None,
+    ):
+        unused = {
+            "split_batch": (split_batch, "override Trainer.calculate_train_batch_loss, or leave microbatch_size unset"),
+            "microbatch_transforms": (microbatch_transforms, "use batch_transforms"),
+            "get_num_samples_in_batch": (get_num_samples_in_batch, "Trainer(count_items=...)"),
+            "get_num_tokens_in_batch": (get_num_tokens_in_batch, "Trainer(count_items=...)"),
+        }
+        for name, (given, advice) in unused.items():
+            if given is not None:
+                raise ConfigError(f"DataSpec({name}=...) is not supported. Use instead: {advice}.")
+        if device_transforms is not None and batch_transforms is not None:
+            raise ConfigError("DataSpec: device_transforms is the old name of batch_transforms. Give one of them.")
+        self.dataloader, self.num_samples, self.num_tokens = dataloader, num_samples, num_tokens
+        self.batch_transforms = batch_transforms if batch_transforms is not None else device_transforms
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataloader) if self.batch_transforms is None else map(self.batch_transforms, self.dataloader)
+
+    def __len__(self) -> int:
+        return len(self.dataloader)  # type: ignore[arg-type]  # a loader without a length raises, as it does itself
+
+    def loader(self) -> Any:
+        """Return what the Trainer iterates: the loader itself where nothing changes its batches, so that its place can be restored."""
+        return self.dataloader if self.batch_transforms is None else self
+
+
+def ensure_data_spec(dataloader: Any) -> DataSpec:
+    """Return a DataSpec as it is, or one around a loader."""
+    if isinstance(dataloader, DataSpec):
+        return dataloader
+    return DataSpec(**dataloader) if isinstance(dataloader, dict) else DataSpec(dataloader)
+
+
+class Evaluator:
+    """An evaluation set with a name."""
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        dataloader: Any,
+        metric_names: Sequence[str] | None = None,
+        subset_num_batches: int | None = None,
+        eval_interval: Any = None,
+        device_eval_microbatch_size: int | str | float | None = None,
+    ):
+        given = {
+            "metric_names": metric_names,
+            "subset_num_batches": None if subset_num_batches == -1 else subset_num_batches,
+            "eval_interval": eval_interval,
+            "device_eval_microbatch_size": device_eval_microbatch_size,
+        }
+        unused = [name for name, value in given.items() if value is not None]
+        if unused:
+            raise ConfigError(
+                f"Evaluator({label!r}, {unused[0]}=...) is not supported: all evaluation sets share metrics, interval and limits. "
+                "Give them to the Trainer, as metrics=, eval_interval= and eval_subset_num_batches=."
+            )
+        if not isinstance(label, str) or not label:
+            raise ConfigTypeError(f"Evaluator(label={label!r}): expected a name, such as 'validation'.")
+        self.label, self.dataloader = label, ensure_data_spec(dataloader)
+
+
+def ensure_evaluator(evaluator: Any, default_metric_names: Sequence[str] = ()) -> Evaluator:
+    """Return an Evaluator as it is, or one called 'eval' around a loader."""
+    return evaluator if isinstance(evaluator, Evaluator) else Evaluator(label="eval", dataloader=evaluator)
+
+
+def ensure_tuple(x: Any) -> tuple[Any, ...]:
+    """Return the items of a collection, or one value as a tuple; None has no items."""
+    if x is None:
+        return ()
+    if isinstance(x, str | bytes | bytearray | torch.Tensor) or not isinstance(x, Iterable):
+        return (x,)
+    return tuple(x.values()) if isinstance(x, Mapping) else tuple(x)
+
+
+def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
+    """Apply a function to every leaf of nested lists, tuples and dicts, and keep their types."""
+    if isinstance(collection, tuple) and hasattr(collection, "_fields"):
+        return type(collection)(*(map_collection(item, map_fn) for item in collection))
+    if isinstance(collection, list | tuple):
+        return type(collection)(map_collection(item, map_fn) for item in collection)
+    if isinstance(collection, dict):
+        return {key: map_collection(item, map_fn) for key, item in collection.items()}
+    return map_fn(collection)
