@@ -57,6 +57,10 @@ def test_a_subclass_distils_a_teacher():
     assert load("subclass_the_trainer").main() > 0.8
 
 
+def test_whole_answers_are_generated_and_compared():
+    assert load("generate_in_evaluation").main(num_epochs=1) > 0.5
+
+
 def test_every_example_has_a_main_and_says_how_to_run_it():
     for path in EXAMPLES.glob("*.py"):
         text = path.read_text()

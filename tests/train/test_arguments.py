@@ -30,6 +30,8 @@ from tests.train.tasks import make_data, make_model, make_trainer, train
         ("train", "val_dataloaders", "eval_dataset"),
         ("train", "val_check_interval", "eval_interval"),
         ("train", "eval_steps", "eval_interval"),
+        ("train", "logging_steps", "log_every"),
+        ("train", "predict_with_generate", "generate"),
         ("train", "save_steps", "checkpoint_every"),
         ("train", "data_collator", "collate_fn"),
         ("train", "device_train_batch_size", "per_device_batch_size"),

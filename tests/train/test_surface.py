@@ -80,12 +80,12 @@ def test_train_keeps_thirteen_places_and_takes_the_rest_by_name():
         (
             "evaluate",
             {"dataset": None, "per_device_batch_size": 8, "dataloader_kwargs": None, "collate_fn": None},
-            {"reset_run_history": True, "limit_batches": None},
+            {"reset_run_history": True, "limit_batches": None, "generate": None},
         ),
         (
             "predict",
             {"dataset": NONE, "per_device_batch_size": 8, "dataloader_kwargs": None, "collate_fn": None},
-            {"limit_batches": None, "to_cpu": True, "padding_value": None},
+            {"limit_batches": None, "to_cpu": True, "padding_value": None, "generate": False},
         ),
         (
             "lr_find",

@@ -94,6 +94,11 @@ INSTEAD: dict[str, str] = {
     # metrics, callbacks and loggers
     "compute_metrics": "Trainer(metrics={'name': function of (outputs, targets)})",
     "eval_metrics": "Trainer(metrics={...})",
+    "predict_with_generate": "Trainer(generate=True)",
+    "generation_max_length": "Trainer(generate={'max_length': ...})",
+    "generation_num_beams": "Trainer(generate={'num_beams': ...})",
+    "generate_kwargs": "Trainer(generate={...})",
+    "generation_config": "Trainer(generate={'generation_config': ...})",
     "preprocess_logits_for_metrics": "Trainer(metrics=...), and override get_metric_inputs",
     "callback": "Trainer(callbacks=[...])",
     "cbs": "Trainer(callbacks=[...])",

@@ -107,6 +107,8 @@ class EvaluationLoop(TrainerMeeting):
                     if counting.is_needed:
                         self._loss_tracker.is_sum = counting.is_sum
                         output = self._counted(counting, output, is_padding, is_part=True)
+                    if self._generate is not None:  # also of padding: ranks of a sharded model generate in step
+                        output = {**output, "generated": self.calculate_generation_batch(state.batch)}
                     state.batch_output = output
                     size = 0 if is_padding else output["batch_size"]
                     self._update_loss_tracker(output["loss"].detach(), output.get("num_items", size) if size else 0)

@@ -17,7 +17,9 @@ from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carrie
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
+from drivetrain.train.generation import call_generate, generation_inputs
 from drivetrain.train.gradients import Gradients
+from drivetrain.train.items import uncompiled
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.tracking import LossTracker, RunHistory
 
@@ -47,6 +49,7 @@ class TrainerHooks:
     _saw_forward = _saw_loss = False
     _listens_before_loss = False
     _own_loss: Callable[..., Any] | None = None
+    _generate: Mapping[str, Any] | None = None  # the arguments of the model's generate; None: nothing is generated
     _watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
     _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
@@ -216,8 +219,15 @@ class TrainerHooks:
         return {"model_outputs": self.forward(*args, **kwargs)}
 
     def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return what metrics compare: outputs (or their logits) and targets."""
-        return logits_of(batch_output["model_outputs"]), self._form_of(batch).targets(batch)
+        """Return what metrics compare: what was generated, or outputs (or their logits), and targets."""
+        generated = batch_output.get("generated")
+        outputs = logits_of(batch_output["model_outputs"]) if generated is None else generated
+        return outputs, self._form_of(batch).targets(batch)
+
+    def calculate_generation_batch(self, batch: Any) -> Any:
+        """Return the sequences that the model generates for the inputs of a batch, where `generate=` asks for them."""
+        args, kwargs = generation_inputs(self._form_of(batch), batch)
+        return self.generate(*args, **kwargs)
 
     # ------------------------------------------------------------------ forward and loss
 
@@ -234,6 +244,14 @@ class TrainerHooks:
         self._saw_forward = True
         getattr(self._fire, self._after_forward)()
         return state.outputs
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `generate` of the model inside its wrappers, with the arguments of `generate=`, in the run's precision."""
+        with (
+            self._accelerator.autocast(),
+            uncompiled(),
+        ):  # lengths change: compiled, each of them would be compiled again
+            return call_generate(self.model, args, {**kwargs, **(self._generate or {})})
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
         """Compute the loss of outputs and targets, after algorithms had their say about both."""

@@ -79,7 +79,7 @@ class LossCounting:
             finally:
                 trainer._watch = None
         else:
-            with _uncompiled(), watch:
+            with uncompiled(), watch:
                 output = hook(batch)
         if isinstance(output, Mapping) and "loss" in output:
             items = watch.items_of(output["loss"])
@@ -139,7 +139,7 @@ def _probe(trainer: Any, batch: Any) -> LossItems:
     watch, generators = LossWatch(part, min(2, rows)), capture_rng()
     args, kwargs = form.arguments(part)
     try:
-        with torch.no_grad(), buffers_kept(model), trainer._accelerator.autocast(), _uncompiled(), watch:
+        with torch.no_grad(), buffers_kept(model), trainer._accelerator.autocast(), uncompiled(), watch:
             outputs = model(*args, **kwargs)
             if loss_func is not None:
                 loss = loss_func(form.predictions(outputs), form.targets(part))
@@ -162,7 +162,7 @@ def _is_compiled(function: Any) -> bool:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written; where nothing can be compiled, the compiler is not even imported."""
     if "torch._dynamo" not in sys.modules:
         yield

@@ -17,8 +17,10 @@ from drivetrain.train.evaluation import evaluating_optimizer, kept_modes, own_ev
 from drivetrain.train.tracking import of_data_ranks
 
 
-def run_prediction(trainer: Any, loader: Any, to_cpu: bool, padding_value: float | None = None) -> Any:
-    """Run the prediction loop and join its outputs."""
+def run_prediction(
+    trainer: Any, loader: Any, to_cpu: bool, padding_value: float | None = None, generates: bool = False
+) -> Any:
+    """Run the prediction loop and join its outputs, or what the model generates."""
     state, fire, parts = trainer.state, trainer._fire, []
     move = loaders.mover(trainer, loader)
     with (
@@ -35,7 +37,10 @@ def run_prediction(trainer: Any, loader: Any, to_cpu: bool, padding_value: float
                 state.batch = batch if move is None else move(batch)
                 fire.predict_batch_start()
                 fire.predict_before_forward()
-                output = trainer.calculate_predict_batch(state.batch)
+                if generates:
+                    output: Any = {"model_outputs": trainer.calculate_generation_batch(state.batch)}
+                else:
+                    output = trainer.calculate_predict_batch(state.batch)
                 if not isinstance(output, dict) or "model_outputs" not in output:
                     raise BatchOutputError("calculate_predict_batch must return a dict with 'model_outputs'.")
                 state.batch_output = output

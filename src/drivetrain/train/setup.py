@@ -32,6 +32,7 @@ from drivetrain.train.checks import (
     check_scheduler,
     check_watched_metrics,
 )
+from drivetrain.train.generation import check_generates
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting
@@ -54,6 +55,7 @@ def prepare_training(
     check_model(trainer.model, trainer.loss_func, trains=True)
     check_loss_func(trainer.loss_func, trainer.optimizer)
     check_optimizer(trainer)
+    check_generation(trainer, trainer._generate)
     prepare_checkpoints(settings, trainer._own_folders, until_end)
     if isinstance(trainer.model, nn.Module):
         give_parts_again(trainer.model)
@@ -212,6 +214,12 @@ def prepare_loop(trainer: Any) -> None:
     trainer._eval_metrics.to(trainer.device)
     trainer._train_metrics.to(trainer.device)
     state.clock.start(shared=trainer._vote is not None)
+
+
+def check_generation(trainer: Any, arguments: Mapping[str, Any] | None) -> None:
+    """Reject a model that cannot generate where that is asked for."""
+    if arguments is not None:
+        check_generates(trainer.model, is_overridden(trainer, "calculate_generation_batch"))
 
 
 def _log_steps(trainer: Any) -> None:

@@ -32,6 +32,7 @@ from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_
 from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import errors_told
+from drivetrain.train.generation import Generate, generate_arguments, generating, padding_token
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import LossCounting, check_count_items
 from drivetrain.train.logbook import Logbook
@@ -87,6 +88,7 @@ class Trainer(TrainerLoop):
         metrics: Any = None,
         train_metrics: Any = None,
         count_items: Any = None,
+        generate: Generate = False,
         device: Any = None,
         seed: int | None = None,
         deterministic: bool | Literal["off", "warn", "strict"] = False,
@@ -159,6 +161,7 @@ class Trainer(TrainerLoop):
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
         self._has_train_metrics = bool(self._train_metrics)
         self._count_items = check_count_items(count_items)
+        self._generate = generate_arguments(generate)
         self._train_items, self._eval_items = LossCounting(self._count_items), {}
         self._form: BatchForm | None = None
         self._form_type: type | None = None
@@ -312,15 +315,21 @@ class Trainer(TrainerLoop):
         *,
         reset_run_history: bool = True,
         limit_batches: int | float | None = None,
+        generate: Generate | None = None,
         **unknown: Any,
     ) -> dict[str, float]:
-        """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name."""
+        """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name.
+
+        With `generate`, metrics compare what the model generates with the targets; None does as the constructor was told.
+        """
         arguments.reject_unknown(Trainer.evaluate, unknown)
         arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
         check_flag("reset_run_history", reset_run_history)
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
         arguments.check_loss_func(self.loss_func, self.optimizer)
+        chosen = self._generate if generate is None else generate_arguments(generate, self._generate)
+        setup.check_generation(self, chosen)
         if dataset is not None:
             self.eval_dataset = dataset
         if self.eval_dataset is None:
@@ -342,7 +351,7 @@ class Trainer(TrainerLoop):
             gradient_clip_value=None,
         )
         before = set(self.run_history.get_metric_names())
-        with errors_told(self):
+        with errors_told(self), generating(self, chosen):
             self._run_evaluation()
         names = [
             name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
@@ -360,11 +369,13 @@ class Trainer(TrainerLoop):
         limit_batches: int | float | None = None,
         to_cpu: bool = True,
         padding_value: float | None = None,
+        generate: Generate = False,
         **unknown: Any,
     ) -> Any:
         """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
 
-        Outputs whose rows differ in shape are a list with one tensor for each sample, or padded with `padding_value`.
+        Outputs whose rows differ in shape are a list with one tensor for each sample, or padded with `padding_value`. With `generate`,
+        they are the sequences that the model generates, padded with its padding token where its configuration names one.
         """
         arguments.reject_unknown(Trainer.predict, unknown)
         arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -373,12 +384,17 @@ class Trainer(TrainerLoop):
             check_number("padding_value", padding_value, infinite=True)
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
+        chosen = generate_arguments(generate, self._generate)
+        setup.check_generation(self, chosen)
+        if chosen is not None and padding_value is None:
+            padding_value = padding_token(self.model)
         from drivetrain.train.prediction import run_prediction
 
         loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
         self.model = loaders.move_model(self, self.model)
-        with errors_told(self):
-            return run_prediction(self, loaders.prepare(self, loader, limit_batches), to_cpu, padding_value)
+        loader = loaders.prepare(self, loader, limit_batches)
+        with errors_told(self), generating(self, chosen):
+            return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
 
     def lr_find(
         self,
