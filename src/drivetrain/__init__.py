@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".record.recorder": ["Recorder"],
         ".optim.scheduler": ["OptimScheduler"],
         ".optim.optim_set": ["OptimSet"],
-        ".optim.noam": ["NoamLr"],
+        ".optim.units": ["NoamLr"],
         ".train.trainer": ["Trainer", "TrainerPlaceholderValues", "TrainerWithTimmScheduler"],
         ".train.verification": ["verify_resume"],
         ".train.auto": ["AutoAccelerateResult", "auto_accelerate"],

@@ -40,7 +40,7 @@ from drivetrain.checkpoint.store import load_checkpoint as load_checkpoint
 from drivetrain.record.recorder import Recorder as Recorder
 from drivetrain.optim.scheduler import OptimScheduler as OptimScheduler
 from drivetrain.optim.optim_set import OptimSet as OptimSet
-from drivetrain.optim.noam import NoamLr as NoamLr
+from drivetrain.optim.units import NoamLr as NoamLr
 from drivetrain.train.trainer import Trainer as Trainer
 from drivetrain.train.trainer import TrainerPlaceholderValues as TrainerPlaceholderValues
 from drivetrain.train.trainer import TrainerWithTimmScheduler as TrainerWithTimmScheduler

@@ -28,7 +28,7 @@ def test_small_data_moves_large_data_stays(free, caplog):
     assert columns.num_bytes == 4400
     free(44_000)
     placed = resident_columns(columns, META, "auto")
-    assert placed.device == META and "4.297 KiB of tensor data now live on meta" in caplog.text
+    assert placed.device == META and "4.3 KiB of tensor data now live on meta" in caplog.text
     free(43_999)
     assert resident_columns(columns, META, "auto") is None
     assert resident_columns(columns, META, False) is None
@@ -49,9 +49,7 @@ def test_only_the_rows_of_a_subset_move(free):
 def test_insisting_refuses_with_both_sizes(free):
     free(4000)
     loader = SmartDataLoader(torch.zeros(100, 10))
-    with pytest.raises(
-        ParameterError, match=r"3.906 KiB, but 'meta' has 3.906 KiB free, of which 1.953 KiB may be used"
-    ):
+    with pytest.raises(ParameterError, match=r"3.9 KiB, but 'meta' has 3.9 KiB free, of which 2.0 KiB may be used"):
         make_resident(loader, META, max_fraction=0.5)
 
     class Items(Dataset):

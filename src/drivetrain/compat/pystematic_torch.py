@@ -30,12 +30,9 @@ class TorchNames:
                 public, _, private = entry.partition("=")
                 if public == name:
                     return getattr(importlib.import_module(module), private or public)
-        from drivetrain.core.errors import nearest_name
+        from drivetrain.core.errors import did_you_mean
 
-        near = nearest_name(name, dir(self))
-        raise AttributeError(
-            f"drivetrain.torch has no attribute {name!r}." + (f" Did you mean {near!r}?" if near else "")
-        )
+        raise AttributeError(f"drivetrain.torch has no attribute {name!r}.{did_you_mean(name, dir(self))}")
 
     def __dir__(self) -> list[str]:
         return sorted(entry.partition("=")[0] for entries in _HOMES.values() for entry in entries)

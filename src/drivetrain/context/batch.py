@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from drivetrain.core.errors import ConfigError, nearest_name
+from drivetrain.core.errors import ConfigError, did_you_mean
 
 BatchKey = int | str | Callable[[Any], Any] | Sequence[Any]
 """Where a part of a batch is: index, name, list of those, function, or `(getter, setter)`."""
@@ -97,8 +97,7 @@ def _cannot_set(batch: Any, key: Any) -> RuntimeError:
 def _parts_of(batch: Any, key: Any) -> str:
     """Say what there is instead of a key that is not there."""
     names = [str(name) for name in getattr(batch, "_fields", None) or (batch if isinstance(batch, Mapping) else ())]
-    near = nearest_name(key, names)
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = did_you_mean(key, names)
     parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""
     return (
         f"It is a {type(batch).__name__} {parts}".rstrip()

@@ -33,7 +33,9 @@ from drivetrain.core.errors import DeviceError as DeviceError
 from drivetrain.core.errors import DistributedError as DistributedError
 from drivetrain.core.errors import StopTrainingError as StopTrainingError
 from drivetrain.core.errors import TrainingStopped as TrainingStopped
+from drivetrain.core.errors import NonFiniteError as NonFiniteError
 from drivetrain.core.errors import NonFiniteLossError as NonFiniteLossError
+from drivetrain.core.errors import NonFiniteStateError as NonFiniteStateError
 from drivetrain.core.errors import MissingExtra as MissingExtra
 from drivetrain.core.errors import DrivetrainWarning as DrivetrainWarning
 from drivetrain.core.errors import DrivetrainDeprecationWarning as DrivetrainDeprecationWarning
@@ -73,7 +75,9 @@ __all__ = [
     "DistributedError",
     "StopTrainingError",
     "TrainingStopped",
+    "NonFiniteError",
     "NonFiniteLossError",
+    "NonFiniteStateError",
     "MissingExtra",
     "DrivetrainWarning",
     "DrivetrainDeprecationWarning",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
 from drivetrain.core.spelling import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, spellings
@@ -158,8 +158,7 @@ def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, 
     for parameter in parameters:
         collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not collects and parameter.name not in named.intersection(carried):
-            near = nearest_name(parameter.name, carried)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(parameter.name, carried)
             raise ConfigTypeError(
                 f"{plugin_name(plugin)}.{method} needs an argument {parameter.name!r} that this event does not carry."
                 f"{hint} Expected the form {form}."

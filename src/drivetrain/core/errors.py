@@ -194,14 +194,22 @@ def nearest_name(name: object, valid: Iterable[str], *, cutoff: float = 0.6) -> 
     return by_folded[close[0]] if close else None
 
 
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """Return the sentence that names the nearest valid name, with a space before it; empty when nothing is close.
+
+    >>> did_you_mean("epp", ["ep", "ba"])
+    " Did you mean 'ep'?"
+    """
+    near = nearest_name(name, valid)
+    return f" Did you mean {near!r}?" if near else ""
+
+
 def unknown_name(kind: str, name: object, valid: Iterable[str], *, where: str = "") -> str:
-    """Say that `name` is no valid `kind`: the place, the nearest name and all valid ones.
+    """Return a message that `name` is not a valid `kind`: the location, the nearest name and all valid ones.
 
     >>> unknown_name("time unit", "epp", ["ep", "ba"])
     "unknown time unit 'epp'. Did you mean 'ep'? Valid: ep, ba."
     """
     choices = [str(choice) for choice in valid]
-    near = nearest_name(name, choices)
     place = f"{where}: " if where else ""
-    hint = f" Did you mean {near!r}?" if near else ""
-    return f"{place}unknown {kind} {name!r}.{hint} Valid: {', '.join(choices)}."
+    return f"{place}unknown {kind} {name!r}.{did_you_mean(name, choices)} Valid: {', '.join(choices)}."

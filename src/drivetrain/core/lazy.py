@@ -35,10 +35,9 @@ def lazy_exports(
         if name in submodules:
             return importlib.import_module(f".{name}", package)
         if name not in home:
-            from drivetrain.core.errors import nearest_name
+            from drivetrain.core.errors import did_you_mean
 
-            near = nearest_name(name, home) or nearest_name(name, submodules)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, home) or did_you_mean(name, submodules)
             raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
         module, private = home[name]
         value = getattr(importlib.import_module(module, package), private)

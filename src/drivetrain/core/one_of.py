@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from typing import Any, Literal
 
 from drivetrain.core.binding import subscribes
-from drivetrain.core.errors import ConfigError, ConfigTypeError, StateError, nearest_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, StateError, did_you_mean
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger, Plugin, plugin_name
 
@@ -39,10 +39,7 @@ class OneOf(Algorithm):
         self, *algorithms: Plugin, weights: Sequence[float] | None = None, per: Literal["batch", "epoch"] = "batch"
     ) -> None:
         if per not in _TURNS:
-            near = nearest_name(per, _TURNS)
-            raise ConfigError(
-                f"per={per!r}: expected 'batch' or 'epoch'." + (f" Did you mean {near!r}?" if near else "")
-            )
+            raise ConfigError(f"per={per!r}: expected 'batch' or 'epoch'.{did_you_mean(per, _TURNS)}")
         self.members = _checked_members(algorithms, per)
         self.weights = _checked_weights(weights, len(algorithms))
         self.per = per

@@ -19,7 +19,7 @@ from typing import IO, Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from drivetrain.core.errors import ConfigError, nearest_name
+from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
 from drivetrain.core.yaml_tags import BracketProblem, Reference, ReferenceProblem, parse_brackets, resolve_references
 
 KeyPath = tuple[str | int, ...]
@@ -230,8 +230,7 @@ class _Builder:
     def _unknown_tag(self, tag: str) -> str:
         shown = tag.replace(_CORE, "!!")
         valid = ["!ref", "!tuple", "!list", "!str"] if self.tags else []
-        near = nearest_name(shown, valid)
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(shown, valid)
         known = f"Known tags: {', '.join(valid)}." if valid else "This file may use no tags."
         return f"the tag {shown!r} is not allowed.{hint} {known}"
 

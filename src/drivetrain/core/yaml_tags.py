@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.errors import nearest_name
+from drivetrain.core.errors import did_you_mean
 
 _BRACKETED = re.compile(r"<([^<>]*)>")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?[0-9]+)\]")
@@ -122,8 +122,7 @@ class _Resolver:
             if not isinstance(value, dict):
                 raise ReferenceProblem(reference.line, f"!ref <{path}>: {place} has no keys; it is {_kind(value)}.")
             if key not in value:
-                near = nearest_name(key, value)
-                hint = f" Did you mean {near!r}?" if near else ""
+                hint = did_you_mean(key, value)
                 names = ", ".join(list(value)[:20]) or "none"
                 raise ReferenceProblem(
                     reference.line, f"!ref <{path}>: {place} has no key {key!r}.{hint} Keys: {names}."

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.data.columns import Columns
 from drivetrain.runtime.device import choose_device, device_memory
 
@@ -42,14 +43,14 @@ def resident_columns(
     if size > limit:
         if mode is True:
             raise ParameterError(
-                f"resident=True: the data has {_readable(size)}, but {str(device)!r} has {_readable(free)} free, of which "
-                f"{_readable(int(limit))} may be used. Use resident=False, a smaller dtype, or less data."
+                f"resident=True: the data has {shown_bytes(size)}, but {str(device)!r} has {shown_bytes(free)} free, of which "
+                f"{shown_bytes(limit)} may be used. Use resident=False, a smaller dtype, or less data."
             )
         return None
     placed = columns.to(device)
     logger.info(
         "%s of tensor data now live on %s and are gathered there (resident=False keeps them on the host)",
-        _readable(size),
+        shown_bytes(size),
         device,
     )
     return placed
@@ -70,11 +71,3 @@ def make_resident(
     placed = resident_columns(columns, target, True, max_fraction)
     assert placed is not None
     loader.place(placed, placed.device)
-
-
-def _readable(size: int) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size = size / 1024  # type: ignore[assignment]
-    return f"{size:.4g} GiB"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain.core.errors import ParameterError, nearest_name
+from drivetrain.core.errors import ParameterError, did_you_mean
 from drivetrain.experiment.parameters import ParameterSet
 
 
@@ -81,6 +81,5 @@ def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str,
 def unknown_parameter(name: str, parameters: ParameterSet) -> str:
     """Say that no parameter has this name, with the nearest one and all of them."""
     shown = [other for other, parameter in parameters.items() if not parameter.hidden]
-    near = nearest_name(str(name).replace("-", "_"), shown)
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = did_you_mean(str(name).replace("-", "_"), shown)
     return f"unknown parameter {name!r}.{hint} Parameters: {', '.join(shown)}."

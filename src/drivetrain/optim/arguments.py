@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from drivetrain.core.arguments import check_count, check_flag, check_number
-from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean
 
 
 class Default:
@@ -65,8 +65,7 @@ def check_keywords(
         for name in given:
             if name not in accepted:
                 choices = [*accepted, *also_valid]
-                near = nearest_name(name, choices)
-                hint = f" Did you mean {near!r}?" if near else ""
+                hint = did_you_mean(name, choices)
                 raise ConfigTypeError(
                     f"{owner} takes no argument {name!r}.{hint} Valid: {', '.join(choices) or 'none'}."
                 )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_number
-from drivetrain.core.errors import ConfigError, nearest_name, unknown_name
+from drivetrain.core.errors import ConfigError, did_you_mean, unknown_name
 from drivetrain.optim.arguments import keywords_of
 from drivetrain.optim.selection import as_list, names_parameter, unknown_module
 
@@ -85,8 +85,7 @@ def _find_by_name(name: str) -> Any:
     if found is None and "." in name:
         found = import_dotted(name, "optim_type")
     if found is None:
-        near = nearest_name(name, optimizer_names())
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(name, optimizer_names())
         raise ConfigError(
             f"optim_type={name!r}: no optimizer has this name.{hint} Valid: {', '.join(optimizer_names())}, or a dotted path."
         )
@@ -121,8 +120,7 @@ def import_dotted(path: str, where: str) -> Any:
             raise ConfigError(f"{where}={path!r}: importing {module_name!r} failed: {problem}") from problem
         for part in parts[length:]:
             if not hasattr(value, part):
-                near = nearest_name(part, dir(value))
-                hint = f" Did you mean {near!r}?" if near else ""
+                hint = did_you_mean(part, dir(value))
                 raise ConfigError(f"{where}={path!r}: {module_name!r} has no {part!r}.{hint}")
             value = getattr(value, part)
         return value
@@ -158,8 +156,7 @@ def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, Any]) -> N
         valid = [name for name in accepted if name != "params"]
         for name in conf:
             if name not in valid:
-                near = nearest_name(name, valid)
-                hint = f" Did you mean {near!r}?" if near else ""
+                hint = did_you_mean(name, valid)
                 raise ConfigError(
                     f"optim_conf: {label} takes no argument {name!r}.{hint} Its arguments: {', '.join(valid)}."
                 )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError, nearest_name, unknown_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.time import Time
 from drivetrain.core.yaml import YamlFile, dump_yaml, read_yaml
 from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
@@ -44,8 +44,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
             return classes[name]
     if not file or file in SCHEDULES:
         everything = [f"{known}.{one}" for known, classes in SCHEDULES.items() for one in classes]
-        near = nearest_name(query, everything) or nearest_name(name, [one.partition(".")[2] for one in everything])
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(query, everything) or did_you_mean(name, [one.partition(".")[2] for one in everything])
         valid = ", ".join(f"{known}.{next(iter(classes))}" for known, classes in SCHEDULES.items())
         raise ConfigError(f"type={query!r}: no schedule has this name.{hint} Valid: {valid}, or a dotted path.")
     value = import_dotted(query, "type")

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.core.errors import BatchOutputError, ConfigError, nearest_name
+from drivetrain.core.errors import BatchOutputError, ConfigError, did_you_mean
 
 Terms = tuple[tuple[str, float], ...]
 LossNames = str | Sequence[str] | Mapping[str, float] | None
@@ -61,8 +61,7 @@ def pick_loss(losses: Losses, terms: Terms, unit: str) -> Tensor:
 
 def _bad_loss(losses: Mapping[str, Any], name: str, unit: str) -> Exception:
     if name not in losses:
-        near = nearest_name(name, losses)
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(name, losses)
         given = ", ".join(map(str, losses)) or "none"
         return BatchOutputError(
             f"unit {unit!r} follows the loss {name!r}, which was not returned.{hint} Losses given: {given}."

@@ -5,12 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import quantities
 from drivetrain.core.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     from drivetrain.optim.scheduler import OptimScheduler
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = None, width: int = 60) -> str:
@@ -22,12 +21,7 @@ def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = 
     values = list(rates) if isinstance(rates, Sequence) else rates_of(rates, steps)
     if not values:
         raise ConfigError("sparkline: there are no values to show.")
-    low, high = min(values), max(values)
-    if len(values) > width:
-        values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
-    span = (high - low) or 1.0
-    bars = "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
-    return f"{bars} {low:.4g} to {high:.4g}"
+    return f"{quantities.sparkline(values, width)} {min(values):.4g} to {max(values):.4g}"
 
 
 def plot(

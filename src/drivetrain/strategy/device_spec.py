@@ -12,21 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core import quantities
 from drivetrain.core.errors import ConfigError, unknown_name
 
 _GIB, _TERA = 2**30, 1e12
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +148,12 @@ def parse_size(value: Any, *, where: str) -> int:
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return int(value)
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    if found is None or found[2] not in _UNITS:
+    size = quantities.parse_size(value) if isinstance(value, str) else None
+    if size is None:
         raise ConfigError(
-            f'{where}: {value!r} given; expected bytes, or a number with one of {", ".join(filter(None, _UNITS))}: "80GiB".'
+            f'{where}: {value!r} given; expected bytes, or a number with one of {", ".join(quantities.SIZE_UNITS)}: "80GiB".'
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return size
 
 
 def _spec(

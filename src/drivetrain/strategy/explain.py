@@ -4,8 +4,8 @@ import textwrap
 from dataclasses import fields
 from typing import Any
 
+from drivetrain.core.quantities import shown_bytes, shown_seconds
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.value import Strategy
 
 
@@ -74,12 +74,12 @@ def _time_lines(plan: Strategy) -> list[str]:
     lines = []
     if "time" in predicted:
         seconds = predicted["step_seconds"]
-        parts = ", ".join(f"{name} {_shown_seconds(value)}" for name, value in predicted["time"].items() if value > 0)
+        parts = ", ".join(f"{name} {shown_seconds(value)}" for name, value in predicted["time"].items() if value > 0)
         evidence = predicted.get("evidence", {}).get("time", "modelled")
-        lines.append(f"  time    predicted {_shown_seconds(seconds)} a step ({evidence}): {parts}")
+        lines.append(f"  time    predicted {shown_seconds(seconds)} a step ({evidence}): {parts}")
     if measured.get("step_seconds"):
         seconds = measured["step_seconds"]
-        told = f"  time    measured {_shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
+        told = f"  time    measured {shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
         lines.append(f"{told}, {size / seconds:.4g} samples a second")
     if measured.get("loss") is not None and measured.get("is_verified"):
         told = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""
@@ -105,14 +105,6 @@ _KNOWN = frozenset(
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _shown_seconds(value: float) -> str:
-    """Return seconds in the unit that suits them."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if value >= unit:
-            return f"{value / unit:.4g} {name}"
-    return f"{value * 1e6:.3g} µs"
 
 
 def difference(ours: Strategy, other: Strategy) -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, RandomSampler
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable, check_count, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, nearest_name
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, did_you_mean
 from drivetrain.core.foreign import Slot
 from drivetrain.data.columns import find_columns
 from drivetrain.optim.scheduler import OptimScheduler
@@ -42,8 +42,7 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
     if name in instead:
         hint = f" Write instead: {instead[name]}."
     else:
-        near = nearest_name(name, valid)
-        hint = f" Did you mean {near!r}?" if near else f" Arguments: {', '.join(valid)}."
+        hint = did_you_mean(name, valid) or f" Arguments: {', '.join(valid)}."
     title = "Trainer" if function.__name__ == "__init__" else f"Trainer.{function.__name__}"
     raise TypeError(f"{title}() got an unexpected keyword argument {name!r}.{hint}")
 

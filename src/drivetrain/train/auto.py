@@ -21,8 +21,9 @@ from drivetrain.core.errors import (
     ConflictError,
     DrivetrainWarning,
     PlanInfeasible,
-    nearest_name,
+    did_you_mean,
 )
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
@@ -38,7 +39,7 @@ from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import refuse_pickle_name
 from drivetrain.strategy.registry import expand_names, group_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.wishes import Wishes, shown_bytes
+from drivetrain.strategy.search.wishes import Wishes
 from drivetrain.strategy.stepping import PlannedScheduler
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.nesting import refuse_inside_trial
@@ -175,8 +176,7 @@ def _options(kargs: Mapping[str, Any]) -> Options:
     valid = [item.name for item in fields(Options)]
     for name in kargs:
         if name not in valid:
-            near = nearest_name(name, valid)
-            hint = f" Did you mean {near!r}?" if near else f" Keywords: {', '.join(valid)}."
+            hint = did_you_mean(name, valid) or f" Keywords: {', '.join(valid)}."
             raise TypeError(f"auto_accelerate() got an unexpected keyword argument {name!r}.{hint}")
     options = Options(**kargs)
     if options.numerics not in ("exact", "mixed", "low"):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from drivetrain.experiment.cli.comparing import first_difference
-from drivetrain.experiment.cli.output import sparkline
 from tests.experiment.folders import hold_lock, make_run
 
 
@@ -130,8 +129,3 @@ def test_colours_are_not_printed_where_they_are_not_wanted(command, tmp_path, mo
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal that could show them
     _, out, _ = command("show", folder)
     assert "\033[3" not in out and "failed" in out
-
-
-def test_a_sparkline_shows_the_shape():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1.0, 1.0]) == "▁▁" and sparkline([]) == "" and len(sparkline(range(1000))) == 40

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.checks import Check
 from drivetrain.experiment.records import FAILED, FINISHED, INTERRUPTED, LOST, RUNNING, RunRecord
 from drivetrain.experiment.reports.gather import RunData, gather_run, tail
-from drivetrain.experiment.reports.html import duration, moment, size_text
+from drivetrain.experiment.reports.html import duration, moment
 from drivetrain.experiment.run_folder import MANIFEST, PARAMETERS, STATUS, read_json
 
 STALE_SECONDS = 60.0
@@ -80,7 +81,7 @@ def _metrics(run: RunData) -> Iterator[Check]:
 def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
-        found = f"{size_text(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
+        found = f"{shown_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
         yield Check(
             is_good=good,
             name=line.name,
@@ -156,7 +157,7 @@ def _silent_death(record: RunRecord) -> str:
             return f"killed without a word; here the kernel has ended {kills} process(es) for want of memory, perhaps this one"
     free = shutil.disk_usage(record.folder).free
     if free < 100_000_000:
-        return f"it ended without a word, and the disk has only {size_text(free)} left"
+        return f"it ended without a word, and the disk has only {shown_bytes(free)} left"
     return "killed without a word: SIGKILL (by hand, a scheduler, or the kernel for want of memory), a crash, or a power cut"
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.checks import Check
-from drivetrain.experiment.reports.html import size_text
 
 REQUIRED = ("torch", "numpy", "PyYAML", "rich", "safetensors", "pydantic")
 OPTIONAL = {
@@ -110,7 +110,7 @@ def _devices() -> Iterator[Check]:
     elif accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            found = f"{properties.name}, {size_text(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
+            found = f"{properties.name}, {shown_bytes(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
             yield Check(is_good=True, name=f"cuda:{index}", found=found)
     else:
         yield Check(is_good=True, name=accelerator.type, found=f"{torch.accelerator.device_count()} device(s)")
@@ -169,7 +169,7 @@ def _places(output_dir: str) -> Iterator[Check]:
     existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     remedy = "make room, or choose another --output-dir" if free < LEAST_DISK else ""
-    yield Check(is_good=free >= LEAST_DISK, name="free disk", found=f"{size_text(free)} in {existing}", remedy=remedy)
+    yield Check(is_good=free >= LEAST_DISK, name="free disk", found=f"{shown_bytes(free)} in {existing}", remedy=remedy)
     writable = os.access(existing, os.W_OK)
     remedy = "" if writable else "choose another --output-dir"
     yield Check(
@@ -186,7 +186,7 @@ def _places(output_dir: str) -> Iterator[Check]:
             "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
         )
         yield Check(
-            is_good=enough or None, name="shared memory", found=f"{size_text(free)} free in {shared}", remedy=remedy
+            is_good=enough or None, name="shared memory", found=f"{shown_bytes(free)} free in {shared}", remedy=remedy
         )
 
 

@@ -122,21 +122,3 @@ def plain_text(value: Any) -> str:
     if isinstance(value, float):
         return short(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return a curve in one line of text.
-
-    >>> sparkline([3.0, 2.0, 1.0])
-    '█▅▁'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    picked = (
-        [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)]
-        if len(finite) > width
-        else finite
-    )
-    low, reach = min(finite), max(finite) - min(finite)
-    return "".join("▁▂▃▄▅▆▇█"[round((value - low) / reach * 7) if reach else 0] for value in picked)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.output import add_json_option, print_json, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.targets import find_target
 
@@ -78,7 +79,7 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
     else:
         print_lines(*plan.explain(_width()).splitlines())
         if failure is not None and failure.shortfall_bytes is not None:
-            print_lines(f"short by {failure.shortfall_bytes / 2**30:.2f} GiB on each device", style="red")
+            print_lines(f"short by {shown_bytes(failure.shortfall_bytes)} on each device", style="red")
         elif arguments.out is not None and failure is None:
             print_lines(f"written to {arguments.out}")
     return 0 if failure is None else INFEASIBLE

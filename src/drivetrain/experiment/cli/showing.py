@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     add_json_option,
@@ -13,7 +14,7 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.places import find_run
 from drivetrain.experiment.reports.gather import RunData, gather_run
-from drivetrain.experiment.reports.html import duration, moment, size_text
+from drivetrain.experiment.reports.html import duration, moment
 from drivetrain.experiment.reports.sections import ENVIRONMENT
 
 SHOWN_LOG_LINES = 10
@@ -80,7 +81,13 @@ def _print(run: RunData) -> None:
         print_table(["metric", "last", "best", "at step", "values"], metrics)
     if run.checkpoints:
         lines = [
-            (line.name, line.progress.get("ep"), line.progress.get("st"), size_text(line.size), line.problem or "valid")
+            (
+                line.name,
+                line.progress.get("ep"),
+                line.progress.get("st"),
+                shown_bytes(line.size),
+                line.problem or "valid",
+            )
             for line in run.checkpoints
         ]
         print_table(["checkpoint", "epoch", "step", "size", "state"], lines, styles={"valid": "green"})

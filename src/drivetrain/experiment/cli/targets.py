@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from drivetrain.core.errors import ExperimentError, nearest_name
+from drivetrain.core.errors import ExperimentError, did_you_mean, nearest_name
 
 TARGET_HELP = "file.py, file.py:name or package.module:name"
 
@@ -139,6 +139,5 @@ def _attribute(module: ModuleType, name: str, target: str) -> Any:
     if found is not None:
         return found
     valid = [value.name for value in every] or [entry for entry in vars(module) if not entry.startswith("_")]
-    near = nearest_name(name, valid)
-    hint = f" Did you mean {near!r}?" if near else f" It has: {', '.join(valid) or 'nothing'}."
+    hint = did_you_mean(name, valid) or f" It has: {', '.join(valid) or 'nothing'}."
     raise ExperimentError(f"{target}: there is no {name!r} in it.{hint}")

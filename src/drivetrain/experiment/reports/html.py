@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from drivetrain.core.quantities import shown_seconds
 from drivetrain.experiment.reports.scales import short
 
 LONGEST_VALUE = 400
@@ -56,32 +57,8 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in the two largest fitting units.
-
-    >>> duration(3.21), duration(75), duration(7260)
-    ('3.2 s', '1 min 15 s', '2 h 1 min')
-    """
-    if seconds is None:
-        return "unknown"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-    place = next(index for index, (size, _) in enumerate(units) if seconds >= size)
-    size, unit = units[place]
-    smaller, smaller_unit = units[place + 1]
-    return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {smaller_unit}"
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes in a fitting unit.
-
-    >>> size_text(512), size_text(2_500_000)
-    ('512 B', '2.5 MB')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
+    """Return a duration as text; None is unknown."""
+    return "unknown" if seconds is None else shown_seconds(seconds)
 
 
 def number(value: Any) -> str:

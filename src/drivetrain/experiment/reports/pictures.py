@@ -9,9 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from drivetrain.core.files import read_limited
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
 from drivetrain.experiment.reports.gather import PICTURE_TYPES, Picture, RunData
-from drivetrain.experiment.reports.html import section, size_text
+from drivetrain.experiment.reports.html import section
 from drivetrain.experiment.reports.scales import scale_for, short
 from drivetrain.experiment.reports.sections import names_of
 
@@ -35,7 +36,7 @@ def pictures(runs: Sequence[RunData]) -> str:
             size = picture.path.lstat().st_size
             seen[picture.tag, name] += 1
             if size > min(LARGEST, budget) or seen[picture.tag, name] > PER_TAG:
-                left_out.append(f"{picture.path.name} of {picture.tag} ({size_text(size)})")
+                left_out.append(f"{picture.path.name} of {picture.tag} ({shown_bytes(size)})")
                 continue
             budget -= size
             own = picture.tag.removeprefix(family).lstrip("/")

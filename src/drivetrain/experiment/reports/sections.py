@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.reports.chart import Curve, draw_chart
 from drivetrain.experiment.reports.gather import MetricSummary, RunData, main_metric
 from drivetrain.experiment.reports.html import (
@@ -16,7 +17,6 @@ from drivetrain.experiment.reports.html import (
     number,
     row,
     section,
-    size_text,
     table,
 )
 from drivetrain.experiment.reports.scales import short
@@ -251,7 +251,7 @@ def checkpoints(runs: Sequence[RunData]) -> str:
             marks = ", ".join(word for word, holds in (("last", line.is_last), ("best", line.is_best)) if holds)
             progress = [number(line.progress.get(unit, "–")) for unit in ("ep", "st", "sp")]
             verdict = "valid" if line.problem is None else f"damaged: {line.problem}"
-            rows.append(row(line.name, [*progress, size_text(line.size), marks, cell(verdict)], cell_kind=""))
+            rows.append(row(line.name, [*progress, shown_bytes(line.size), marks, cell(verdict)], cell_kind=""))
         if rows:
             heading = f"<h3>{escape(name)}</h3>" if len(runs) > 1 else ""
             parts.append(heading + table(["checkpoint", "epoch", "step", "samples", "size", "", "state"], rows))

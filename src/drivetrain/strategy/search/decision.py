@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import Space
-from drivetrain.strategy.search.wishes import plain_numbers, shown_bytes
+from drivetrain.strategy.search.wishes import plain_numbers
 from drivetrain.strategy.trial.values import TrialResult
 from drivetrain.strategy.value import Evidence, Failure, Strategy
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
@@ -39,7 +40,7 @@ from drivetrain.strategy.search.measure import PLENTY, Clock, Measuring, measuri
 from drivetrain.strategy.search.place import Place
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
-from drivetrain.strategy.search.wishes import Wishes, budget_bytes, shown_bytes
+from drivetrain.strategy.search.wishes import Wishes, budget_bytes
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Evidence, Strategy

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, is_ruled_out
 from drivetrain.strategy.search.space import Space
-from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.trial.values import TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
 

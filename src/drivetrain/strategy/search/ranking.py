@@ -7,13 +7,13 @@ roomy and as simple. What a trial showed rules out what must end in the same way
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.search.candidates import CHECKPOINTS, SHARDINGS, Candidate, label_of
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.memory import predict_memory
 from drivetrain.strategy.search.time_model import predict_time
-from drivetrain.strategy.search.wishes import shown_bytes
 
 TIE = 0.02
 """Times this close count as equal; then the plan with fewer methods wins."""

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.batching import BatchPlan
-from drivetrain.strategy.search.wishes import shown_bytes
 from drivetrain.strategy.value import Strategy
 
 

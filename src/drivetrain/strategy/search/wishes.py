@@ -1,20 +1,18 @@
 """What a caller asks of a search, checked once."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, ConflictError, UnknownMethodError
+from drivetrain.core.quantities import parse_size
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.registry import expand_names, find_method, group_names
 from drivetrain.strategy.value import Strategy
 
 NUMERICS = {"exact": ("exact",), "mixed": ("exact", "tf32", "mixed"), "low": ("exact", "tf32", "mixed", "low")}
 """For each ceiling, the kinds of methods that a search may use."""
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +90,9 @@ def parse_memory(value: float | int | str) -> float | int:
     (17179869184, 0.5)
     """
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", value)
-        if found is not None and found[2].upper() in _UNITS:
-            return int(float(found[1]) * _UNITS[found[2].upper()])
+        size = parse_size(value)
+        if size is not None:
+            return size
     elif (isinstance(value, float) and 0 < value <= 1) or (
         isinstance(value, int) and not isinstance(value, bool) and value > 0
     ):
@@ -108,19 +106,6 @@ def budget_bytes(value: float | int | str, free: float) -> float:
     """Return how many bytes a plan may need on one rank."""
     parsed = parse_memory(value)
     return parsed * free if isinstance(parsed, float) else float(parsed)
-
-
-def shown_bytes(value: float) -> str:
-    """Return bytes in the unit that suits them.
-
-    >>> shown_bytes(103.1 * 2**30), shown_bytes(3 * 2**20)
-    ('103.1 GiB', '3.0 MiB')
-    """
-    size = abs(value)
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit or unit == 2**10:
-            return f"{value / unit:.1f} {name}"
-    raise AssertionError
 
 
 def plain_numbers(parts: Mapping[str, float]) -> dict[str, float]:
