@@ -86,6 +86,24 @@ def test_every_public_name_resolves():
         assert getattr(drivetrain, name) is not None or name.startswith("__")
 
 
+def test_the_root_lists_what_a_newcomer_meets_first_and_still_offers_the_rest():
+    listed = drivetrain.__dir__()
+    assert listed[:2] == drivetrain.__all__[:2] == ["Trainer", "auto_accelerate"]
+    assert len(set(listed)) == len(listed)
+    second = [
+        "Error",
+        "ConfigurationError",
+        "TorchContext",
+        "TimeUnit",
+        "TrainerWithTimmScheduler",
+        "run_parameter_sweep",
+    ]
+    for name in second:
+        assert getattr(drivetrain, name) is not None
+        assert name in drivetrain.__all__ and name not in dir(drivetrain)
+    assert not {"lazy_exports", "foreign"} & set(listed)
+
+
 def test_a_misspelt_name_is_answered_with_the_nearest():
     with pytest.raises(AttributeError, match="Trainer"):
         drivetrain.Trainr

@@ -13,12 +13,16 @@ TABLES: dict[str, tuple[Mapping[str, tuple[str, str]], frozenset[str]]] = {}
 
 
 def lazy_exports(
-    package: str, exports: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
+    package: str,
+    exports: Mapping[str, Iterable[str]],
+    modules: Iterable[str] = (),
+    unlisted: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of `package`, whose names are defined in the given modules.
 
     `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
-    names submodules that are attributes too, so that `import package` is enough to reach them. Type checkers and editors cannot
+    names submodules that are attributes too, so that `import package` is enough to reach them. Names of `unlisted` are offered as well, and
+    left out of `dir()`: second names, and what few people need. Type checkers and editors cannot
     follow `__getattr__`: they read the stub that `make stubs` writes next to the package from the same table. Names and submodules that
     `drivetrain.compat` adds to the package come last.
     """
@@ -26,7 +30,9 @@ def lazy_exports(
     seconds = () if added is None else [path.rpartition(".") for path in added.MODULES]
     submodules = frozenset([*modules, *(name for parent, _, name in seconds if parent == package)])
     home: dict[str, tuple[str, str]] = {}
-    for module, names in chain(exports.items(), added.EXPORTS.get(package, {}).items() if added else ()):
+    quiet = {entry.partition("=")[0] for names in (unlisted or {}).values() for entry in names}
+    foreign = added.EXPORTS.get(package, {}) if added else {}
+    for module, names in chain(exports.items(), (unlisted or {}).items(), foreign.items()):
         for entry in names:
             public, _, private = entry.partition("=")
             home[public] = (module, private or public)
@@ -45,7 +51,8 @@ def lazy_exports(
         return value
 
     def dir_() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home, *submodules})
+        listed = [name for name in home if name not in quiet]
+        return [*listed, *sorted(submodules), *(name for name in vars(sys.modules[package]) if name.startswith("__"))]
 
     TABLES[package] = (home, submodules)
     return getattr_, dir_, list(home)

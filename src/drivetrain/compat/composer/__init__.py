@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from drivetrain.compat.composer_table import composer_modules
-from drivetrain.core.errors import nearest_name
+from drivetrain.core.errors import did_you_mean
 
 _MODULES = composer_modules()
 
@@ -55,10 +55,8 @@ def fill(module: ModuleType, path: str) -> None:
         title = ".".join(["composer", *filter(None, [path])])
         if name in known.instead:  # an ImportError, because `from ... import` replaces the text of an AttributeError
             raise ImportError(f"{title}.{name} is not offered here. Use instead: {known.instead[name]}.")
-        near = nearest_name(name, known.names) or nearest_name(name, submodules)
-        raise AttributeError(
-            f"module {module.__name__!r} has no attribute {name!r}." + (f" Did you mean {near!r}?" if near else "")
-        )
+        hint = did_you_mean(name, known.names) or did_you_mean(name, submodules)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}.{hint}")
 
     module.__doc__ = module.__doc__ or f"The names of Composer's `{path}`."
     vars(module).update(
