@@ -157,6 +157,7 @@ class StepGuard:
         self._optimizer: Any = None
         self._is_exchanged = self._is_large = self._is_judged_elsewhere = False
         self._flagged = False
+        self._found, self._unscaled = torch.zeros(()), torch.ones(())  # for the test on a CPU, made once
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 
@@ -274,7 +275,14 @@ class StepGuard:
     def _reads_nonfinite(self, gradients: list[Tensor]) -> bool:
         if self._is_large:
             return bool(nonfinite_names([("", gradient) for gradient in gradients]))
-        return nonfinite_flag(gradients).item() != 0
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._unscaled)
+        except RuntimeError:
+            return nonfinite_flag(gradients).item() != 0
+        is_bad = self._found.item() != 0
+        if is_bad:
+            self._found.zero_()
+        return is_bad
 
     def _decide(self, verdict: int) -> bool:
         self._count(verdict, self._copies[-1] if self._copies else None)
@@ -288,14 +296,14 @@ class StepGuard:
         else:
             self._decide(int(any(judged)) * NONFINITE)
 
-    @torch.no_grad()
     def _count(self, verdict: int, statistics: list[Tensor] | None) -> None:
         if not verdict:
             self.in_a_row = 0
             return
         self.in_a_row, self.total, self._verdict = self.in_a_row + 1, self.total + 1, self._verdict | verdict
         if statistics is not None:
-            torch._foreach_copy_(self._statistics, statistics)
+            with torch.no_grad():
+                torch._foreach_copy_(self._statistics, statistics)
 
 
 def _number(flag: Tensor | bool, like: Tensor | bool) -> Tensor:
