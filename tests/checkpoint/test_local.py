@@ -106,3 +106,42 @@ def test_one_process_continues_on_its_own(tmp_path):
         assert restore_then_draw(str(tmp_path)) == (expected, [0.0] * 3)
     finally:
         torch.set_rng_state(before[0]), random.setstate(before[1]), np.random.set_state(before[2])
+
+
+class Merging(Context):
+    """A Context whose local value goes to the first rank, unless it is negative."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self._rank_local = {"partial": self.merge}
+
+    @staticmethod
+    def merge(values, rank):
+        if min(values) < 0:
+            raise ResumeError("its partial sums cannot be moved")
+        return sum(values) if rank == 0 else 0
+
+
+def save_parts(folder: str) -> None:
+    ctx = Merging(partial=0)
+    with Checkpointer(ctx, dir=folder) as keeper:
+        for id, partial in enumerate((5 + get_rank(), 7 + get_rank(), -1), start=1):
+            ctx.partial = partial
+            keeper.save(id)
+
+
+def restore_parts(folder: str, which: str = "auto") -> tuple[int, str, list[str]]:
+    ctx = Merging(partial=0)
+    with Checkpointer(ctx, dir=folder) as keeper:
+        restored = keeper.restore(which)
+    return ctx.partial, restored.id, [entry.reason for entry in restored.rejected]
+
+
+def test_another_number_of_ranks_merges_or_takes_the_newest_checkpoint_that_it_can(world2, world4, tmp_path, caplog):
+    world2(save_parts, str(tmp_path))
+    assert [partial for partial, _, _ in world2(restore_parts, str(tmp_path))] == [-1, -1]
+    assert restore_parts(str(tmp_path))[:2] == (15, "2")
+    assert "checkpoint-3 is passed over: its partial sums cannot be moved" in caplog.text
+    assert [answer[:2] for answer in world4(restore_parts, str(tmp_path))] == [(15, "2"), (0, "2"), (0, "2"), (0, "2")]
+    with pytest.raises(ResumeError, match="cannot be moved"):
+        restore_parts(str(tmp_path), "3")  # the user has named it

@@ -1,6 +1,7 @@
 """The Trainer on meshes with tensor and sequence axes does what one plain process does."""
 
 import importlib.util
+import shutil
 
 import pytest
 import torch
@@ -199,7 +200,7 @@ def save_and_resume(plan, folder):
     ):
         for part in parts:
             trainer = make_trainer(plan, dropout=0.3)
-            settings = {"num_epochs": 2, "checkpoint_dir": folder / place, **part}
+            settings = {"num_epochs": 2, "checkpoint_dir": folder / place, "keep_checkpoints": None, **part}
             train(trainer, **settings)
         results.append((weights_of(trainer), history_of(trainer)))
         assert trainer.state.clock.batch == 12
@@ -210,7 +211,7 @@ def save_and_resume(plan, folder):
 
 
 @pytest.mark.parametrize("plan", [TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.slow)])
-def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan):
+def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan, caplog):
     answers = world2(save_and_resume, plan, tmp_path)
     for (weights, history), (resumed, same), held in answers:
         assert history == same
@@ -218,7 +219,11 @@ def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan):
             assert torch.equal(resumed[key], value) and torch.equal(held[key], value), key
             # Ranks of one group drop the same entries: else what each holds whole would drift apart.
             torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-5)
-    # Another mesh goes on from a checkpoint between two updates.
+    # Another mesh goes on from a checkpoint between two updates: this one has none after batch 6 before batch 12.
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-ep2-ba12")
+    trainer = make_trainer(None)
+    train(trainer, num_epochs=None, max_duration="8ba", resume_from=tmp_path / "cut")
+    assert "inside an accumulation window" in caplog.text and "ba7 is passed over" in caplog.text
     trainer = make_trainer(None)
     train(trainer, num_epochs=3, resume_from=tmp_path / "whole" / "checkpoint-ep2-ba12")
     assert trainer.state.clock.batch == 18

@@ -28,15 +28,13 @@ class Seen(TrainerCallback):
         self.rows.append([round(value, 6) for value in batch[0][:, 0].tolist()])
 
 
-def run(folder=None, pull=None, dropout=0.0, accumulation=2, **kwargs):
+def run(folder=None, pull=None, dropout=0.0, accumulation=2, optimizer=torch.optim.AdamW, **kwargs):
     """Train at a constant global batch; return rows seen per step, weights and the epochs' losses."""
     double = torch.float64
     model = make_model(dtype=double, dropout=dropout)
     seen = Seen()
     callbacks = [seen] if pull is None else [seen, Pull(pull)]
-    trainer = Trainer(
-        model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=1e-2), callbacks=callbacks, seed=7
-    )
+    trainer = Trainer(model, nn.CrossEntropyLoss(), optimizer(model.parameters(), lr=1e-2), callbacks=callbacks, seed=7)
     if folder is not None:
         kwargs = {"checkpoint_dir": folder, "checkpoint_every": "1ba", "async_checkpoint": False, **kwargs}
     try:
@@ -77,3 +75,22 @@ def test_two_then_one_then_four_processes_see_one_sequence_and_end_alike(world2,
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
         assert losses == pytest.approx(all_losses, abs=1e-10)
+
+
+def run_in(size, worlds, *args, **kwargs):
+    """Run on so many processes, and return what the first of them gives."""
+    kwargs.setdefault("optimizer", torch.optim.SGD)
+    return run(*args, **kwargs) if size == 1 else worlds[size](run, *args, **kwargs)[0]
+
+
+@pytest.mark.parametrize("at", [4, 7])  # after the first batch of a short window, and after two of three
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_another_number_of_processes_goes_on_inside_a_window(world2, world4, tmp_path, before, after, at):
+    worlds, settings = {2: world2, 4: world4}, {"accumulation": 3}
+    _, theirs, all_losses = run(optimizer=torch.optim.SGD, **settings)
+    run_in(before, worlds, tmp_path, pull=at, **settings)
+    assert (tmp_path / f"checkpoint-ep{at // 5}-ba{at}").is_dir()
+    _, ours, losses = run_in(after, worlds, tmp_path, resume_from="auto", **settings)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(all_losses, abs=1e-12)

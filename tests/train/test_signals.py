@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain.callbacks import TrainerCallback
+from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.runtime.signals import StopSignals
+from drivetrain.train import meeting, stopping
 from drivetrain.train.trainer import Trainer
 from tests.checkpoint.victim import Forked
 
@@ -76,3 +78,43 @@ def test_a_signal_saves_and_the_same_command_continues_bit_for_bit(tmp_path, pip
     assert len(os.read(pipe[0], 100)) == 24 - 5  # it did not start over, and no step is missing
     ours = torch.load(tmp_path / "final.pt", weights_only=True)
     assert all(torch.equal(ours[key], whole[key]) for key in whole)
+
+
+class Interrupt(TrainerCallback):
+    """Sends a signal to this process, or to one rank, after the fifth batch."""
+
+    def __init__(self, rank=0):
+        self.rank = rank
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        if trainer.state.clock.batch == 4 and get_rank() == self.rank:  # this batch is counted after the callback
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted_run(folder, seconds=stopping.WINDOW_SECONDS, length=4, rank=0) -> list[str]:
+    """Return the checkpoints of a run that a signal has ended inside an accumulation window."""
+    torch.manual_seed(0)
+    model, before = nn.Linear(4, 2), meeting.WINDOW_SECONDS
+    meeting.WINDOW_SECONDS = seconds
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Interrupt(rank)]
+    )
+    data = TensorDataset(torch.randn(128, 4), torch.arange(128) % 2)
+    settings = {"checkpoint_dir": folder, "checkpoint_every": None, "global_batch_size": 8, "num_epochs": 1}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            trainer.train(data, gradient_accumulation_steps=length, **settings)
+    finally:
+        meeting.WINDOW_SECONDS = before
+    assert ended.value.code == 128 + signal.SIGTERM
+    return [path.name for path in folder.glob("checkpoint-*")]
+
+
+def test_a_signal_waits_for_the_end_of_a_window_that_is_near(tmp_path):
+    assert interrupted_run(tmp_path / "near", seconds=1e6) == ["checkpoint-ep0-ba8"]
+    assert interrupted_run(tmp_path / "far", seconds=0.0) == ["checkpoint-ep0-ba5"]
+    assert interrupted_run(tmp_path / "none", seconds=1e6, length=1) == ["checkpoint-ep0-ba5"]
+
+
+def test_all_ranks_wait_for_the_same_window(world2, tmp_path):
+    assert world2(interrupted_run, tmp_path, seconds=1e6, rank=1) == [["checkpoint-ep0-ba8"]] * 2

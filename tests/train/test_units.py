@@ -129,17 +129,45 @@ def test_two_processes_equal_a_hand_written_loop(world2):
                 torch.testing.assert_close(a, b, **tolerance(case[2]))
 
 
+class Pull(TrainerCallback):
+    """Ends the run before a batch."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_step_start(self, trainer, **kwargs):
+        if trainer.state.clock.batch == self.at:
+            raise RuntimeError("plug")
+
+
+def cut_and_go_on(folder, at=None, **kwargs):
+    """Train with a checkpoint after every batch; with `at`, end the run there."""
+    keeping = {"checkpoint_dir": folder, "checkpoint_every": "1ba", "async_checkpoint": False, **kwargs}
+    try:
+        return by_trainer(3, 2, "no", callbacks=[Pull(at)], **keeping)
+    except RuntimeError as error:
+        if "plug" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("at", [4, 8])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_units_go_on_inside_a_window_on_another_number_of_processes(world2, tmp_path, before, after, at):
+    expected, calls = by_hand(3, 2, "no"), {1: lambda f, *args, **kwargs: [f(*args, **kwargs)], 2: world2}
+    calls[before](cut_and_go_on, tmp_path, at)
+    assert list(tmp_path.glob(f"checkpoint-*-ba{at}"))
+    for ours in calls[after](cut_and_go_on, tmp_path, resume_from="auto"):
+        for a, b in zip(ours, expected):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("at", [4, 5, 9])
 def test_a_killed_run_with_units_resumes_bit_for_bit(tmp_path, at):
-    class Pull(TrainerCallback):
-        def on_train_step_start(self, trainer, **kwargs):
-            if trainer.state.clock.batch == at:
-                raise RuntimeError("plug")
-
     expected = by_trainer(3, 2, "no")
     keeping = {"checkpoint_dir": tmp_path, "checkpoint_every": "1ba"}
     with pytest.raises(RuntimeError, match="plug"):
-        by_trainer(3, 2, "no", callbacks=[Pull()], **keeping)
+        by_trainer(3, 2, "no", callbacks=[Pull(at)], **keeping)
     assert all(map(torch.equal, by_trainer(3, 2, "no", resume_from="auto", **keeping), expected))
 
 

@@ -22,6 +22,7 @@ from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
 from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
 from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
+from drivetrain.checkpoint.local import merges_of
 from drivetrain.checkpoint.progress import Progress, Schedule
 from drivetrain.checkpoint.reader import Loaded, Place, Reader, find_place
 from drivetrain.checkpoint.restored import Restored
@@ -204,7 +205,13 @@ class Checkpointer:
         exchange.meet(f"restoring from {which}")
         if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
             return None
-        reader = Reader(verify=self.verify, exchange=exchange, live=self.ctx.state_dict, resume=True)
+        reader = Reader(
+            verify=self.verify,
+            exchange=exchange,
+            live=self.ctx.state_dict,
+            merges=merges_of(self.ctx),
+            resume=True,
+        )
 
         def find() -> Place:
             return find_place(self._resolve(which))

@@ -7,12 +7,13 @@ accumulation window, say. These go into one small file per rank.
 
 With another number of ranks there is no right file to read. Generators then start from `derive_seed(seed, name, rank,
 sequence)`, which is new on every rank and the same whenever the same checkpoint is taken up again; one that was equal
-on all ranks is shared on purpose and stays. Other values that differed between ranks cannot be continued, and are
-named in an error.
+on all ranks is shared on purpose and stays. `_rank_local` may be a dict that gives a pattern a function: it makes the value
+of one rank out of those of all saved ranks. Other values that differed between ranks cannot be continued, and are named in
+an error.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ from drivetrain.core.errors import CheckpointError, ResumeError
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, set_seed
 
 _KEY = "drivetrain"
+
+Merge = Callable[[list[Any], int], Any]
+"""Makes the value of one of the new ranks out of those of all saved ranks; raises `ResumeError` where that is not possible."""
 
 
 class RankState(NamedTuple):
@@ -47,6 +51,12 @@ def local_test(source: object) -> IsLocal:
         return bool(patterns) and any(fnmatchcase(dotted(path), pattern) for pattern in patterns)
 
     return is_local
+
+
+def merges_of(source: object) -> dict[str, Merge]:
+    """Return the functions of `source` that make one rank's value out of those of another number of ranks, by pattern."""
+    patterns = getattr(source, "_rank_local", ())
+    return dict(patterns) if isinstance(patterns, Mapping) else {}
 
 
 def rank_tensors(local: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -72,16 +82,21 @@ def read_rank(folder: FilePath, rank: int) -> RankState:
     return RankState(content["rng"], content["local"])
 
 
-def state_for_rank(folder: FilePath, manifest: Manifest, rank: int, size: int) -> RankState:
+def state_for_rank(
+    folder: FilePath, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge] | None = None
+) -> RankState:
     """Return what this rank continues with."""
     if size == manifest.world_size:
         return read_rank(folder, rank)
     saved = [read_rank(folder, other) for other in range(manifest.world_size)]
     seed = manifest.seed or 0
-    local = {
-        name: _for_other_world(name, [entry.local.get(name) for entry in saved], seed, rank, manifest, size)
-        for name in saved[0].local
-    }
+    local = {}
+    for name in saved[0].local:
+        values = [entry.local.get(name) for entry in saved]
+        merge = next((merge for pattern, merge in (merges or {}).items() if fnmatchcase(name, pattern)), None)
+        local[name] = (
+            merge(values, rank) if merge is not None else _for_other_world(name, values, seed, rank, manifest, size)
+        )
     return RankState(_fresh_rng(derive_seed(seed, "resume", rank, manifest.sequence)), local)
 
 

@@ -14,7 +14,7 @@ of tensors.
 import logging
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,7 @@ from drivetrain.checkpoint.layout import (
     read_manifest,
     read_pointer,
 )
-from drivetrain.checkpoint.local import RankState, read_rank, state_for_rank
+from drivetrain.checkpoint.local import Merge, RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
 from drivetrain.checkpoint.verifying import Verify, verify_files
 from drivetrain.core.errors import CheckpointError, ResumeError
@@ -88,6 +88,8 @@ class Reader:
     map_location: Any = "cpu"
     live: LiveState | None = None
     """Where the layouts of sharded tensors come from; None: they are read whole."""
+    merges: Mapping[str, Merge] = field(default_factory=dict)
+    """How values of one rank alone are made out of those of another number of ranks, by pattern."""
     resume: bool = False
     """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
 
@@ -225,7 +227,7 @@ class Reader:
         if missing := wanted - {entry.path for entry in manifest.files}:
             raise CheckpointError(f"{MANIFEST} does not list {min(missing)}")
         if self.resume:
-            return state_for_rank(folder, manifest, self.exchange.rank, self.exchange.size)
+            return state_for_rank(folder, manifest, self.exchange.rank, self.exchange.size, self.merges)
         return read_rank(folder, get_rank() % manifest.world_size)
 
 

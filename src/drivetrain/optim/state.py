@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigError
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, ResumeError
+from drivetrain.module.distributed_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from drivetrain.optim.scheduler import OptimScheduler
@@ -55,7 +59,40 @@ def _save_window(unit: "OptimScheduler") -> dict[str, Any] | None:
     grads = {}
     if unit.window.count:
         grads = {name: p.grad.detach().clone() for name, p in zip(unit.param_names, unit.params) if p.grad is not None}
-    return {"position": unit._position, "closed": unit.closes, **unit.window.saved(), "grads": grads}
+    return {
+        "position": unit._position,
+        "closed": unit.closes,
+        **unit.window.saved(),
+        "is_whole": not any(map(is_dtensor, grads.values())),
+        "grads": grads,
+    }
+
+
+def merge_windows(saved: list[Any], rank: int) -> dict[str, Any] | None:
+    """Return one rank's part of a unit's window that another number of ranks has opened: the first rank takes the sums."""
+    if not any(saved):
+        return None
+    if not all(part and part.get("is_whole") for part in saved):
+        raise ResumeError(
+            f"it was taken inside an accumulation window of a unit by {len(saved)} ranks that share a model, so the gradients of the open "
+            "window cannot be moved to another number of ranks"
+        )
+    weight = sum(part["weight"] for part in saved)
+    return {
+        **saved[0],
+        "weight": weight if rank == 0 else 0,
+        "weight_everywhere": weight,
+        "grads": sum_gradients([part["grads"] for part in saved], rank),
+    }
+
+
+def sum_gradients(saved: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
+    """Return the sums of gradients over the ranks that had gathered them for the first of the new ranks, and zeros for the others."""
+    sums: dict[str, Tensor] = {}
+    for grads in saved:
+        for name, grad in grads.items():
+            sums[name] = sums[name] + grad if name in sums else grad
+    return sums if rank == 0 else {name: torch.zeros_like(grad) for name, grad in sums.items()}
 
 
 def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:

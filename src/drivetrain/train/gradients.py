@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of, widened
-from drivetrain.module.distributed_tensors import local_part
+from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.wrapping import clean_name
+from drivetrain.optim.state import sum_gradients
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
 from drivetrain.train.recovery import make_guard
@@ -45,7 +46,8 @@ class Gradients:
     def settle(self) -> None:
         """Decide once, before the loop, whether there is anything to count."""
         window = self.window
-        window.is_plain = window.is_plain and self._trainer._microbatch_size is None
+        has_long_units = any(unit.accum_grad > 1 for unit in (self._trainer._units or {}).values())
+        window.is_plain = window.is_plain and self._trainer._microbatch_size is None and not has_long_units
         scaler = getattr(self._trainer._accelerator, "scaler", None)
         has_copies = hasattr(self._trainer.optimizer, "collect_gradients")  # it trains copies of the parameters
         self.is_simple = window.is_plain and self._trainer._units is None and scaler is None and not has_copies
@@ -84,6 +86,7 @@ class Gradients:
             return loss
         if output.get("num_items_in_batch") is not None:  # the caller has normalised over all ranks
             self.refer_to(1)
+            self._is_normalised = True
             assert window.reference is not None
             return window.weigh(loss * window.world, window.reference, window.reference * window.world)
         items, everywhere = self._count(output)
@@ -112,6 +115,7 @@ class Gradients:
         self.parts, self.is_last_part, self._rows = parts, index == parts - 1, rows
 
     _rows: int | None = None
+    _is_normalised = False  # over the window as the caller had planned it, on as many ranks
 
     def named_losses(self, loss: Tensor) -> dict[str, Tensor]:
         """Return every named loss of the batch for the units; `loss` is always the one given here."""
@@ -154,14 +158,20 @@ class Gradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the window and, when it is open, what this rank has gathered in it."""
-        counts = self.window.state_dict()
-        items, partial = counts.pop("items"), {}
-        if self.window.count:
-            partial["items"] = items
-            if self._trainer._units is None:  # units keep their own
-                grads = ((name, p.grad) for name, p in self._parameters() if p.grad is not None)
-                partial.update((name, local_part(grad).detach().clone()) for name, grad in grads)
-        axes = self._axes() if partial else None
+        window, axes, partial = self.window, self._axes(), {}
+        counts = window.state_dict()
+        items = counts.pop("items")
+        counts |= {"length": window.length, "world": window.world, "is_sum": window.is_sum}
+        if window.count:
+            # Units keep their own gradients.
+            open_ones = {} if self._trainer._units is not None else dict(self._parameters())
+            grads = {name: p.grad for name, p in open_ones.items() if p.grad is not None}
+            partial = {
+                "items": items,
+                "is_whole": not (axes or self._is_normalised or any(map(is_dtensor, grads.values()))),
+                "grads": {name: local_part(grad).detach().clone() for name, grad in grads.items()},
+            }
+        axes = axes if partial else None
         return {"window": counts, "partial": partial, "axes": axes, "guard": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,14 +185,21 @@ class Gradients:
                 f"run has {axes or 'data alone'}: gradients of an open window belong to their ranks. Resume with the same plan, or from a "
                 "checkpoint between two updates."
             )
-        self.window.load_state_dict({**state["window"], "items": partial.get("items", 0)})
-        if self._trainer._units is not None:
+        window, counts, units = self.window, state["window"], self._trainer._units
+        window.load_state_dict({**counts, "items": partial.get("items", 0)})
+        is_moved = counts.get("world", window.world) != window.world
+        if (partial and window.length == 1) or (is_moved and units is not None):
+            window.is_plain = False  # what was gathered elsewhere has weights, so that what is added needs them too
+        if units is not None:
             return
+        grads = partial.get("grads", partial)  # earlier versions had no level between
+        length = counts.get("length", window.length)
+        factor = 1.0 if counts.get("is_sum") else length / window.length
         for name, parameter in self._parameters():
-            saved = partial.get(name)
+            saved = grads.get(name)
             parameter.grad = None if saved is None else torch.empty_like(parameter)
             if parameter.grad is not None:
-                local_part(parameter.grad).copy_(saved)
+                local_part(parameter.grad).copy_(saved if factor == 1.0 else saved * factor)
 
     def _axes(self) -> dict[str, int]:
         """Return the axes along which ranks work on the same samples."""
@@ -193,3 +210,24 @@ class Gradients:
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         model = self._trainer.model
         return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []
+
+
+def merge_partial(saved: list[Any], rank: int) -> dict[str, Any]:
+    """Return one rank's part of a window that another number of ranks has opened.
+
+    What counts is the sum over all ranks, of gradients and of items (see `drivetrain.module.accumulation`): the first rank takes it, and
+    the others begin with nothing.
+    """
+    if not any(saved):
+        return {}
+    if not all(part and part.get("is_whole") for part in saved):
+        raise ResumeError(
+            f"it was taken inside an accumulation window by {len(saved)} ranks that share a model or have normalised the loss "
+            "themselves, so the gradients of the open window cannot be moved to another number of ranks"
+        )
+    items = sum(part["items"] for part in saved)
+    return {
+        **saved[0],
+        "items": items if rank == 0 else 0,
+        "grads": sum_gradients([part["grads"] for part in saved], rank),
+    }

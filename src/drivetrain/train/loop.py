@@ -367,6 +367,8 @@ class TrainerLoop(EvaluationLoop):
             request = self._vote.close()  # what anyone requested at the start of this step
             self._follow_vote()
             self._open_vote()
+        if request and self._window_ends_soon(request):
+            request = 0  # asked again after the next batch
         ended = self._limits.reached_inside_epoch(clock)
         if is_due is not None and not ended and not request:  # one that a signal leaves out comes after resuming
             self._evaluate_if_due(is_due)

@@ -13,9 +13,10 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import resuming
+from drivetrain.train.gradients import Gradients
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.settings import RunLimits
-from drivetrain.train.stopping import STOP, StopVote, is_stop_signal
+from drivetrain.train.stopping import STOP, WINDOW_SECONDS, StopVote, is_stop_signal
 
 
 class TrainerMeeting(TrainerHooks):
@@ -25,6 +26,7 @@ class TrainerMeeting(TrainerHooks):
     _vote: StopVote | None
     _signals: StopSignals
     _limits: RunLimits
+    _gradients: Gradients
 
     def _own_request(self) -> int:
         """Return what this rank requests: the number of a signal, `STOP`, or 0 to go on."""
@@ -66,6 +68,14 @@ class TrainerMeeting(TrainerHooks):
         if request == STOP:
             self._stop_together()
         resuming.obey_signal(self, request)
+
+    def _window_ends_soon(self, request: int) -> bool:
+        """Return whether a signal waits for the end of an accumulation window, which any number of processes can go on from."""
+        window, clock = self._gradients.window, self.state.clock
+        if request == STOP or not window.count or self._units is not None:
+            return False
+        seconds = clock.total_seconds() if self._vote is None else self._vote.seconds  # the same on all ranks
+        return (window.length - window.count) * seconds <= WINDOW_SECONDS * clock.batch
 
     def _stop_together(self) -> NoReturn:
         """Raise what ends the run, on all ranks at the same place."""

@@ -17,6 +17,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
 from drivetrain.core.foreign import Slot
 from drivetrain.module.full_state import gather_on_request
+from drivetrain.optim.state import merge_windows
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -24,6 +25,7 @@ from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
 from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
 from drivetrain.train.evaluation_state import EvaluationState
+from drivetrain.train.gradients import merge_partial
 from drivetrain.train.keeping import Keeper
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.stopping import StopVote
@@ -113,10 +115,8 @@ def _fill_state(trainer: Any) -> None:
     """Put everything that makes the next step what it would have been onto the state."""
     state = trainer.state
     state._before_load = partial(_restore_required_algorithms, trainer)
-    state._rank_local = (
-        "gradients.partial.*",
-        "optimizers.*.partial.*",
-    )  # an open window's gradients are each rank's own
+    # An open window's gradients are each rank's own.
+    state._rank_local = {"gradients.partial": merge_partial, "optimizers.*.partial": merge_windows}
     if trainer.settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)

@@ -14,6 +14,8 @@ from drivetrain.runtime.signals import URGENCY, is_stop
 
 PATIENCE = 10.0
 """Seconds that a rank waits, which leaves inside a step, for the others to do the same."""
+WINDOW_SECONDS = 5.0
+"""A signal waits for the end of an accumulation window that takes at most so many seconds, by the mean time of a batch."""
 STOP = 1
 """A request to stop without a signal."""
 _ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, and a signal to end before both
