@@ -90,3 +90,28 @@ def test_core_never_imports_torch():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "torch" for name in names), path
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules that a file imports when it runs, also inside functions, but not those for type checkers alone."""
+    tree, found = ast.parse(path.read_text()), set()
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("folder", ["core", "context", "record", "data"])
+def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
+    files = {f"drivetrain.{folder}.{path.stem}": path for path in (PACKAGE / folder).glob("*.py")}
+    left = {name: imported_modules(path) & files.keys() - {name} for name, path in files.items()}
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}

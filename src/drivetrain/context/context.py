@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from drivetrain.context.kinds import Kind
+from drivetrain.context.kinds import ItemHolder
 from drivetrain.context.loading import Loading, LoadReport
+from drivetrain.context.restore import follow_run
 from drivetrain.context.saving import Saving
 from drivetrain.context.table import kind_of, walk
 from drivetrain.context.transforms import DataParallel, Move, Shard, Transform
@@ -23,7 +24,7 @@ from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import reseed_rank
 
 
-class Context:
+class Context(ItemHolder):
     """A training session as one object.
 
     >>> ctx = Context(epoch=0)
@@ -38,9 +39,7 @@ class Context:
     rank_local: ClassVar[tuple[str, ...]] = ()
     """Patterns over paths of the state that differ from rank to rank, such as `"window.*"`; generators always do."""
 
-    _device: torch.device | None = None
     _excluded: frozenset[str] = frozenset()
-    _warned: frozenset[str] = frozenset()
     _has_own_stream = False
 
     def __init__(self, **items: Any):
@@ -88,9 +87,7 @@ class Context:
         return self._distribute("fsdp", Shard(mesh, fully_shard_kwargs))
 
     def autotransform(self) -> Self:
-        """Do what the run asks for: restore, move to its device, distribute, then put random states back."""
-        from drivetrain.context.restore import follow_run
-
+        """Do what the run asks for: restore, move to its device, distribute, then restore random states."""
         follow_run(self)
         return self
 
@@ -150,10 +147,6 @@ class Context:
 
     def _saved_items(self) -> dict[str, Any]:
         return {name: item for name, item in self._items().items() if name not in self._excluded}
-
-    def _own_kind(self, name: str, item: Any) -> Kind | None:
-        """Return the way a subclass has of saving and restoring the item of that name, or None for the item's own kind."""
-        return None
 
     def _seed(self) -> int:
         """Return the seed that is the same on all ranks, from which each derives its own."""

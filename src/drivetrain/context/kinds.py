@@ -20,7 +20,7 @@ FaultKind = Literal["missing", "unexpected", "unfitting"]
 """What can be wrong with a saved state: not there, not known here, or of another form."""
 
 Restore = Callable[[], Any]
-"""Puts a saved state in place and returns the item; called only when everything fits."""
+"""Restores a saved state and returns the item; called only when everything fits."""
 
 
 class Kind:
@@ -32,7 +32,7 @@ class Kind:
     """Whether `save` is asked; otherwise the codec packs the item."""
 
     def holds(self, item: Any) -> bool:
-        """Say whether an item is of this kind."""
+        """Return whether an item is of this kind."""
         raise NotImplementedError
 
     def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
@@ -44,7 +44,7 @@ class Kind:
         raise NotImplementedError
 
     def has_state(self, item: Any) -> bool:
-        """Say whether the item holds state of its own, which must not be dropped or invented."""
+        """Return whether the item holds state of its own, which must not be dropped or invented."""
         return False
 
     def move(self, item: Any, job: "Move") -> Any:
@@ -76,7 +76,7 @@ class Kind:
         return None
 
     def saved_as(self, item: Any) -> str:
-        """Say for `explain` whether and how the item is saved."""
+        """Return whether and how the item is saved, for `explain`."""
         return "entry by entry" if self.is_container else "value"
 
     def device(self, item: Any) -> "torch.device | None":
@@ -87,3 +87,23 @@ class Kind:
 def keep(item: Any) -> Restore:
     """Return a restore that leaves the item as it is."""
     return lambda: item
+
+
+class ItemHolder:
+    """What the kinds and the walks need of a `Context`, the one class that is this."""
+
+    _device: "torch.device | None" = None
+    _warned: frozenset[str] = frozenset()
+    """Paths that a warning has named already."""
+
+    def _items(self) -> dict[str, Any]:
+        """Return the registered items by name."""
+        raise NotImplementedError
+
+    def _saved_items(self) -> dict[str, Any]:
+        """Return those items that are part of the state."""
+        raise NotImplementedError
+
+    def _own_kind(self, name: str, item: Any) -> Kind | None:
+        """Return the way a subclass has of saving and restoring the item of that name, or None for the item's own kind."""
+        return None

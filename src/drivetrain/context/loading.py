@@ -2,7 +2,7 @@
 
 The first step walks live items and saved states together and notes each problem under its full path. If there is
 none, or if only what fits is wanted, the second step restores: objects that load themselves, because they may still
-refuse (those are put back then), then modules, then optimizers, then plain values.
+raise (those are restored to what they were), then modules, then optimizers, then plain values.
 """
 
 import warnings
@@ -10,19 +10,24 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.context.codec import NOT_STATE, Unpacker, classes_in, needs_class, pack, unpack
 from drivetrain.context.coders import tag_of, tagged
-from drivetrain.context.kinds import FaultKind, Kind, Restore, keep
-from drivetrain.context.optimizers import Names, parameter_names
-from drivetrain.context.table import MODULE_KIND, OTHER_KIND, PLAIN_KIND, everything, holds_state, kind_of
+from drivetrain.context.kinds import FaultKind, ItemHolder, Kind, Restore, keep
+from drivetrain.context.optimizers import Names
+from drivetrain.context.table import (
+    MODULE_KIND,
+    OTHER_KIND,
+    PLAIN_KIND,
+    everything,
+    holds_state,
+    kind_of,
+    parameter_names,
+)
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
-
-if TYPE_CHECKING:
-    from drivetrain.context.context import Context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,7 @@ class _Trial(NamedTuple):
 class Loading:
     """One `load_state_dict` in progress."""
 
-    def __init__(self, root: "Context", strict: bool):
+    def __init__(self, root: ItemHolder, strict: bool):
         self.strict = strict
         self._root = root
         self._faults: list[_Fault] = []
@@ -119,7 +124,7 @@ class Loading:
             self._without_state.append(path)
         return keep(item) if stateful or kind.saves_itself else keep(None)
 
-    def fit_named(self, context: "Context", name: str, item: Any, saved: Any, path: str) -> Restore:
+    def fit_named(self, context: ItemHolder, name: str, item: Any, saved: Any, path: str) -> Restore:
         """Fit one item of a Context, in the way the Context has for that name."""
         return self.fit(item, saved, path, context._own_kind(name, item))
 

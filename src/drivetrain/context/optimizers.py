@@ -13,27 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.context.codec import join_path
 from drivetrain.core.errors import nearest_name
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
-from drivetrain.module.wrapping import named_clean_parameters
 
 Names = Mapping[int, str]
 """Names of parameters by their identity."""
-
-
-def parameter_names(root: Any) -> Names:
-    """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
-    from drivetrain.context.table import MODULE_KIND, walk
-
-    names: dict[int, str] = {}
-    for path, kind, item in walk(root):
-        if kind is MODULE_KIND:
-            for name, parameter in named_clean_parameters(item):
-                names.setdefault(id(parameter), join_path(path, name))
-        elif isinstance(item, Tensor):
-            names.setdefault(id(item), path)
-    return names
 
 
 def save_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:

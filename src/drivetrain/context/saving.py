@@ -2,25 +2,23 @@
 
 import warnings
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from drivetrain.context.codec import Packer
-from drivetrain.context.optimizers import Names, parameter_names
-from drivetrain.context.table import kind_of
+from drivetrain.context.kinds import ItemHolder
+from drivetrain.context.optimizers import Names
+from drivetrain.context.table import kind_of, parameter_names
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.ranks import is_master
-
-if TYPE_CHECKING:
-    from drivetrain.context.context import Context
 
 
 class Saving:
     """One `state_dict()` in progress; `full` gathers sharded tensors on the CPU of rank 0."""
 
-    def __init__(self, root: "Context", full: bool = False):
+    def __init__(self, root: ItemHolder, full: bool = False):
         self._root = root
         self._packer = Packer(self._special, _gathered if full else torch.Tensor.detach)
         self.pack = self._packer.pack
@@ -30,7 +28,7 @@ class Saving:
         """Names of all parameters in the Context, by identity."""
         return parameter_names(self._root)
 
-    def save_named(self, context: "Context", name: str, item: Any, path: str) -> Any:
+    def save_named(self, context: ItemHolder, name: str, item: Any, path: str) -> Any:
         """Save one item of a Context, in the way the Context has for that name."""
         kind = context._own_kind(name, item)
         return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
@@ -41,7 +39,7 @@ class Saving:
             return
         self._root._warned = self._root._warned | {path}
         advice = (
-            "use drivetrain.SmartDataLoader, which knows its place in the data"
+            "use drivetrain.SmartDataLoader, which saves its position in the data"
             if isinstance(item, torch.utils.data.DataLoader)
             else "give it state_dict() and load_state_dict(state)"
         )

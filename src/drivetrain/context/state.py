@@ -13,10 +13,9 @@ import torch
 
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.context import Context
-from drivetrain.context.held import GeneratorsKind, HeldKind
 from drivetrain.context.kinds import Kind
 from drivetrain.context.loading import LoadReport
-from drivetrain.context.plugins import PluginsKind
+from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.context.codec import NOT_STATE, join_path, with_metadata
 from drivetrain.context.coders import tag_of
-from drivetrain.context.kinds import FaultKind, Kind, Restore, keep
+from drivetrain.context.kinds import FaultKind, ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import fit_optimizer, save_optimizer
 from drivetrain.context.values import ask
 from drivetrain.core.errors import DeviceError, DistributedError
@@ -186,9 +186,7 @@ class ContextKind(Kind):
     saves_itself = True
 
     def holds(self, item: Any) -> bool:
-        from drivetrain.context.context import Context
-
-        return isinstance(item, Context)
+        return isinstance(item, ItemHolder)
 
     def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
         return item._items().items()

@@ -1,13 +1,17 @@
-"""The list of kinds, and the one place where an item's kind is found."""
+"""The list of kinds, and the walks over all items of a Context."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from drivetrain.context.codec import PLAIN, join_path
 from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
 from drivetrain.context.kinds import Kind
+from drivetrain.context.optimizers import Names
 from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, OptimizerKind
 from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
+from drivetrain.module.wrapping import named_clean_parameters
 
 PLAIN_KIND, MODULE_KIND, OTHER_KIND = PlainKind(), ModuleKind(), OtherKind()
 KINDS: tuple[Kind, ...] = (
@@ -53,10 +57,22 @@ def everything(item: Any, path: str = "", seen: set[int] | None = None) -> Itera
 
 
 def walk(item: Any) -> Iterator[tuple[str, Kind, Any]]:
-    """Yield path, kind and value of all that is inside an item and is no container."""
+    """Yield path, kind and value of all that is inside an item and is not a container."""
     return (entry for entry in everything(item) if not entry[1].is_container)
 
 
 def holds_state(item: Any) -> bool:
-    """Say whether something with state of its own is in an item."""
+    """Return whether something with state of its own is in an item."""
     return any(kind.has_state(part) for _, kind, part in everything(item))
+
+
+def parameter_names(root: Any) -> Names:
+    """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
+    names: dict[int, str] = {}
+    for path, kind, item in walk(root):
+        if kind is MODULE_KIND:
+            for name, parameter in named_clean_parameters(item):
+                names.setdefault(id(parameter), join_path(path, name))
+        elif isinstance(item, Tensor):
+            names.setdefault(id(item), path)
+    return names

@@ -198,7 +198,7 @@ class _SentToCpu(torch.Generator):
 
 def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
     warnings.warn(
-        f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it begins anew from "
+        f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it starts again from "
         f"its seed {content['seed']}.",
         DrivetrainWarning,
         stacklevel=5,
