@@ -11,6 +11,7 @@ not all are floats. Values that are not numbers are in the header, and their ten
 
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,8 @@ from drivetrain.context.codec import pack, unpack
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import open_regular, open_to_read
 from drivetrain.train.series import OBJECT, Series
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"drivetrain history 1\n"
 _LENGTHS = 32  # bytes of the line before a header: two numbers
@@ -86,6 +89,11 @@ class HistoryFile:
     def prepare(self, series: Mapping[str, Series]) -> Reference:
         """Encode what the file does not have yet, and return the reference to all of it."""
         with self._lock:
+            if self._digest is not None and not self._is_whole():
+                logger.warning(
+                    "%s has lost its end since it was written; another file is started.", self.folder / str(self.name)
+                )
+                self._start_over()
             if self._digest is None:
                 self._open()
             block = self._encode(series)
@@ -143,6 +151,14 @@ class HistoryFile:
         self.name, self.after, self.counts = name, 0, {}
         self._digest, self._waiting = hashlib.sha256(MAGIC), [MAGIC]
         self._end, self._written = len(MAGIC), 0
+
+    def _is_whole(self) -> bool:
+        """Return whether the file still has what was written to it."""
+        assert self.name is not None
+        try:
+            return os.lstat(self.folder / self.name).st_size >= self._written
+        except FileNotFoundError:
+            return self._written == 0
 
     def _start_over(self) -> None:
         self.name, self._digest, self._waiting, self.after, self.counts = None, None, [], 0, {}
