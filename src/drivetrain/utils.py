@@ -1,10 +1,10 @@
-"""The public name of `drivetrain.train.utils`: the same module object."""
+"""The public name of `drivetrain.compat.pytorch_accelerated_utils`: the same module object."""
 
 from typing import TYPE_CHECKING
 
 from drivetrain.compat.doorway import open_doorway
 
 if TYPE_CHECKING:
-    from drivetrain.train.utils import *  # noqa: F403
+    from drivetrain.compat.pytorch_accelerated_utils import *  # noqa: F403
 
-open_doorway(__name__, "drivetrain.train.utils")
+open_doorway(__name__, "drivetrain.compat.pytorch_accelerated_utils")

@@ -15,7 +15,7 @@ HOMES = {
     "drivetrain.surgery": "drivetrain.module.surgery",
     "drivetrain.tracking": "drivetrain.train.tracking",
     "drivetrain.trainer": "drivetrain.train.trainer",
-    "drivetrain.utils": "drivetrain.train.utils",
+    "drivetrain.utils": "drivetrain.compat.pytorch_accelerated_utils",
     "drivetrain.schedulers.cosine_scheduler": "drivetrain.train.schedulers.cosine_scheduler",
     "drivetrain.schedulers.scheduler_base": "drivetrain.train.schedulers.scheduler_base",
     "drivetrain.schedulers.wsd_scheduler": "drivetrain.train.schedulers.wsd_scheduler",
@@ -38,7 +38,8 @@ import drivetrain.train.tracking as home
 from drivetrain import tracking as public
 assert public is home
 import drivetrain.utils
-assert drivetrain.utils is sys.modules["drivetrain.train.utils"]
+import drivetrain.train.utils as home
+assert drivetrain.utils is home is sys.modules["drivetrain.compat.pytorch_accelerated_utils"]
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
+from drivetrain.train.batch_limits import DataLoaderSlice, LimitBatches
 from drivetrain.train.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
@@ -28,7 +29,6 @@ from drivetrain.train.finetuning import ModelFreezer
 from drivetrain.train.placeholders import TrainerPlaceholderValues as P
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
 from drivetrain.train.trainer import Trainer, TrainerWithTimmScheduler
-from drivetrain.train.utils import DataLoaderSlice, LimitBatches
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
 

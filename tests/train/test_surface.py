@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import drivetrain
+from drivetrain import utils
 from drivetrain.core.errors import StopTrainingError
-from drivetrain.train import callbacks, finetuning, utils
+from drivetrain.train import callbacks, finetuning
 from drivetrain.train.callbacks import CallbackHandler, TrainerCallback
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler

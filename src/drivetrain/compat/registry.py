@@ -50,9 +50,11 @@ MODULES = {
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.policies",
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
+    "drivetrain.core.passes": "drivetrain.compat.composer_passes",
     "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
     "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",
     "drivetrain.optim.curves": "drivetrain.optim.schedules",
+    "drivetrain.train.utils": "drivetrain.compat.pytorch_accelerated_utils",
     **dict.fromkeys((f"drivetrain.optim.{name}" for name in _SCHEDULE_FILES), "drivetrain.optim.units"),
 }
 """Second paths of modules: importing the first gives the second, the same object."""

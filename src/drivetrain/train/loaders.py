@@ -32,9 +32,10 @@ from drivetrain.runtime.ranks import (
     num_data_ranks,
     set_data_ranks,
 )
+from drivetrain.runtime.seeds import seed_worker
 from drivetrain.train.arguments import check_dataset
+from drivetrain.train.batch_limits import DataLoaderSlice
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.utils import DataLoaderSlice, worker_init_fn
 
 _told: tuple[Any, ...] | None = None
 """Which samples the plan of the last trainer said that this rank reads; None: as many shares as processes."""
@@ -121,7 +122,7 @@ def default_kwargs(trainer: Any, dataset: Any, batch_size: int) -> dict[str, Any
         "pin_memory": torch.device(trainer.device).type == "cuda",
         "batch_size": batch_size,
         "num_workers": workers,
-        "worker_init_fn": worker_init_fn,
+        "worker_init_fn": seed_worker,
     }
 
 

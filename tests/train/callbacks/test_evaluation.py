@@ -3,6 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.train.batch_limits import LimitBatches
 from drivetrain.train.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
@@ -12,7 +13,6 @@ from drivetrain.train.callbacks import (
     with_limit_from_environment,
 )
 from drivetrain.train.schedulers import CosineLrScheduler
-from drivetrain.train.utils import LimitBatches
 from tests.train.tasks import make_data, make_trainer, train
 
 

@@ -13,7 +13,7 @@ from drivetrain.module.wrapping import wrapping_of
 from drivetrain.train.callbacks.base import CallbackHandler
 from drivetrain.train.callbacks.saving import SaveBestModelCallback
 from drivetrain.train.intervals import Interval
-from drivetrain.train.utils import ModelEma
+from drivetrain.train.model_ema import ModelEma
 
 _PREFIX = "ema_model_"
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import num_data_ranks
+from drivetrain.train.batch_limits import DataLoaderSlice
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.loaders import map_loaders
-from drivetrain.train.utils import DataLoaderSlice
 
 
 class StepBasedEvaluationCallback(TrainerCallback):

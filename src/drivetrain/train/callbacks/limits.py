@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.train.batch_limits import DataLoaderSlice, limit_from_environment
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.loaders import map_loaders
-from drivetrain.train.utils import DataLoaderSlice, limit_from_environment
 
 
 class LimitBatchesCallback(TrainerCallback):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.core import passes
+from drivetrain.compat import composer_passes as passes
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event
 from tests.core.helpers import Notes, NoteState, fired

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain.core.errors import ConfigError
-from drivetrain.train.utils import (
+from drivetrain.compat.pytorch_accelerated_utils import (
     LIMIT_BATCHES_ENV_VAR,
     DataLoaderSlice,
     LimitBatches,
@@ -22,6 +21,7 @@ from drivetrain.train.utils import (
     worker_init_fn,
     world_process_zero_only,
 )
+from drivetrain.core.errors import ConfigError
 
 OWN = "DRIVETRAIN_LIMIT_BATCHES"
 
