@@ -7,9 +7,8 @@ import pytest
 
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.event import Event
+from drivetrain.core.event import EVENT_OF_HOOK, SPELLINGS, Event, hook_name, spellings
 from drivetrain.core.plugin import Algorithm, Callback, placeholder
-from drivetrain.core.spelling import EVENT_OF_HOOK, SPELLINGS, hook_name, spellings
 
 ALIASES = {
     "on_train_run_begin": "on_training_run_start",

@@ -95,7 +95,7 @@ def _cannot_set(batch: Any, key: Any) -> RuntimeError:
 
 
 def _parts_of(batch: Any, key: Any) -> str:
-    """Say what there is instead of a key that is not there."""
+    """Return what there is instead of a key that is not there."""
     names = [str(name) for name in getattr(batch, "_fields", None) or (batch if isinstance(batch, Mapping) else ())]
     hint = did_you_mean(key, names)
     parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""

@@ -59,7 +59,7 @@ def unpack(packed: Any, live: Any = None) -> Any:
 
 
 def is_packed_generator(packed: Any) -> bool:
-    """Say whether a packed value is the state of a random generator, which differs from rank to rank."""
+    """Return whether a packed value is the state of a random generator, which differs from rank to rank."""
     return tag_of(packed) in GENERATOR_TAGS
 
 
@@ -262,12 +262,12 @@ def with_metadata(target: Any, source: Any) -> Any:
 
 
 def is_namedtuple(value: Any) -> bool:
-    """Say whether a value is a namedtuple."""
+    """Return whether a value is a namedtuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def is_dataclass(value: Any) -> bool:
-    """Say whether a value is an instance of a dataclass."""
+    """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -285,7 +285,7 @@ def replace_fields(value: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def needs_class(value: Any) -> bool:
-    """Say whether a value can only be rebuilt with its class."""
+    """Return whether a value can only be rebuilt with its class."""
     return isinstance(value, Enum) or is_namedtuple(value) or is_dataclass(value)
 
 

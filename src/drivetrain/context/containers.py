@@ -111,7 +111,7 @@ class ListKind(Kind):
 
 
 class TupleKind(Kind):
-    """Tuples; they are made anew only when a child changes."""
+    """Tuples; they are made again only when a child changes."""
 
     name = "tuple"
     is_container = True

@@ -161,7 +161,7 @@ class Loading:
         return found
 
     def is_stateless(self, item: Any) -> bool:
-        """Say whether an item needs no saved state: functions, datasets, modules without parameters or buffers."""
+        """Return whether an item needs no saved state: functions, datasets, modules without parameters or buffers."""
         kind = kind_of(item)
         return kind is OTHER_KIND or (kind is MODULE_KIND and not kind.has_state(item))
 
@@ -203,7 +203,7 @@ class Loading:
         return self._report()
 
     def _load_objects(self) -> list[_Trial]:
-        """Let objects load themselves; return how to undo it. If one refuses in strict mode, all are put back."""
+        """Let objects load themselves; return how to undo it. If one raises in strict mode, all are restored."""
         done: list[_Trial] = []
         errors: list[Exception] = []
         for trial in self._trials:
@@ -245,7 +245,7 @@ class Loading:
 
 
 def _is_foreign_state(saved: Any) -> bool:
-    """Say whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
+    """Return whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
     return hasattr(saved, "_metadata") or (isinstance(saved, dict) and set(saved) == {"state", "param_groups"})
 
 
@@ -259,7 +259,7 @@ def _leave_out(item: Any, path: str) -> Any:
 
 def _put_back(trials: list[_Trial]) -> None:
     for trial in trials:
-        # An object may refuse this too. What matters is why it refused the first time, and that is being raised.
+        # An object may raise here too. What matters is the first error, and that is being raised.
         with suppress(Exception):
             trial.item.load_state_dict(unpack(trial.state, trial.item.state_dict()))
 

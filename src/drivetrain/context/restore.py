@@ -61,7 +61,7 @@ def _restore(context: "Context", run: Run) -> Mapping[str, Any] | None:
 
 
 def check_exact(context: "Context") -> None:
-    """Refuse to resume a Context that holds a loader without state, whose place in the data nobody knows."""
+    """Reject to resume a Context that holds a loader without state, whose place in the data nobody knows."""
     lost = [
         path
         for path, kind, item in walk(context)

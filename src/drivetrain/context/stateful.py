@@ -63,7 +63,7 @@ class ModuleKind(Kind):
         return f"own state, {count} entries" if count else "own state, empty"
 
     def check_move(self, item: nn.Module, device: torch.device, path: str) -> None:
-        """Refuse a move that a distributed module cannot make."""
+        """Reject a move that a distributed module cannot make."""
         here = self.device(item)
         if here is not None and here.type != device.type and any(map(is_fully_sharded, item.modules())):
             raise DeviceError(
@@ -84,7 +84,7 @@ class ModuleKind(Kind):
         bare = unwrap(item, keep_compile=True).to(job.device) if shell is not None else item.to(job.device)
         if shell is None:
             return bare
-        # The buckets of DDP belong to the old device, so it is built anew, with all settings but that device.
+        # The buckets of DDP belong to the old device, so it is built again, with all settings but that device.
         settings = vars(shell).get("_wrap_settings", {})
         return wrap_ddp(
             bare, **{name: settings[name] for name in settings if name not in ("device_ids", "output_device")}

@@ -56,7 +56,7 @@ class Move(Transform):
         self.device = device
 
     def apply(self, context: "Context") -> None:
-        """Move the items of a Context; a move that cannot be made is refused before the first one."""
+        """Move the items of a Context; a move that cannot be made is rejected before the first one."""
         for path, kind, item in walk(context):
             if kind is MODULE_KIND:
                 MODULE_KIND.check_move(item, self.device, path)

@@ -193,7 +193,7 @@ class GeneratorKind(Kind):
 
 
 class _SentToCpu(torch.Generator):
-    """A generator of an accelerator that a move made anew on the CPU; the move back makes it anew there."""
+    """A generator of an accelerator that a move made again on the CPU; the move back makes it again there."""
 
 
 def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
@@ -207,7 +207,7 @@ def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> to
 
 
 def _generator_problem(item: Any, content: dict[str, Any]) -> str | None:
-    """Say why a saved state cannot go into a live generator, or None."""
+    """Return why a saved state cannot go into a live generator, or None."""
     bits = getattr(item, "bit_generator", None)
     if bits is not None and content["bit_generator"] != type(bits).__name__:
         return f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
@@ -278,7 +278,7 @@ _STATELESS = (
 
 
 def is_known_stateless(item: Any) -> bool:
-    """Say whether nobody expects state of an item: functions, classes, modules of code, datasets."""
+    """Return whether nobody expects state of an item: functions, classes, modules of code, datasets."""
     return isinstance(item, _STATELESS)
 
 

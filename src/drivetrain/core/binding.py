@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name
-from drivetrain.core.event import Event
+from drivetrain.core.event import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, Event, spellings
 from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
-from drivetrain.core.spelling import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, spellings
 
 _BASES: frozenset[type] = frozenset({object, Plugin, Algorithm, Callback})
 _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
@@ -23,7 +22,7 @@ _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
+class Binding:
     """One plugin at one event."""
 
     plugin: Any
@@ -45,7 +44,7 @@ class Guest:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What guests are called with."""
+    """What plugins are called with."""
 
     state: Any
     logger: Logger
@@ -53,7 +52,7 @@ class Surroundings:
 
 
 def phase_of(plugin: Any) -> Phase:
-    """Return the phase of an event in which `plugin` runs; of strangers, whoever has `apply` is an algorithm."""
+    """Return the phase of an event in which `plugin` runs; without one, a plugin with `apply` is an algorithm."""
     phase = getattr(plugin, "phase", "algorithm" if hasattr(plugin, "apply") else "callback")
     if phase not in PHASES:
         raise ConfigError(f"{plugin_name(plugin)}.phase is {phase!r}; expected one of {', '.join(PHASES)}.")
@@ -61,7 +60,7 @@ def phase_of(plugin: Any) -> Phase:
 
 
 def check_plugin(plugin: Any) -> None:
-    """Refuse what cannot be a guest: a class, one that attends no event, one with a mistyped or ill-formed method."""
+    """Reject what cannot be a plugin: a class, one that attends no event, one with a mistyped or ill-formed method."""
     if isinstance(plugin, type):
         raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
     phase_of(plugin)
@@ -83,10 +82,10 @@ def check_plugin(plugin: Any) -> None:
         )
 
 
-def guests_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Guest]:
+def bindings_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Binding]:
     """Yield what `plugin` does at `event`: its `apply`, its `run_event`, its method of that name."""
     name, phase, state, logger = plugin_name(plugin), phase_of(plugin), around.state, around.logger
-    make = partial(Guest, plugin=plugin, event=event, name=name, phase=phase)
+    make = partial(Binding, plugin=plugin, event=event, name=name, phase=phase)
     if _defines(plugin, "apply") and subscribes(plugin, event):
         asks = partial(plugin.match, event, state) if _defines(plugin, "match") else None
         yield make(act=partial(plugin.apply, event, state, logger), wants_to=asks)
@@ -105,7 +104,7 @@ def guests_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Guest
 
 
 def subscribes(plugin: Any, event: Event) -> bool:
-    """Say whether `apply` may run at `event`; a plugin that declares only `match` may run anywhere."""
+    """Return whether `apply` may run at `event`; a plugin that declares only `match` may run anywhere."""
     events = getattr(plugin, "events", ())
     return event in events if events else _defines(plugin, "match")
 
@@ -148,7 +147,7 @@ def _hook_call(plugin: Any, method: str, carried: tuple[str, ...], around: Surro
 
 
 def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, ...]:
-    """Return which of the carried arguments the method takes; one that needs others is refused."""
+    """Return which of the carried arguments the method takes; one that needs others is rejected."""
     form = f"{method}(self, {', '.join(('trainer', *carried, '**kwargs'))})"
     parameters = _parameters(plugin, method)
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
@@ -168,7 +167,7 @@ def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, 
 
 
 def _check_form(plugin: Any, method: str, expected: tuple[str, ...]) -> None:
-    """Refuse a method that cannot be called with the expected arguments, or that names them in another order."""
+    """Reject a method that cannot be called with the expected arguments, or that names them in another order."""
     if not _has_form(plugin, method, expected):
         raise ConfigTypeError(
             f"{plugin_name(plugin)}.{method}({', '.join(map(str, _parameters(plugin, method)))}) has the wrong form. "
@@ -195,7 +194,7 @@ def _check_events(plugin: Any) -> None:
 
 
 def _check_spelling(plugin: Any) -> None:
-    """Refuse a method whose name nearly is an event's: it would never be called, and nobody would notice."""
+    """Reject a method whose name nearly is an event's: it would never be called, and nobody would notice."""
     known = {*_HOOK_NAMES, *_EVENT_NAMES, *getattr(plugin, "custom_events", ())}
     for owner in type(plugin).__mro__:
         for method, value in vars(owner).items():

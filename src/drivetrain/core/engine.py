@@ -1,4 +1,4 @@
-"""The engine: one list of guests per event, made once, walked many times.
+"""The engine: one list of plugins per event, made once, walked many times.
 
 When plugins are given, the engine checks them, sorts each event's list and turns it into a tuple of callables without
 arguments. `fire` walks that tuple and does nothing else; tracing, timing and strict watching are wrapped around the
@@ -12,11 +12,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.binding import Guest, Surroundings, call_closing, call_named, check_plugin, guests_of, phase_of
+from drivetrain.core.binding import Binding, Surroundings, bindings_of, call_closing, call_named, check_plugin, phase_of
 from drivetrain.core.errors import ConfigError, EngineError, unknown_name
-from drivetrain.core.event import Event
+from drivetrain.core.event import LOOP, Event
 from drivetrain.core.ordering import check_conflicts, order_events
-from drivetrain.core.picture import draw
 from drivetrain.core.plugin import Logger, NullLogger, plugin_name
 from drivetrain.core.watching import watched
 
@@ -26,7 +25,7 @@ PassLike = AlgorithmPass | tuple[AlgorithmPass, int]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one guest did at one event."""
+    """What one plugin did at one event."""
 
     name: str = ""
     event: Event | None = None
@@ -36,7 +35,7 @@ class Trace:
 
 
 Traces = dict[str, Trace]
-"""What happened at one event: `"guest/event"` to `Trace`, in the order of execution."""
+"""What happened at one event: `"plugin/event"` to `Trace`, in the order of execution."""
 
 
 _CLOSED = "The engine is closed."
@@ -57,9 +56,9 @@ class _ClosedRunLists(_RunLists):
 
 
 class Fire:
-    """One method per event, named like it: `fire.batch_start()` lets the guests of BATCH_START act.
+    """One method per event, named like it: `fire.batch_start()` lets the plugins of BATCH_START act.
 
-    This is what a loop holds. An event that nobody attends is a built-in that does nothing, and one guest is called directly, so
+    This is what a loop holds. An event that nobody attends is a built-in that does nothing, and one plugin is called directly, so
     neither costs a Python call of its own.
     """
 
@@ -82,7 +81,7 @@ def _walk(calls: tuple[Callable[[], Any], ...]) -> None:
 
 
 class Engine:
-    """Runs every guest of an event in order.
+    """Runs every plugin of an event in order.
 
     `host` is what trainer callbacks receive as their first argument: the trainer.
 
@@ -119,11 +118,11 @@ class Engine:
         self._measured: dict[tuple[Event, int], list[float]] = {}
         self._passes: list[AlgorithmPass] = []
         self._plugins: tuple[Any, ...] = ()
-        self._found: dict[Event, tuple[Guest, ...]] = {}
-        self._guests: dict[Event, tuple[Guest, ...]] = {}
+        self._found: dict[Event, tuple[Binding, ...]] = {}
+        self._bindings: dict[Event, tuple[Binding, ...]] = {}
         self._calls: _RunLists = _RunLists()
         self.on = Fire()
-        """The events as methods, for a loop to hold; kept up to date when guests change."""
+        """The events as methods, for a loop to hold; kept up to date when plugins change."""
         self._guarded: list[tuple[Fire, Callable[[Callable[[], Any]], Any]]] = []
         for one in _pass_list(algorithm_passes):
             self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
@@ -147,33 +146,35 @@ class Engine:
             check_plugin(plugin)
         check_conflicts(plugins)
         around = Surroundings(state=self.state, logger=self.logger, host=self.host)
-        found = {event: {id(plugin): tuple(guests_of(plugin, event, around)) for plugin in plugins} for event in Event}
+        found = {
+            event: {id(plugin): tuple(bindings_of(plugin, event, around)) for plugin in plugins} for event in Event
+        }
         attending = {event: [plugin for plugin in plugins if found[event][id(plugin)]] for event in Event}
         orders = order_events(plugins, attending)
         passed = {event: self._pass(order, event) for event, order in orders.items()}
         self._plugins = plugins
         self._measured = {key: value for key, value in self._measured.items() if key[1] in map(id, plugins)}
         self._found = {
-            event: tuple(guest for plugin in passed[event] for guest in found[event][id(plugin)]) for event in Event
+            event: tuple(binding for plugin in passed[event] for binding in found[event][id(plugin)]) for event in Event
         }
         self._compile()
 
     def fire(self, event: Event) -> None:
-        """Let every guest of `event` act: what the loop calls."""
+        """Let every plugin of `event` act: what the loop calls."""
         for call in self._calls[event]:
             call()
 
     def run_event(self, event: Event | str) -> Traces:
-        """Let every guest of `event` act and return what each did."""
+        """Let every plugin of `event` act and return what each did."""
         event = Event(event)
         self._require_open()
         traces = Traces()
-        for order, guest in enumerate(self._guests[event]):
-            trace = self._run_traced(guest, order)
-            key, copies = f"{guest.name}/{event}", 1
+        for order, binding in enumerate(self._bindings[event]):
+            trace = self._run_traced(binding, order)
+            key, copies = f"{binding.name}/{event}", 1
             while key in traces:
                 copies += 1
-                key = f"{guest.name}#{copies}/{event}"
+                key = f"{binding.name}#{copies}/{event}"
             traces[key] = trace
         return traces
 
@@ -187,16 +188,16 @@ class Engine:
             call_named(plugin, name, self.host, arguments)
 
     def listens(self, event: Event) -> bool:
-        """Say whether anybody attends `event`."""
-        return bool(self._guests[event])
+        """Return whether anybody attends `event`."""
+        return bool(self._bindings[event])
 
     def listeners(self, event: Event) -> tuple[Any, ...]:
         """Return the plugins that attend `event`, in the order in which they run."""
-        return tuple({id(guest.plugin): guest.plugin for guest in self._guests[event]}.values())
+        return tuple({id(binding.plugin): binding.plugin for binding in self._bindings[event]}.values())
 
     def has_algorithm_for(self, event: Event) -> bool:
-        """Say whether `event` may change the state."""
-        return any(guest.phase == "algorithm" for guest in self._guests[event])
+        """Return whether `event` may change the state."""
+        return any(binding.phase == "algorithm" for binding in self._bindings[event])
 
     def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
         """Add a function `(algorithms, event) -> algorithms` that has the last word on the order; -1 puts it last."""
@@ -206,7 +207,7 @@ class Engine:
 
     @property
     def timed(self) -> bool:
-        """Whether the time each guest takes is measured; `explain()` then shows it."""
+        """Whether the time each plugin takes is measured; `explain()` then shows it."""
         return self._timed
 
     @timed.setter
@@ -215,11 +216,11 @@ class Engine:
         self._compile()
 
     def explain(self, notes: Mapping[Event, str] | None = None) -> str:
-        """Return the loop as a picture with every guest in place; `notes` adds a line to an event."""
-        return draw(self._guests, self._measured, notes or {})
+        """Return the loop as a picture with every plugin in place; `notes` adds a line to an event."""
+        return _draw(self._bindings, self._measured, notes or {})
 
     def close(self) -> None:
-        """Let every plugin finish; afterwards the engine refuses to work. A second call does nothing."""
+        """Let every plugin finish; afterwards the engine rejects to work. A second call does nothing."""
         if not self.is_closed:
             self._calls = _ClosedRunLists()
             for event in Event:
@@ -241,16 +242,16 @@ class Engine:
             raise errors[0]
 
     def _compile(self) -> None:
-        """Turn each event's guests into ready callables."""
+        """Turn each event's plugins into ready callables."""
         if self.is_closed:
             return
-        self._guests = {
-            event: tuple(replace(guest, act=self._instrumented(guest)) for guest in guests)
-            for event, guests in self._found.items()
+        self._bindings = {
+            event: tuple(replace(binding, act=self._instrumented(binding)) for binding in bindings)
+            for event, bindings in self._found.items()
         }
         self._calls = _RunLists(
-            (event, tuple(self._call(guest, order) for order, guest in enumerate(guests)))
-            for event, guests in self._guests.items()
+            (event, tuple(self._call(binding, order) for order, binding in enumerate(bindings)))
+            for event, bindings in self._bindings.items()
         )
         for event, calls in self._calls.items():
             self.on.set(event, calls)
@@ -258,32 +259,32 @@ class Engine:
                 fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
 
     def guarded(self, guard: Callable[[Callable[[], Any]], Any]) -> Fire:
-        """Return the events as methods that run their guests through `guard(run)`, which may catch what they raise."""
+        """Return the events as methods that run their plugins through `guard(run)`, which may catch what they raise."""
         self._guarded.append((Fire(), guard))
         self._compile()
         return self._guarded[-1][0]
 
-    def _call(self, guest: Guest, order: int) -> Callable[[], Any]:
-        return partial(self._run_traced, guest, order) if self.traces.maxlen else guest.call()
+    def _call(self, binding: Binding, order: int) -> Callable[[], Any]:
+        return partial(self._run_traced, binding, order) if self.traces.maxlen else binding.call()
 
-    def _instrumented(self, guest: Guest) -> Callable[[], Any]:
-        """Return what the guest does, timed and watched where that was asked for."""
-        act = guest.act
+    def _instrumented(self, binding: Binding) -> Callable[[], Any]:
+        """Return what the plugin does, timed and watched where that was asked for."""
+        act = binding.act
         if self._timed:
-            act = _timed(act, self._measured.setdefault((guest.event, id(guest.plugin)), [0.0, 0.0]))
-        if self.strict and guest.phase != "algorithm":
-            act = watched(act, guest, self.state)
+            act = _timed(act, self._measured.setdefault((binding.event, id(binding.plugin)), [0.0, 0.0]))
+        if self.strict and binding.phase != "algorithm":
+            act = watched(act, binding, self.state)
         return act
 
-    def _run_traced(self, guest: Guest, order: int) -> Trace:
-        run = guest.wants_to is None or bool(guest.wants_to())
-        code = guest.act() if run else None
+    def _run_traced(self, binding: Binding, order: int) -> Trace:
+        run = binding.wants_to is None or bool(binding.wants_to())
+        code = binding.act() if run else None
         exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
-        trace = Trace(guest.name, guest.event, exit_code, order, run)
+        trace = Trace(binding.name, binding.event, exit_code, order, run)
         if self.traces.maxlen:
             self.traces.append(trace)
-            if guest.phase == "algorithm":
-                self.logger.log_metrics({f"algorithm_traces/{guest.name}/{guest.event}": int(run)})
+            if binding.phase == "algorithm":
+                self.logger.log_metrics({f"algorithm_traces/{binding.name}/{binding.event}": int(run)})
         return trace
 
     def _insert_pass(self, algorithm_pass: AlgorithmPass, index: int) -> None:
@@ -333,3 +334,38 @@ def _pass_list(passes: PassLike | Sequence[PassLike] | None) -> list[PassLike]:
     if callable(passes) or (isinstance(passes, tuple) and len(passes) == 2 and isinstance(passes[1], int)):
         return [passes]
     return list(passes)
+
+
+def _draw(
+    bindings: Mapping[Event, Sequence[Binding]],
+    measured: Mapping[tuple[Event, int], Sequence[float]],
+    notes: Mapping[Event, str],
+) -> str:
+    """Return the loop as text with numbered plugins under each event, and their time where it was measured."""
+    lines: list[str] = []
+    for line in LOOP.splitlines()[2:]:  # the first is the title, the second is empty
+        lines.append(line)
+        name, indent = line.split()[0], " " * (len(line) - len(line.lstrip()) + 4)
+        if name not in Event.__members__:
+            continue
+        event = Event[name]
+        if event in notes:
+            lines.append(f"{indent}· {notes[event]}")
+        for number, binding in enumerate(bindings[event], start=1):
+            lines.append(f"{indent}{number}. {_describe(binding, measured.get((event, id(binding.plugin))))}")
+    return "\n".join(lines) + "\n"
+
+
+def _describe(binding: Binding, measured: Sequence[float] | None) -> str:
+    words = [f"{binding.name:<24}", binding.phase]
+    words += [f"{verb} {', '.join(names)}" for verb, names in _declarations(binding.plugin) if names]
+    if binding.wants_to is not None:
+        words.append("asks match")
+    if measured and measured[0]:
+        calls, seconds = measured
+        words.append(f"{seconds / calls * 1e6:.1f} µs × {int(calls)} calls")
+    return "  ".join(words)
+
+
+def _declarations(plugin: Any) -> tuple[tuple[str, Sequence[str]], ...]:
+    return ("reads", getattr(plugin, "reads", ())), ("writes", getattr(plugin, "writes", ()))

@@ -172,7 +172,7 @@ class TimeUnitError(DrivetrainError, RuntimeError):
 
 
 class EngineError(DrivetrainError, RuntimeError):
-    """The engine was used after `close()`, or a guest that may only watch changed the state in strict mode."""
+    """The engine was used after `close()`, or a plugin that may only watch changed the state in strict mode."""
 
 
 class CallbackMethodNotImplementedError(DrivetrainError, NotImplementedError):

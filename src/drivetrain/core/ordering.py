@@ -30,7 +30,7 @@ _PER_BATCH = frozenset({"batch", "outputs", "loss"})
 
 
 def refers_to(reference: Any, plugin: Any) -> bool:
-    """Say whether `reference` (a class, a class name or a `"#tag"`) means `plugin` or a member of it."""
+    """Return whether `reference` (a class, a class name or a `"#tag"`) means `plugin` or a member of it."""
     if any(refers_to(reference, member) for member in getattr(plugin, "members", ())):
         return True
     if isinstance(reference, type):
@@ -43,7 +43,7 @@ def refers_to(reference: Any, plugin: Any) -> bool:
 
 
 def check_conflicts(plugins: Sequence[Any]) -> None:
-    """Refuse plugins that exclude each other, naming both and a way out."""
+    """Reject plugins that exclude each other, naming both and a way out."""
     for one, other in combinations(plugins, 2):
         if one is other:
             raise PluginConflictError(f"{plugin_name(one)} is listed twice; the same object can attend only once.")
@@ -122,7 +122,7 @@ def _circle(left: Mapping[int, Any], waits_for: Mapping[int, set[int]]) -> str:
 
 
 def _check_phases(event: Event, ordered: Sequence[Any], edges: Edges) -> None:
-    """Refuse a declaration that no order can satisfy, because the two run in different phases."""
+    """Reject a declaration that no order can satisfy, because the two run in different phases."""
     seen: list[Any] = []
     for plugin in ordered:
         for earlier in seen:
@@ -191,7 +191,7 @@ def _way_out(one: Any, other: Any) -> str:
 
 
 def _take_turns(one: Any, other: Any) -> bool:
-    """Say whether all that both write is gone with the batch."""
+    """Return whether all that both write is gone with the batch."""
     return _PER_BATCH.issuperset((*getattr(one, "writes", ()), *getattr(other, "writes", ())))
 
 

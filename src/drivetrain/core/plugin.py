@@ -1,6 +1,6 @@
-"""What a guest of the loop declares: where it runs, what it reads and writes, and beside whom it can stand.
+"""What a plugin of the loop declares: where it runs, what it reads and writes, and which plugins it can run with.
 
-A plugin says what it does in class attributes, so that the engine can order, refuse and explain it before a step is
+A plugin says what it does in class attributes, so that the engine can order, reject and explain it before a step is
 taken. An `Algorithm` may change the state, a `Callback` only watches (or lists in `writes` what it changes), and
 everything else about them is the same.
 """
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @runtime_checkable
 class Logger(Protocol):
-    """Where guests send metrics, hyperparameters and images; one object behind it feeds history, recorder and sinks."""
+    """Where plugins send metrics, hyperparameters and images; one object behind it feeds history, recorder and sinks."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record named values."""
@@ -47,7 +47,7 @@ class NullLogger:
 
 
 class Plugin:
-    """A guest of the loop: it declares its events and acts in `apply`."""
+    """A plugin of the loop: it declares its events and acts in `apply`."""
 
     events: frozenset[Event] = frozenset()
     """Where it runs; may be set per instance in `__init__`."""
@@ -78,7 +78,7 @@ class Plugin:
         return plugin
 
     def match(self, event: Event, state: Any) -> bool:
-        """Say whether to act at `event`; must be pure."""
+        """Return whether to act at `event`; must be pure."""
         return event in self.events
 
     def apply(self, event: Event, state: Any, logger: Logger) -> int | None:
@@ -128,7 +128,7 @@ class Algorithm(Plugin):
 
     @staticmethod
     def required_on_load() -> bool:
-        """Say whether a saved model can only be loaded after this algorithm has changed the new one."""
+        """Return whether a saved model can only be loaded after this algorithm has changed the new one."""
         return False
 
 

@@ -241,7 +241,7 @@ class Clock:
         self._ticked_at, self._zero_at = (None, now - self.total_wct) if shared else (now, None)
 
     def stop(self) -> None:
-        """Count the time since the last tick and stand still until `start()`."""
+        """Count the time since the last tick and stop until `start()`."""
         self._tick()
         self._ticked_at = self._zero_at = None
 
@@ -298,7 +298,7 @@ class Clock:
         return Time(getattr(self, unit_field(unit)), unit)
 
     def reached(self, time: Time, max_duration: Time | None = None, batches_per_epoch: int | None = None) -> bool:
-        """Say whether the run has come to `time`; a `dur` needs the length of the run to be compared with."""
+        """Return whether the run has reached `time`; a `dur` needs the length of the run to be compared with."""
         field = _UNIT_FIELD.get(time.unit)
         if field is not None:
             return getattr(self, field) >= time.value
@@ -309,7 +309,7 @@ class Clock:
         return round(elapsed - time.value, 9) >= 0
 
     def total_seconds(self) -> float:
-        """Return this process's wall-clock time of the run up to now, where `total_wct` stands still between two ticks."""
+        """Return this process's wall-clock time of the run up to now, where `total_wct` changes only with a tick."""
         if self._zero_at is not None:
             return perf_counter() - self._zero_at
         return self.total_wct + (0.0 if self._ticked_at is None else perf_counter() - self._ticked_at)

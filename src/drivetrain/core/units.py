@@ -140,7 +140,7 @@ class Time:
         if isinstance(value, timedelta):
             return cls.from_timedelta(value)
         if default_int_unit is None:
-            raise ConfigTypeError(f"{value!r} is no time: a bare number has no unit here. {_FORMS}")
+            raise ConfigTypeError(f"{value!r} is not a time: a bare number has no unit here. {_FORMS}")
         return cls(value, default_int_unit)
 
     def to_timestring(self) -> str:
@@ -166,7 +166,7 @@ class Time:
         return hash((self.value, self.unit))
 
     def _same_unit(self, other: object) -> "int | float | None":
-        """Return the number in `other` if it can stand beside this time, None if it is no time at all."""
+        """Return the number in `other` if it can be compared with this time, None if it is not a time."""
         if isinstance(other, str):
             other = Time.from_timestring(other)
         if isinstance(other, Time):
@@ -267,7 +267,7 @@ def _is_number(value: object) -> bool:
 
 
 def _checked(value: int | float, unit: TimeUnit) -> int | float:
-    """Return the number a `Time` may hold, or say why it cannot."""
+    """Return the number a `Time` may hold, or raise an error."""
     try:
         number: int | float = operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""Strict mode: after a guest that may only watch, the state must be what it was.
+"""Strict mode: after a plugin that may only watch, the state must be what it was.
 
 Two things are compared: which object each field of the state holds, and how often the tensors behind them were written
 in place. Tensors are recognised by their version counter, so that this file needs no torch.
@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from drivetrain.core.binding import Guest
+from drivetrain.core.binding import Binding
 from drivetrain.core.errors import EngineError
 
 _COUNTED = ("batch", "outputs", "loss")
@@ -26,9 +26,9 @@ _COVERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def watched(act: Callable[[], Any], guest: Guest, state: Any) -> Callable[[], Any]:
+def watched(act: Callable[[], Any], binding: Binding, state: Any) -> Callable[[], Any]:
     """Return `act`, which raises if it changes a part of the state that its plugin does not list in `writes`."""
-    writes = tuple(getattr(guest.plugin, "writes", ()))
+    writes = tuple(getattr(binding.plugin, "writes", ()))
     allowed = {field for name in writes for field in _COVERS.get(name, (name,))}
 
     def call() -> Any:
@@ -40,7 +40,7 @@ def watched(act: Callable[[], Any], guest: Guest, state: Any) -> Callable[[], An
         for field, what in changed:
             if field not in allowed:
                 raise EngineError(
-                    f"{guest.name} changed state.{what} at {guest.event.name}, but callbacks only watch. "
+                    f"{binding.name} changed state.{what} at {binding.event.name}, but callbacks only watch. "
                     f"Write it as an Algorithm, or declare it: writes = {(*writes, field)!r}."
                 )
         return result

@@ -1,6 +1,6 @@
 """The one strict YAML reader: what every configuration file of the library is read with.
 
-Scalars follow YAML 1.2, so `1e-3` is a number and `no` is a word; a key that appears twice is refused; mapping keys are
+Scalars follow YAML 1.2, so `1e-3` is a number and `no` is a word; a key that appears twice is rejected; mapping keys are
 text. Nothing in a file can run code: of tags, only the core schema's and our `!ref`, `!tuple`, `!list` and `!str` are
 known. Input is hostile until proven otherwise: size, nesting and what aliases and references expand to are limited.
 Every failure is one error that names file and line. JSON is read by the same functions.
@@ -89,7 +89,7 @@ def load_yaml(source: Source, *, tags: bool = True, error: type[Exception] = Con
 def read_yaml(source: Source, *, tags: bool = True, error: type[Exception] = ConfigError) -> YamlFile:
     """Read a YAML or JSON file like `load_yaml`, and keep the line of every key.
 
-    `tags=False` refuses our own tags too, for files that are data rather than configuration. Failures raise `error`.
+    `tags=False` rejects our own tags too, for files that are data rather than configuration. Failures raise `error`.
     """
     name, text = _read_text(source, error)
     is_json = name.endswith(".json")
@@ -142,7 +142,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Composes one document with YAML 1.2 scalars and refuses aliases and nesting that could exhaust the reader."""
+    """Composes one document with YAML 1.2 scalars and rejects aliases and nesting that could exhaust the reader."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}
 

@@ -31,7 +31,7 @@ TORCH_NAMES = tuple(
 
 
 def check_arguments(dataset: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what cannot work: names, values and combinations."""
+    """Reject what cannot work: names, values and combinations."""
     for name in given:
         if name not in TORCH_NAMES:
             raise ParameterError(unknown_name("argument", name, TORCH_NAMES + OWN_NAMES, where="SmartDataLoader"))

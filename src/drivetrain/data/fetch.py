@@ -60,7 +60,7 @@ class UserFetch:
                 "batch_size=None or rng='sample'. Define __getitem__ too."
             )
         self.puts_back = True
-        """Whether the caller's generators are put back; a worker process has no caller."""
+        """Whether the caller's generators are restored; a worker process has no caller."""
 
     def __call__(self, info: BatchInfo, seed: int) -> Any:
         assert info.rows is not None

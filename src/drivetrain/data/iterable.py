@@ -116,7 +116,7 @@ def gathered_stream_state(own: Any, mode: IterableMode, rank: int, world: int, n
 
 
 def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
-    """Return this rank's part of a saved stream state, or refuse one of another number of ranks or workers."""
+    """Return this rank's part of a saved stream state, or reject one of another number of ranks or workers."""
     if mode == "filter" or stream is None:
         return stream
     saved = (len(stream["ranks"]), stream["num_workers"])

@@ -356,7 +356,7 @@ class SmartDataLoader(DataLoader[T_co]):
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None, strict: bool = True) -> None:
-        """Go to a saved place: the next iteration continues there. `strict=False` warns where it would refuse."""
+        """Go to a saved place: the next iteration continues there. `strict=False` warns where it would reject."""
         if state is None:
             warnings.warn("the loader's saved state is None: it keeps its own place.", DrivetrainWarning, stacklevel=2)
             return

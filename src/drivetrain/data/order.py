@@ -295,7 +295,7 @@ def _deal(lists: list[list[Any]], epoch: int, start: int, place: int, rank: int,
 def draw_stream(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """Return the whole stream of a sampler for one epoch.
 
-    A sampler that draws from the shared generators gets them seeded for the epoch, and they are put back: the same epoch has
+    A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
     part: Any = sampler

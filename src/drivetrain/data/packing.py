@@ -208,7 +208,7 @@ def num_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def check_packing(max_length: int, strategy: str, buffer: int = 1) -> None:
-    """Refuse sizes and names that cannot work."""
+    """Reject sizes and names that cannot work."""
     for name, value in (("max_length", max_length), ("buffer", buffer)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ParameterError(f"packing: {name}={value!r}, expected a whole number of at least 1.")

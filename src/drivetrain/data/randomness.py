@@ -2,7 +2,7 @@
 
 A dataset that augments draws from Python's, numpy's and torch's shared generators. Left alone, its numbers would depend on how
 many workers there are, on what ran ahead and on what the training step drew. So before user code runs, the three generators are
-seeded from the epoch and the place in the global order, and afterwards they are put back where the caller had them. Pure tensor
+seeded from the epoch and the place in the global order, and afterwards the caller's are restored. Pure tensor
 gathers draw nothing and skip all of this.
 
 Seeding costs about 12 µs a batch, keeping and putting back about 28 µs more (one core of an AMD EPYC server, Python 3.11, torch

@@ -25,7 +25,7 @@ AUTO_FRACTION = 0.1
 def resident_columns(
     columns: Columns | None, device: torch.device, mode: Residence, max_fraction: float | None = None
 ) -> Columns | None:
-    """Return the data on `device`, or None if it stays where it is; `mode` True makes a refusal an error."""
+    """Return the data on `device`, or None if it stays where it is; `mode` True makes a error an error."""
     if mode is False or (mode == "auto" and device.type == "cpu"):
         return None
     if columns is None:
@@ -62,7 +62,7 @@ def make_resident(
     """Keep a loader's tensor data on `device` from its next iteration on; order, position and seed stay as they are.
 
     Floating-point tensors are stored as `dtype` if one is given. Data that does not fit in `max_fraction` of the free memory, or
-    that is not made of tensors, is refused.
+    that is not made of tensors, is rejected.
     """
     target = choose_device(device)
     columns = loader.columns

@@ -1,4 +1,4 @@
-"""The loader's place in the data: what is saved, what is restored, and what is refused.
+"""The loader's position in the data: what is saved, what is restored, and what is rejected.
 
 The state is `{seed, epoch, position, length, version}`, and for some loaders what a user's sampler or stream adds. `position` counts
 the samples that all ranks together have received in this epoch. There is no rank, world size or number of workers in it, so a
@@ -18,20 +18,20 @@ OPTIONAL = ("sampler", "stream")
 
 
 class Cursor:
-    """The place of one iterator; the loader's state follows the newest."""
+    """The position of one iterator; the loader's state follows the newest."""
 
     __slots__ = ("before", "epoch", "info", "sampler", "start", "started", "stream")
 
     def __init__(self, epoch: int = 0, start: int = 0, *, stream: Any = None, before: BatchInfo | None = None):
         self.epoch, self.start = epoch, start
         self.started = False
-        """Whether an iterator has claimed this place; the next one then begins the next epoch."""
+        """Whether an iterator has claimed this position; the next one then begins the next epoch."""
         self.info: BatchInfo | None = None
         """The batch in hand."""
         self.sampler: Any = None
         """What the user's sampler needs to draw the stream of this epoch again."""
         self.stream = stream
-        """What a state says about where an iterable dataset stands at `start`."""
+        """What a state says about the position of an iterable dataset at `start`."""
         self.before = before
         """The last batch of the epoch that ended here: a loop that reads ahead may still have it in hand."""
 
@@ -42,7 +42,7 @@ class Cursor:
 
 
 def check_state(state: Any, length: int | None, last: int | None, strict: bool) -> dict[str, Any]:
-    """Return a saved state that fits data of `length` samples and an epoch of `last` places, or say why it does not fit."""
+    """Return a saved state that fits data of `length` samples and an epoch of `last` samples, or raise a `StateError`."""
     if not isinstance(state, Mapping):
         raise StateError(f"loader state: got a {type(state).__name__}, expected a mapping as state_dict() returns it.")
     missing = [name for name in REQUIRED if name not in state]
@@ -64,7 +64,7 @@ def check_state(state: Any, length: int | None, last: int | None, strict: bool) 
     if state["length"] != length and not (state["length"] is None or length is None):
         message = (
             f"the loader's data has {length} samples, the saved state is of {state['length']}: position {state['position']} means "
-            "another place now. Resume with the same data, or start a new run from the weights."
+            "another sample now. Resume with the same data, or start a new run from the weights."
         )
         if strict:
             raise ResumeError(message)

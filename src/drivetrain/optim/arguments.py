@@ -45,7 +45,7 @@ NONFINITE = ("skip", "raise", "ignore")
 
 
 def check_shared(name: str, value: Any) -> Any:
-    """Return the value of a shared argument, or say what it must be."""
+    """Return the value of a shared argument, or raise an error."""
     if name in ("distributed", "use_amp"):
         return check_flag(name, value)
     if name == "accum_grad":

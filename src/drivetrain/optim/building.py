@@ -62,7 +62,7 @@ def build_optimizer(
 
 
 def check_groups(groups: Any) -> list[dict[str, Any]]:
-    """Return the `param_groups` argument as a list of mappings with `match`, or say what is wrong."""
+    """Return the `param_groups` argument as a list of mappings with `match`, or raise an error that names the problem."""
     if groups is None:
         return []
     if isinstance(groups, (Mapping, str)) or not isinstance(groups, Sequence):

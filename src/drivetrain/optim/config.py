@@ -189,7 +189,7 @@ class _Reader:
 
 
 def _holds_units(cfg: Mapping[str, Any]) -> bool:
-    """Say whether a mapping is what stands under `optim_sches`."""
+    """Return whether a mapping is what stands under `optim_sches`."""
     return _is_single(cfg) or (bool(cfg) and all(isinstance(unit, Mapping) and "type" in unit for unit in cfg.values()))
 
 

@@ -38,7 +38,7 @@ class RunLength:
 
 
 def check_duration(name: str, value: Any) -> Time:
-    """Return the duration as a Time, or say what it must be; a bare whole number counts real steps."""
+    """Return the duration as a Time, or raise an error; a bare whole number counts real steps."""
     if isinstance(value, bool) or not isinstance(value, (int, str, Time)):
         raise ConfigError(
             f"{name}={value!r}: expected a whole number of steps or a time such as '3ep', '500st', '0.05dur'."

@@ -1,7 +1,7 @@
-"""Where a run stands and how long a time is, as real numbers of one unit.
+"""How far a run is and how long a time is, as real numbers of one unit.
 
 A `Time` counts whole batches or epochs. A schedule asks finer questions: 0.2 of a run of 7 epochs is 1.4 epochs, and the third
-batch of ten is 0.3 of an epoch. Conversion goes through the length of the loader where it is known, and is refused where not.
+batch of ten is 0.3 of an epoch. Conversion goes through the length of the loader where it is known, and is rejected where not.
 """
 
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def in_common_unit(first: Span, second: Span, state: Any, who: str) -> tuple[Spa
 
 
 def check_covers_run(end: Span, state: Any, who: str) -> None:
-    """Refuse a schedule that ends before the run does; one that cannot be compared is taken as it is."""
+    """Reject a schedule that ends before the run does; one that cannot be compared is taken as it is."""
     run = state.max_duration
     if run is None:
         return

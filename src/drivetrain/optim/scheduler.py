@@ -479,7 +479,7 @@ class OptimScheduler(ABC):
 
 
 def _takes_epoch(update_lr: Callable[..., float]) -> bool:
-    """Say whether `update_lr` has a second parameter, for the epoch."""
+    """Return whether `update_lr` has a second parameter, for the epoch."""
     parameters = inspect.signature(update_lr).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)

@@ -46,7 +46,7 @@ def select(named: Sequence[tuple[str, nn.Parameter]], entries: Iterable[str], wh
 
 
 def names_parameter(entry: str, name: str) -> bool:
-    """Say whether an entry names this parameter or a module that holds it.
+    """Return whether an entry names this parameter or a module that holds it.
 
     >>> names_parameter("encoder", "encoder.layers.0.bias"), names_parameter("*.bias", "encoder.bias")
     (True, True)
@@ -60,7 +60,7 @@ def names_parameter(entry: str, name: str) -> bool:
 
 
 def unknown_module(entry: str, names: Sequence[str], where: str) -> str:
-    """Say that nothing in the model is called like the entry, with the nearest name."""
+    """Return a message that nothing in the model is called like the entry, with the nearest name."""
     modules = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 1)}
     first_level = list(dict.fromkeys(name.split(".")[0] for name in names))
     near = nearest_name(entry, sorted({*modules, *names}, key=lambda name: (name.count("."), name)))

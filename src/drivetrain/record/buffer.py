@@ -87,7 +87,7 @@ class Arrival:
         self._buffer, self._pages, self._events = buffer, pages, events
 
     def is_ready(self) -> bool:
-        """Say whether everything can be read, without waiting."""
+        """Return whether everything can be read, without waiting."""
         while self._events and self._events[-1].query():
             self._events.pop()
         return not self._events

@@ -40,7 +40,7 @@ class Outlet:
         self._has_spoken = False
 
     def takes(self, kind: str) -> bool:
-        """Say whether the sink has a method for rows of this kind."""
+        """Return whether the sink has a method for rows of this kind."""
         return kind in self._methods
 
     def open(self, folder: Path, resume: Resume | None) -> None:

@@ -51,7 +51,7 @@ class Stream:
         self._pictures_step = -1
 
     def writes(self) -> bool:
-        """Say whether this process writes: rank 0 does, also before the group exists, and workers forked from it do not."""
+        """Return whether this process writes: rank 0 does, also before the group exists, and workers forked from it do not."""
         if self.is_silent or os.getpid() != self._process:
             return False
         if is_distributed():

@@ -14,7 +14,7 @@ _RESERVED = re.compile(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(?=\.|$)")  # device n
 
 
 def check_tag(tag: object) -> str:
-    """Return a tag that every sink can write, or say what is wrong with it."""
+    """Return a tag that every sink can write, or raise an error that names the problem."""
     if not isinstance(tag, str) or not tag:
         raise ConfigTypeError(f"the tag is {tag!r}; expected a name such as 'train/loss'.")
     try:

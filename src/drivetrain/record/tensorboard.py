@@ -21,7 +21,7 @@ _QUEUE = 1000  # events that may wait for the writer's thread
 
 
 def is_installed() -> bool:
-    """Say whether tensorboard can be used."""
+    """Return whether tensorboard can be used."""
     return importlib.util.find_spec("tensorboard") is not None
 
 

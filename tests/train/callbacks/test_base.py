@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from drivetrain.core.spelling import OCCASIONAL_HOOKS, SPELLINGS
+from drivetrain.core.event import OCCASIONAL_HOOKS, SPELLINGS
 from drivetrain.train.callbacks import CallbackHandler, PrintProgressCallback, TrainerCallback
 from tests.train.tasks import make_trainer, train
 

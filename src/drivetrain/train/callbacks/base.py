@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.core.binding import method_for
+from drivetrain.core.event import EVENT_OF_HOOK
 from drivetrain.core.plugin import Callback, placeholder
-from drivetrain.core.spelling import EVENT_OF_HOOK
 
 
 class TrainerCallback(Callback):
