@@ -14,7 +14,7 @@ from drivetrain.checkpoint.layout import read_pointer
 from drivetrain.checkpoint.store import save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
-from drivetrain.core.errors import CheckpointError, ConfigError, StateError
+from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteStateError, StateError
 from drivetrain.core.time import Clock
 from drivetrain.runtime.run import Run, set_current_run
 from drivetrain.runtime.signals import StopSignals
@@ -372,3 +372,31 @@ def test_the_time_training_was_held_is_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO), Checkpointer(Context(x=1), dir=tmp_path, async_save=True) as keeper:
         keeper.save()
     assert "training was held for" in caplog.text and "written in" in caplog.text
+
+
+def test_a_state_that_is_not_finite_is_not_written_and_the_newest_stays_the_newest(tmp_path):
+    ctx = Context(model=torch.nn.Linear(2, 1), epoch=0)
+    ctx.optimizer = torch.optim.Adam(ctx.model.parameters())
+    keeper = Checkpointer(ctx, dir=tmp_path, async_save=False, every="1ba")
+    keeper.step()
+    before = ctx.model.weight.detach().clone()
+    with torch.no_grad():
+        ctx.model.weight[0, 1] = float("nan")
+    with pytest.raises(NonFiniteStateError, match=r"model\.weight"):
+        keeper.step()
+    assert len(ids(keeper)) == 1
+    keeper.restore()
+    assert torch.equal(ctx.model.weight, before)
+    keeper.close()
+
+
+def test_a_stop_signal_ends_the_process_in_good_order_also_with_a_state_that_is_not_finite(tmp_path):
+    ctx = Context(model=torch.nn.Linear(2, 1))
+    keeper = Checkpointer(ctx, dir=tmp_path, async_save=False)
+    keeper.step()
+    with torch.no_grad():
+        ctx.model.bias.fill_(float("inf"))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        keeper.step()
+    assert left.value.code == 143 and ids(keeper) == []

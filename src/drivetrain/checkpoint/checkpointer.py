@@ -137,7 +137,10 @@ class Checkpointer:
         assert self._signals is not None
         self._signals.clear()
         if is_stop(number):
-            self.save(metrics=metrics, final=True)
+            try:
+                self.save(metrics=metrics, final=True)
+            except NonFiniteStateError as error:
+                logger.warning("%s", error)
             self.close()
             raise SystemExit(exit_status(number))
         path = self.save(metrics=metrics)

@@ -37,8 +37,8 @@ CAUSES = (
         "see the logs of the other ranks, log.rank-N.txt",
     ),
     (
-        r"NonFiniteLossError|is NaN|non-finite",
-        "the loss became NaN or infinite",
+        r"NonFinite(Loss|State)?Error|is NaN|non-finite",
+        "the loss became NaN or infinite, or gradients or weights did",
         "lower the learning rate, clip gradients, look at the data",
     ),
 )
