@@ -6,7 +6,7 @@ import math
 import pytest
 
 from drivetrain.core.errors import StateError
-from drivetrain.record.jsonl import JsonlSink, read_metrics
+from drivetrain.record.jsonl import FILE_NAME, JsonlSink, iterate_metrics, read_metrics
 from drivetrain.record.sink import Resume
 
 
@@ -96,3 +96,22 @@ def test_a_write_that_fails_leaves_whole_lines(tmp_path, monkeypatch):
     sink.scalar("loss", 3.0, 2, 0.0)
     sink.close()
     assert read(tmp_path) == [(0, 1.0), (2, 3.0)]
+
+
+def test_a_long_file_is_read_row_by_row(tmp_path):
+    import tracemalloc
+
+    file = tmp_path / FILE_NAME
+    row = '{"step": %d, "time": 1.0, "kind": "scalar", "tag": "loss", "value": 0.5}\n'
+    with file.open("w") as stream:
+        for step in range(20_000):
+            stream.write(row % step)
+        stream.write('{"kind": "resume", "step": 19000, "time": 2.0, "lines": 19500}\n' + row % 19_500)
+    tracemalloc.start()
+    steps = 0
+    for number, found in enumerate(iterate_metrics(file)):
+        assert found["step"] == number
+        steps += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert steps == 19_501 and peak < 1_000_000 < file.stat().st_size

@@ -12,7 +12,8 @@ from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.files import make_inner_folder, replace_bytes, replacing
 from drivetrain.record.append_file import AppendFile
 from drivetrain.record.images import Picture
-from drivetrain.record.jsonl import read_metrics
+from drivetrain.record.jsonl import FILE_NAME as JOURNAL
+from drivetrain.record.jsonl import iterate_metrics
 from drivetrain.record.sink import Resume
 
 FILE_NAME = "scalars.csv"
@@ -32,12 +33,15 @@ class CsvSink:
         """Open the table for appending, after a resume without the rows that are recorded again."""
         self._folder, path = folder, folder / FILE_NAME
         if resume is not None:
-            rows = read_metrics(folder, kind="scalar", limit=None)  # this run's own file, however long
             with replacing(path) as stream:
                 file = io.TextIOWrapper(stream, encoding="utf-8", newline="")
                 writer = csv.writer(file)
                 writer.writerow(COLUMNS)
-                writer.writerows([spreadsheet_cell(row[column]) for column in COLUMNS] for row in rows)
+                writer.writerows(
+                    [spreadsheet_cell(row[column]) for column in COLUMNS]
+                    for row in iterate_metrics(folder / JOURNAL)
+                    if row["kind"] == "scalar"
+                )
                 file.flush()
                 file.detach()  # `replacing` closes the stream beneath it
         self._file = AppendFile(path)

@@ -5,15 +5,17 @@ it supersedes; so a killed run shows one history, and nothing that was ever writ
 are the strings "nan", "inf" and "-inf".
 """
 
+import errno
 import json
 import math
 import os
 import time as clock
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from drivetrain.core.errors import StateError
-from drivetrain.core.files import read_limited
+from drivetrain.core.files import open_to_read
 from drivetrain.record.append_file import AppendFile
 
 if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
@@ -118,17 +120,46 @@ def read_metrics(
     """
     path = Path(path)
     file = path / FILE_NAME if path.is_dir() else path
-    lines = read_limited(file, limit).split(b"\n")
-    lines.pop()  # what follows the last line end: nothing, or a line that was cut short
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for number, line in enumerate(lines):
-        row = _parsed(line, file, number)
-        if row["kind"] == "resume":
-            stand = row.get("lines")
-            rows = [(at, kept) for at, kept in rows if (kept["step"] < row["step"] if stand is None else at < stand)]
-        else:
-            rows.append((number, row))
-    return [row for _, row in rows if kind in (None, row["kind"]) and tag in (None, row["tag"])]
+    with open_to_read(file) as stream:
+        if limit is not None and os.fstat(stream.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"the file is larger than {limit:,} bytes, so it is not read", str(file))
+    return [row for row in iterate_metrics(file) if kind in (None, row["kind"]) and tag in (None, row["tag"])]
+
+
+def iterate_metrics(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `metrics.jsonl` that no resume superseded, one at a time: a long file needs no more memory than a short one."""
+    with open_to_read(file) as stream:
+        size = os.fstat(stream.fileno()).st_size  # rows that are added while it is read are left out
+        resumes = [
+            (number, row["step"], row.get("lines"))
+            for number, line in _whole_lines(stream, size)
+            if b'"resume"' in line and (row := _parsed(line, file, number))["kind"] == "resume"
+        ]
+        stream.seek(0)
+        first_line, first_step = _superseded(resumes)
+        for number, line in _whole_lines(stream, size):
+            row = _parsed(line, file, number)
+            if row["kind"] == "resume":
+                resumes.pop(0)
+                first_line, first_step = _superseded(resumes)
+            elif number < first_line and row["step"] < first_step:
+                yield row
+
+
+def _superseded(resumes: list[tuple[int, int, int | None]]) -> tuple[float, float]:
+    """Return the line and the step from which on rows before these resumes were recorded again."""
+    by_line = [lines for _, _, lines in resumes if lines is not None]
+    by_step = [step for _, step, lines in resumes if lines is None]
+    return min(by_line, default=math.inf), min(by_step, default=math.inf)
+
+
+def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of the first `size` bytes with their numbers; a last one that was cut short is left out."""
+    for number, line in enumerate(stream):
+        size -= len(line)
+        if size < 0 or not line.endswith(b"\n"):
+            return
+        yield number, line[:-1]
 
 
 def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _run(
         ]
     history = trainer.run_history
     values = {name: list(history.get_metric_values(name)) for name in history.get_metric_names()}
-    steps = {name: list(history.get_metric_steps(name)) for name in values}
+    recorded_at = {name: list(history.get_metric_steps(name)) for name in values}
     return _flatten(
         {
             "model": clean_state_dict(trainer.model),
@@ -169,7 +169,7 @@ def _run(
             **rates.by_step,
             "evaluation": {name: values[name] for name in values if _is_of_evaluation(name)},
             "history": {name: values[name] for name in values if not _is_of_evaluation(name)},
-            "history.steps": steps,
+            "history.steps": recorded_at,
         }
     )
 
