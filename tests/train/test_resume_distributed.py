@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, weights
@@ -28,7 +29,7 @@ class Seen(TrainerCallback):
         self.rows.append([round(value, 6) for value in batch[0][:, 0].tolist()])
 
 
-def run(folder=None, pull=None, dropout=0.0, accumulation=2, optimizer=torch.optim.AdamW, **kwargs):
+def run(folder=None, pull=None, dropout=0.0, accumulation=2, optimizer=torch.optim.AdamW, loss=None, **kwargs):
     """Train at a constant global batch; return rows seen per step, weights and the epochs' losses."""
     double = torch.float64
     model = make_model(dtype=double, dropout=dropout)
@@ -94,3 +95,35 @@ def test_another_number_of_processes_goes_on_inside_a_window(world2, world4, tmp
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     assert losses == pytest.approx(all_losses, abs=1e-12)
+
+
+def run_sharded(folder, **kwargs):
+    """Train a model that FSDP splits, and return where the run began."""
+    torch.manual_seed(0)
+    model = make_model()
+    trainer = Trainer(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=["fsdp"], device="cpu"
+    )
+    settings = {"checkpoint_dir": folder, "checkpoint_every": "1ba", "async_checkpoint": False, "num_epochs": None}
+    trainer.train(make_data(32), global_batch_size=8, gradient_accumulation_steps=2, **settings, **kwargs)
+    clear_data_ranks()
+
+
+def test_sharded_gradients_of_a_window_stay_with_their_ranks(world2, tmp_path, caplog):
+    world2(run_sharded, tmp_path, max_duration="3ba")
+    model = make_model()
+    trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+    settings = {"global_batch_size": 8, "gradient_accumulation_steps": 2, "num_epochs": None, "max_duration": "2ba"}
+    trainer.train(make_data(32), checkpoint_dir=tmp_path, resume_from="auto", **settings)
+    assert "ba3 is passed over: it was taken inside an accumulation window by 2 ranks" in caplog.text
+    assert trainer.last_checkpoint.name == "checkpoint-ep0-ba2"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_sums_of_losses_go_on_inside_a_window(world2, tmp_path, before, after):
+    worlds, settings = {2: world2}, {"accumulation": 3, "loss": nn.CrossEntropyLoss(reduction="sum")}
+    _, theirs, _ = run(optimizer=torch.optim.SGD, **settings)
+    run_in(before, worlds, tmp_path, pull=7, **settings)
+    _, ours, _ = run_in(after, worlds, tmp_path, resume_from="auto", **settings)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
