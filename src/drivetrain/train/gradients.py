@@ -171,8 +171,8 @@ class Gradients:
                 "is_whole": not (axes or self._is_normalised or any(map(is_dtensor, grads.values()))),
                 "grads": {name: local_part(grad).detach().clone() for name, grad in grads.items()},
             }
-        axes = axes if partial else None
-        return {"window": counts, "partial": partial, "axes": axes, "guard": self.guard.state_dict()}
+        guard = self.guard.state_dict()
+        return {"window": counts, "partial": partial, "axes": axes if partial else None, "guard": guard}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the window back as it was."""
