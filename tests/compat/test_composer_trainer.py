@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from drivetrain import SmartDataLoader
 from drivetrain import Trainer as NativeTrainer
 from drivetrain.compat.composer import Callback, DataSpec, Evaluator, Trainer
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 
 DATA = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3)
 
@@ -154,6 +154,13 @@ def test_a_run_with_a_save_folder_resumes_where_it_ended(tmp_path):
     resumed.fit()
     assert resumed.state.clock.epoch == 4
     assert all(torch.equal(one, other) for one, other in zip(weights(whole), weights(resumed), strict=True))
+
+
+def test_without_an_optimizer_it_is_composers_and_a_warning_says_so():
+    with pytest.warns(DrivetrainWarning, match="DecoupledSGDW"):
+        trainer = make(optimizers=None)
+    trainer.fit()
+    assert type(trainer.optimizer).__name__ == "DecoupledSGDW" and trainer.optimizer.defaults["lr"] == 0.1
 
 
 def test_limits_and_microbatches_reach_the_run():

@@ -15,6 +15,9 @@ _MONITORS = "drivetrain.train.callbacks.monitors"
 
 OFFERED: dict[str, dict[str, str]] = {
     "": {"drivetrain": "__version__"},
+    "algorithms.alibi.gpt2_alibi": {
+        "drivetrain.algorithms.alibi.gpt2_alibi": "_attn enlarge_mask"
+    },  # of older releases
     "algorithms.utils.augmentation_primitives": {
         "drivetrain.algorithms.utils.primitives": (
             "AugmentationFn=Augmentation augmentation_sets autocontrast equalize posterize rotate solarize shear_x shear_y translate_x "
@@ -143,7 +146,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "get_model_state_dict get_optim_state_dict get_metadata_state_dict get_resumption_state_dict": _STATE_DICT,
     },
     "checkpoint.upload": {"CheckpointUploadCallback upload_file": _FILES},
-    "cli.launcher": {"CLEANUP_TIMEOUT main": "torchrun --nproc-per-node=..., or drivetrain run --nproc-per-node ..."},
+    "cli.launcher": {"CLEANUP_TIMEOUT main": "torchrun --nproc-per-node=..., or drivetrain launch --nproc-per-node ..."},
     "devices.device": {"Device T_nnModule": _DEVICE},
     **{
         f"devices.device_{name.lower()}": {f"Device{name}": _DEVICE}
@@ -346,7 +349,7 @@ def _give_to_parent(modules: dict[str, ComposerModule], path: str) -> None:
     if not parent:
         return
     for name, home in modules[path].names.items():
-        if f"{parent}.{name}" not in modules:
+        if f"{parent}.{name}" not in modules and not name.startswith("_"):
             package.names.setdefault(name, home)
     for name, text in modules[path].instead.items():
         package.instead.setdefault(name, text)

@@ -1,5 +1,6 @@
 """Composer's Trainer: our Trainer, made with Composer's arguments."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 
 from drivetrain.compat.composer_models import ComposerModel
 from drivetrain.compat.composer_types import DataSpec, Evaluator, ensure_evaluator, ensure_tuple
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.state_schedule import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks
 from drivetrain.train.metrics import MetricSet
@@ -63,6 +65,13 @@ class Trainer(NativeTrainer):
                 f"schedulers: {len(self._schedulers)} were given, expected one. Combine them in one function "
                 "def schedule(state, ssr=1.0) that returns the product."
             )
+        if optimizers is None:
+            warnings.warn(
+                "Trainer(optimizers=None): DecoupledSGDW with a learning rate of 0.1 is used, as Composer does. Give an optimizer.",
+                DrivetrainWarning,
+                stacklevel=2,
+            )
+            optimizers = DecoupledSGDW(model.parameters(), lr=0.1)
         bar = get_default_callbacks(progress_bar=progress_bar)
         super().__init__(
             model,

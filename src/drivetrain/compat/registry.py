@@ -48,6 +48,7 @@ _SCHEDULE_FILES = (
 
 MODULES = {
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.policies",
+    "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_gpt2_alibi",
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
     "drivetrain.core.passes": "drivetrain.compat.composer_passes",

@@ -7,6 +7,7 @@ from drivetrain.algorithms.alibi.policies import PolicyRegistry as PolicyRegistr
 from drivetrain.algorithms.alibi.policies import policy_registry as policy_registry
 from drivetrain.module.attention import register_attention as register_attention
 from drivetrain.algorithms.alibi import policies as attention_surgery_functions
+from drivetrain.compat import composer_gpt2_alibi as gpt2_alibi
 
 __all__ = [
     "Alibi",
