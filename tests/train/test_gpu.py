@@ -217,3 +217,27 @@ def test_a_loss_spike_is_left_out_without_waiting():
             optimizers[1].zero_grad()
     assert all(map(torch.equal, weights(model), weights(reference)))
     assert len(history.get_metric_values("loss_spike")) == 1
+
+
+def test_numbers_recorded_on_the_device_arrive_in_the_history_without_a_wait(tmp_path):
+    from drivetrain.train.run_history import InMemoryRunHistory
+
+    history, number = InMemoryRunHistory(), torch.zeros((), device="cuda")
+    history.update_metric("first", number)  # makes the buffer's memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3000):
+            number += 1
+            history.update_metric("count", number)
+            history.update_metric("host", 0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    values = history.get_metric_values("count")
+    assert [value.item() for value in values] == list(range(1, 3001))
+    assert values[0].device.type == "cpu" and values[0].dtype == torch.float32
+    reference, write = history.prepare_side_file(tmp_path)
+    write()
+    restored = InMemoryRunHistory()
+    with history.referring_to(reference), restored.reading_from(tmp_path):
+        restored.load_state_dict(history.state_dict())
+    assert torch.equal(torch.stack(restored.get_metric_values("count")), torch.stack(values))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain.core.errors import MissingExtra, unknown_name
-from drivetrain.train.tracking import RunHistory
+from drivetrain.train.run_history import RunHistory
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]

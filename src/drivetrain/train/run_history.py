@@ -1,0 +1,361 @@
+"""The history of a run: metric values with the epoch and step they belong to.
+
+Numbers are kept in arrays (`series`), and a checkpoint refers to a file of them that only grows (`history_file`), so neither memory nor a
+save has a Python object for each value.
+"""
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import DrivetrainWarning, unknown_name
+from drivetrain.core.time import Clock
+from drivetrain.record.buffer import PLACES, Arrival, DeviceBuffer, Slot
+from drivetrain.train.history_file import HistoryFile, Reference, read_history
+from drivetrain.train.series import DTYPES, Series
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+Moment = tuple[int, int]
+"""When a value was recorded: the epoch, and the number of batches trained on until then, in all runs that the history holds."""
+
+
+class RunHistory(ABC):
+    """The interface of a run's history: named lists of values, and the number of the epoch.
+
+    A metric of an epoch has one value per epoch. An evaluation inside an epoch records metrics of its own, whose names begin with
+    `intermediate_eval_`; `get_metric_steps` returns the batch after which each value was recorded.
+    """
+
+    @abstractmethod
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the names of all recorded metrics."""
+
+    @abstractmethod
+    def get_metric_values(self, metric_name: str) -> Iterable[Any]:
+        """Return all values of a metric, oldest first."""
+
+    @abstractmethod
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the last value of a metric."""
+
+    @abstractmethod
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Put a prefix before every name that is recorded from now on."""
+
+    @property
+    @abstractmethod
+    def metric_name_prefix(self) -> str:
+        """The prefix put before recorded names."""
+
+    @abstractmethod
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value."""
+
+    @abstractmethod
+    def delete_metric(self, metric_name: str) -> None:
+        """Forget a metric and all its values."""
+
+    @property
+    @abstractmethod
+    def current_epoch(self) -> int:
+        """The epoch in progress, counted from 1."""
+
+    @abstractmethod
+    def _increment_epoch(self) -> None:
+        """Go to the next epoch."""
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Go to an epoch; a resumed run does."""
+        while self.current_epoch < epoch:
+            self._increment_epoch()
+        if self.current_epoch != epoch:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot go back from epoch {self.current_epoch} to {epoch}; define "
+                "_set_epoch(epoch)."
+            )
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all values and return to the first epoch."""
+
+    def get_metric_steps(self, metric_name: str) -> list[int]:
+        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        return [step for _, step in self._moments(metric_name)]
+
+    def _moments(self, metric_name: str) -> list[Moment]:
+        """Return when each value was recorded; a history that does not keep this counts values."""
+        return [(count, count) for count, _ in enumerate(self.get_metric_values(metric_name), start=1)]
+
+    def _num_values(self, metric_name: str) -> int:
+        """Return how many values a metric has."""
+        return len(list(self.get_metric_values(metric_name))) if metric_name in self.get_metric_names() else 0
+
+    def _follow(self, clock: Clock, starts_over: bool = False) -> None:  # noqa: B027
+        """Read the number of batches from this clock, which `starts_over` in a new run; a history that does not keep it ignores this."""
+
+    def snapshot(self) -> "RunHistory":
+        """Return a copy that later runs do not change; a class that does not define this returns itself."""
+        return self
+
+    def to_dataframe(self) -> "DataFrame":
+        """Return a pandas DataFrame: a row per moment, with its epoch and step, and a column per metric."""
+        from drivetrain.train.history_views import to_dataframe
+
+        return to_dataframe(self)
+
+    def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
+        """Draw metrics over steps with matplotlib, those of training and evaluation in one plot; with a path, write it there as PNG."""
+        from drivetrain.train.history_views import plot
+
+        return plot(self, metric_names, path)
+
+    def __repr__(self) -> str:
+        from drivetrain.train.history_views import as_table
+
+        return as_table(self)
+
+
+class InMemoryRunHistory(RunHistory):
+    """Keeps everything in memory; reading never creates a metric, and the prefix applies on writing only.
+
+    A number takes 16 bytes. One in a tensor on an accelerator is copied there, and the host reads it later, together with others; it comes
+    back as a tensor on the CPU.
+
+    >>> history = InMemoryRunHistory()
+    >>> history.update_metric("train_loss_epoch", 0.5)
+    >>> history.get_latest_metric("train_loss_epoch"), history.get_metric_values("accuracy")
+    (0.5, [])
+    """
+
+    def __init__(self) -> None:
+        self._current_epoch = 1
+        self._series: dict[str, Series] = {}
+        self._prefix = ""
+        self._clock: Clock | None = None
+        self._batches_before = 0  # of runs before this one
+        self._forget_files()
+        self._buffer: DeviceBuffer | None = None
+        self._unread: list[tuple[Series, int, Slot, torch.dtype]] = []
+        self._on_the_way: tuple[list[tuple[Series, int, Slot, torch.dtype]], Arrival] | None = None
+
+    def get_metric_names(self) -> Iterable[str]:
+        """Return the recorded names as a set that keeps their order."""
+        return dict.fromkeys(self._series).keys()
+
+    def get_metric_values(self, metric_name: str) -> list[Any]:
+        """Return all values of a metric, oldest first; none for a name that was never recorded. Waits for values on a device."""
+        self._read(wait=True)
+        series = self._series.get(metric_name)
+        return [] if series is None else series.values()
+
+    def get_latest_metric(self, metric_name: str) -> Any:
+        """Return the last value of a metric; waits for values on a device."""
+        self._read(wait=True)
+        series = self._series.get(metric_name)
+        if series is None:
+            raise ValueError(
+                unknown_name(
+                    "metric", metric_name, self.get_metric_names() or ["none recorded yet"], where="run history"
+                )
+            )
+        return series.value(len(series) - 1)
+
+    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+        """Record a value under the prefixed name; nothing waits for a device."""
+        name = f"{self._prefix}{metric_name}"
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = Series()
+        step = self._batches_before + (0 if self._clock is None else self._clock.batch)
+        if isinstance(metric_value, Tensor) and _is_device_number(metric_value):
+            if self._buffer is None:
+                self._buffer = DeviceBuffer()
+            self._unread.append((series, len(series), self._buffer.put(metric_value), metric_value.dtype))
+            series.append(0.0, self._current_epoch, step)
+            if len(self._unread) >= PLACES:
+                self._read(wait=False)
+        else:
+            series.append(metric_value, self._current_epoch, step)
+
+    def set_metric_name_prefix(self, prefix: str = "") -> None:
+        """Put a prefix before every name that is recorded from now on; `reset` keeps it."""
+        self._prefix = prefix
+
+    def delete_metric(self, metric_name: str) -> None:
+        """Forget a metric and all its values."""
+        if metric_name not in self._series:
+            raise KeyError(unknown_name("metric", metric_name, self.get_metric_names(), where="run history"))
+        del self._series[metric_name]
+
+    @property
+    def metric_name_prefix(self) -> str:
+        """The prefix put before recorded names."""
+        return self._prefix
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, counted from 1."""
+        return self._current_epoch
+
+    def _increment_epoch(self) -> None:
+        self._current_epoch += 1
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._current_epoch = epoch
+
+    def reset(self) -> None:
+        """Forget all values and return to the first epoch."""
+        self._current_epoch = 1
+        self._series, self._batches_before = {}, 0
+
+    def get_metric_steps(self, metric_name: str) -> list[int]:
+        """Return for each value of a metric how many batches had been trained on when it was recorded."""
+        series = self._series.get(metric_name)
+        return [] if series is None else series.steps.tolist()
+
+    def _moments(self, metric_name: str) -> list[Moment]:
+        series = self._series.get(metric_name)
+        return [] if series is None else series.moments()
+
+    def _num_values(self, metric_name: str) -> int:
+        series = self._series.get(metric_name)
+        return 0 if series is None else len(series)
+
+    def _follow(self, clock: Clock, starts_over: bool = False) -> None:
+        self._clock = clock
+        if starts_over:
+            self._batches_before = max((max(series.steps) for series in self._series.values()), default=0)
+
+    def snapshot(self) -> Self:
+        """Return a copy that later runs do not change."""
+        self._read(wait=True)
+        copied = copy.copy(self)
+        copied._clock = None
+        copied._series = {name: series.copy() for name, series in self._series.items()}
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; files and buffers belong to this object."""
+        self._read(wait=True)
+        state = {**self.__dict__, "_buffer": None, "_unread": [], "_on_the_way": None}
+        return {**state, "_files": {}, "_reference": None, "_folder": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return epoch, prefix and values in plain containers; while a checkpoint is saved, a reference to the file of values."""
+        state = {
+            "current_epoch": self._current_epoch,
+            "prefix": self._prefix,
+            "batches_before": self._batches_before,
+        }
+        if self._reference is not None:
+            return {**state, "file": asdict(self._reference)}
+        self._read(wait=True)
+        return {
+            **state,
+            "metrics": {name: series.values() for name, series in self._series.items()},
+            "recorded_at": {name: series.moments() for name, series in self._series.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, or what a checkpoint refers to."""
+        if "file" in state:
+            series = self._referred(Reference.from_state(state["file"]))
+        else:
+            series = _series_of(state["metrics"], state.get("recorded_at", {}))
+        self._series, self._unread, self._on_the_way = series, [], None
+        self._current_epoch, self._prefix = state["current_epoch"], state["prefix"]
+        self._batches_before = state.get("batches_before", 0)
+
+    # ------------------------------------------------------------------ the file next to the checkpoints
+
+    def _forget_files(self) -> None:
+        self._files: dict[Path, HistoryFile] = {}
+        self._reference: Reference | None = None  # what a checkpoint that is being saved says about the values
+        self._folder: Path | None = None  # where the checkpoint that is being loaded is
+
+    def prepare_side_file(self, folder: Path) -> tuple[Reference, Callable[[], None]]:
+        """Return the reference for a checkpoint in this folder, and what writes the values before the checkpoint becomes valid."""
+        self._read(wait=True)
+        file = self._files.setdefault(folder.absolute(), HistoryFile(folder.absolute()))
+        return file.prepare(self._series), file.commit
+
+    @contextmanager
+    def referring_to(self, reference: Reference) -> Iterator[None]:
+        """Let `state_dict` return a reference instead of values."""
+        self._reference = reference
+        try:
+            yield
+        finally:
+            self._reference = None
+
+    @contextmanager
+    def reading_from(self, folder: Path) -> Iterator[None]:
+        """Let `load_state_dict` find the file that a checkpoint in this folder refers to."""
+        self._folder = folder.absolute()
+        try:
+            yield
+        finally:
+            self._folder = None
+
+    def _referred(self, reference: Reference) -> dict[str, Series]:
+        folder = self._folder
+        series = None if folder is None else read_history(folder, reference)
+        if series is None or folder is None:
+            where = "it was loaded without its folder" if folder is None else f"which is not in {folder}"
+            warnings.warn(
+                f"the checkpoint keeps its history in {reference.name}, {where}: the history begins empty, everything else is restored. "
+                "Copy the file together with its checkpoints.",
+                DrivetrainWarning,
+                stacklevel=2,
+            )
+            return {}
+        counts = {name: (values, len(values)) for name, values in series.items()}
+        self._files[folder] = HistoryFile(folder, reference.size, reference.name, counts)
+        return series
+
+    # ------------------------------------------------------------------ values on a device
+
+    def _read(self, wait: bool) -> None:
+        """Take in values that have arrived from a device, and send those that have collected; `wait` waits for all of them."""
+        while self._unread or self._on_the_way is not None:
+            if self._on_the_way is None:
+                assert self._buffer is not None
+                self._on_the_way, self._unread = (self._unread, self._buffer.send()), []
+            values, arrival = self._on_the_way
+            if wait:
+                arrival.wait()
+            elif not arrival.is_ready():
+                return
+            for series, position, slot, dtype in values:
+                series.put(position, slot.read(), dtype)
+            arrival.release()
+            self._on_the_way = None
+            if not wait:
+                return
+
+
+def _is_device_number(value: Tensor) -> bool:
+    return not value.is_cpu and value.numel() == 1 and value.dtype in DTYPES and not hasattr(value, "full_tensor")
+
+
+def _series_of(values: Mapping[str, list[Any]], moments: Mapping[str, list[Any]]) -> dict[str, Series]:
+    """Return series of plain lists; values without moments are counted."""
+    found: dict[str, Series] = {}
+    for name, listed in values.items():
+        times = moments.get(name, [])
+        times = times if len(times) == len(listed) else [(count, count) for count in range(1, len(listed) + 1)]
+        if listed:
+            found[name] = Series()
+        for value, (epoch, step) in zip(listed, times):
+            found[name].append(value, epoch, step)
+    return found
