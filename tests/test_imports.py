@@ -101,7 +101,7 @@ def test_the_root_lists_what_a_newcomer_meets_first_and_still_offers_the_rest():
     for name in second:
         assert getattr(drivetrain, name) is not None
         assert name in drivetrain.__all__ and name not in dir(drivetrain)
-    assert not {"lazy_exports", "foreign"} & set(listed)
+    assert not {"lazy_exports", "use_provider"} & set(listed)
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest():

@@ -5,12 +5,11 @@ and records the run so that nothing is lost and nothing is hidden. Importing thi
 use, in the order in which one meets them.
 """
 
-from drivetrain.core import foreign
-from drivetrain.core.lazy import lazy_exports
+from drivetrain.core.lazy import lazy_exports, use_provider
 
 __version__ = "0.1.0"
 
-foreign.set_provider("drivetrain.compat.registry")
+use_provider("drivetrain.compat.registry")
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

@@ -15,6 +15,22 @@ SLOTS = {
 }
 
 EXPORTS = {
+    "drivetrain.core": {
+        "drivetrain.context.state": ["State"],
+        "drivetrain.compat.composer_types": [
+            "Batch",
+            "DataSpec",
+            "Evaluator",
+            "JSON",
+            "MemoryFormat",
+            "Precision",
+            "Serializable",
+            "TrainerMode",
+            "ensure_data_spec",
+            "ensure_evaluator",
+            "get_precision_context",
+        ],
+    },
     "drivetrain.experiment": {"drivetrain.compat.pystematic_torch": ["torch"]},
     "drivetrain.optim": {
         "drivetrain.compat.composer_schedulers": [

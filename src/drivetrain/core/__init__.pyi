@@ -39,6 +39,18 @@ from drivetrain.core.errors import NonFiniteStateError as NonFiniteStateError
 from drivetrain.core.errors import MissingExtra as MissingExtra
 from drivetrain.core.errors import DrivetrainWarning as DrivetrainWarning
 from drivetrain.core.errors import DrivetrainDeprecationWarning as DrivetrainDeprecationWarning
+from drivetrain.context.state import State as State
+from drivetrain.compat.composer_types import Batch as Batch
+from drivetrain.compat.composer_types import DataSpec as DataSpec
+from drivetrain.compat.composer_types import Evaluator as Evaluator
+from drivetrain.compat.composer_types import JSON as JSON
+from drivetrain.compat.composer_types import MemoryFormat as MemoryFormat
+from drivetrain.compat.composer_types import Precision as Precision
+from drivetrain.compat.composer_types import Serializable as Serializable
+from drivetrain.compat.composer_types import TrainerMode as TrainerMode
+from drivetrain.compat.composer_types import ensure_data_spec as ensure_data_spec
+from drivetrain.compat.composer_types import ensure_evaluator as ensure_evaluator
+from drivetrain.compat.composer_types import get_precision_context as get_precision_context
 
 __all__ = [
     "Event",

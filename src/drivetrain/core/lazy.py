@@ -3,12 +3,11 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
-from drivetrain.core.foreign import provider
+from drivetrain.core.foreign import Exports, provider, set_provider
 
-TABLES: dict[str, tuple[Mapping[str, tuple[str, str]], frozenset[str]]] = {}
+TABLES: dict[str, tuple[dict[str, tuple[str, str]], frozenset[str]]] = {}
 """The exports of every package that was imported: the module and name behind each public name, and its submodules."""
 
 
@@ -21,21 +20,15 @@ def lazy_exports(
     """Return the `__getattr__`, `__dir__` and `__all__` of `package`, whose names are defined in the given modules.
 
     `exports` maps a module, relative (`".engine"`) or absolute, to the names it provides; `"public=private"` renames. `modules`
-    names submodules that are attributes too, so that `import package` is enough to reach them. Names of `unlisted` are offered as well, and
-    left out of `dir()`: second names, and what few people need. Type checkers and editors cannot
-    follow `__getattr__`: they read the stub that `make stubs` writes next to the package from the same table. Names and submodules that
-    `drivetrain.compat` adds to the package come last.
+    names submodules that are attributes too, so that `import package` is enough to reach them. Names of `unlisted` are offered as well,
+    and left out of `dir()`: second names, and what few people need. Names and submodules that `drivetrain.compat` adds come last.
+    Type checkers and editors cannot follow `__getattr__`: they read the stub that `make stubs` writes from the same table.
     """
     added = provider()
     seconds = () if added is None else [path.rpartition(".") for path in added.MODULES]
     submodules = frozenset([*modules, *(name for parent, _, name in seconds if parent == package)])
-    home: dict[str, tuple[str, str]] = {}
-    quiet = {entry.partition("=")[0] for names in (unlisted or {}).values() for entry in names}
-    foreign = added.EXPORTS.get(package, {}) if added else {}
-    for module, names in chain(exports.items(), (unlisted or {}).items(), foreign.items()):
-        for entry in names:
-            public, _, private = entry.partition("=")
-            home[public] = (module, private or public)
+    quiet = _homes(unlisted or {})
+    home = {**_homes(exports), **quiet, **_homes(added.EXPORTS.get(package, {}) if added else {})}
 
     def getattr_(name: str) -> Any:
         if name in submodules:
@@ -56,3 +49,21 @@ def lazy_exports(
 
     TABLES[package] = (home, submodules)
     return getattr_, dir_, list(home)
+
+
+def use_provider(module: str) -> None:
+    """Name the module that adds names of other libraries, also to packages that were imported before this call."""
+    set_provider(module)
+    added = provider()
+    for package, (home, _) in TABLES.items():
+        home.update(_homes(added.EXPORTS.get(package, {}) if added else {}))
+
+
+def _homes(exports: Exports) -> dict[str, tuple[str, str]]:
+    """Return the module and the name behind each public name."""
+    homes = {}
+    for module, names in exports.items():
+        for entry in names:
+            public, _, private = entry.partition("=")
+            homes[public] = (module, private or public)
+    return homes
