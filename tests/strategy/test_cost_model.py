@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 
 from drivetrain.strategy.profile.values import Link, MachineProfile, ModelProfile, UnitProfile
-from drivetrain.strategy.search.candidates import Candidate, label_of
+from drivetrain.strategy.search.candidates import label_of
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.memory import activation_bytes, gathered_bytes, predict_memory
 from drivetrain.strategy.search.time_model import collective_time, communication_time, link_of, predict_time
+from tests.strategy.candidates import candidate as make_candidate
+from tests.strategy.candidates import effects
 
 MILLION = 10**6
 
@@ -55,34 +57,34 @@ def peak(candidate, profile=PROFILE, machine=MACHINE):
     ("candidate", "expected"),
     [
         # Large batches: parameters 200 + Adam 400 + activations; gradients arrive as activations leave.
-        (Candidate(micro=10), 600 + 10 * 460),
+        (effects(micro=10), 600 + 10 * 460),
         # Gradients outlive a pass inside a window.
-        (Candidate(micro=5, accumulation=2), 800 + 5 * 460),
+        (effects(micro=5, accumulation=2), 800 + 5 * 460),
         # Checkpoints: inputs of four blocks, one block computed again, what is outside.
-        (Candidate(micro=10, checkpoint="full"), 600 + 10 * (4 * 10 + 100 + 60)),
-        (Candidate(micro=10, checkpoint="second"), 600 + 10 * (2 * 10 + 2 * 100 + 100 + 60)),
-        (Candidate(micro=10, checkpoint="selective"), 600 + 10 * (4 * 50 + 100 + 60)),
-        (Candidate(micro=10, checkpoint="offload"), 600 + 10 * (2 * 10 + 100 + 60)),
+        (effects(micro=10, checkpoint="full"), 600 + 10 * (4 * 10 + 100 + 60)),
+        (effects(micro=10, checkpoint="second"), 600 + 10 * (2 * 10 + 2 * 100 + 100 + 60)),
+        (effects(micro=10, checkpoint="selective"), 600 + 10 * (4 * 50 + 100 + 60)),
+        (effects(micro=10, checkpoint="offload"), 600 + 10 * (2 * 10 + 100 + 60)),
         # 16 bits: half the activations, and autocast's copies of 50 M weights.
-        (Candidate(micro=10, precision="bfloat16"), 600 + 10 * 230 + 100),
+        (effects(micro=10, precision="bfloat16"), 600 + 10 * 230 + 100),
         # Weights in 16 bits: 100 + Adam 400 + float32 copies 200.
-        (Candidate(micro=10, precision="half"), 100 + 600 + 10 * 230),
+        (effects(micro=10, precision="half"), 100 + 600 + 10 * 230),
         # A chunked loss keeps an eighth of the logits.
-        (Candidate(micro=10, chunked_loss=True), 600 + 10 * (460 - 40 * 7 / 8)),
+        (effects(micro=10, chunked_loss=True), 600 + 10 * (460 - 40 * 7 / 8)),
         # DDP on two ranks: its buckets hold the gradients all the time.
-        (Candidate(data=2, micro=10), 800 + 10 * 460),
-        (Candidate(data=4, sharding="zero1", micro=10), 400 + 100 + 10 * 460),
+        (effects(data=2, micro=10), 800 + 10 * 460),
+        (effects(data=4, sharding="zero1", micro=10), 400 + 100 + 10 * 460),
         # fsdp on four: (4 + 8)/4 bytes a parameter, the rest and two blocks gathered, one unit's gradient.
-        (Candidate(zero=4, sharding="fsdp", micro=10), 150 + 10 * 460 + 4 * 30 + 40),
-        (Candidate(zero=4, sharding="zero2", micro=10), 150 + 10 * 460 + 4 * 50 + 40),
+        (effects(zero=4, sharding="fsdp", micro=10), 150 + 10 * 460 + 4 * 30 + 40),
+        (effects(zero=4, sharding="zero2", micro=10), 150 + 10 * 460 + 4 * 50 + 40),
         # ... and whole gradients in float32 inside a window.
-        (Candidate(zero=4, sharding="fsdp", micro=10, accumulation=2), 150 + 50 + 10 * 460 + 4 * 30 + 40 + 200),
+        (effects(zero=4, sharding="fsdp", micro=10, accumulation=2), 150 + 50 + 10 * 460 + 4 * 30 + 40 + 200),
         # Tensor parallel over two: everything fixed halves, of the blocks' activations 10/34 + 24/34/2.
-        (Candidate(tensor=2, micro=10), 300 + 10 * (400 * (10 + 12) / 34 + 60)),
-        (Candidate(sequence=2, micro=10), 600 + 10 * 460 / 2),
+        (effects(tensor=2, micro=10), 300 + 10 * (400 * (10 + 12) / 34 + 60)),
+        (effects(sequence=2, micro=10), 600 + 10 * 460 / 2),
         # Two stages and four micro-batches of two: two in flight on the first stage, 2 blocks each; gradients stay.
-        (Candidate(pipe=2, micro=8, microbatches=4), 400 + 8 / 4 * max(2 * 200, 200 + 60)),
-        (Candidate(micro=10, cpu_offload=True), 200 + 10 * 460),
+        (effects(pipe=2, micro=8, microbatches=4), 400 + 8 / 4 * max(2 * 200, 200 + 60)),
+        (effects(micro=10, cpu_offload=True), 200 + 10 * 460),
     ],
 )  # fmt: skip
 def test_memory_is_what_a_pencil_gives(candidate, expected):
@@ -91,8 +93,8 @@ def test_memory_is_what_a_pencil_gives(candidate, expected):
 
 def test_with_few_activations_the_update_is_the_peak():
     light = make_profile(units=tuple(_lighter(unit) for unit in PROFILE.units))
-    assert peak(Candidate(micro=1, fused=True), light) == pytest.approx(16 * 50)  # bytes a parameter, with Adam
-    assert peak(Candidate(micro=1), light) == pytest.approx(20 * 50)  # and what an unfused step allocates
+    assert peak(effects(micro=1, fused=True), light) == pytest.approx(16 * 50)  # bytes a parameter, with Adam
+    assert peak(effects(micro=1), light) == pytest.approx(20 * 50)  # and what an unfused step allocates
 
 
 def _lighter(unit):
@@ -106,7 +108,7 @@ def _lighter(unit):
 
 def test_reserve_is_a_fixed_part_and_a_share():
     machine = make_machine(reserve_bytes=5.0 * MILLION, reserve_share=0.1)
-    assert predict_memory(Candidate(micro=10), PROFILE, machine)["reserve"] == pytest.approx(
+    assert predict_memory(effects(micro=10), PROFILE, machine)["reserve"] == pytest.approx(
         5 * MILLION + 0.1 * 5200 * MILLION
     )
 
@@ -115,16 +117,20 @@ def test_compiled_plans_have_activations_of_their_own():
     profile = make_profile(
         compiled_bytes={"bfloat16": 115.0 * MILLION}, compiled_fixed_bytes={"bfloat16": 7.0 * MILLION}
     )
-    whole = Candidate(micro=10, precision="bfloat16", compile="model")
+    whole = effects(micro=10, precision="bfloat16", compile="model")
     assert activation_bytes(whole, profile) == pytest.approx((10 * 115 + 7) * MILLION)
     output = 10 * (40 - 20)  # the gradient of the output in 16 bits; the copies of weights are among the fixed ones
     assert peak(whole, profile) == pytest.approx(600 + 10 * 115 + 7 + output)
     assert predict_memory(whole, profile, MACHINE)["temporary"] == pytest.approx(output * MILLION)
-    chunked = dataclasses.replace(whole, chunked_loss=True)  # no whole output, no whole gradient
+    chunked = effects(
+        micro=10, precision="bfloat16", compile="model", chunked_loss=True
+    )  # no whole output, no whole gradient
     assert predict_memory(chunked, profile, MACHINE).get("temporary", 0.0) == 0.0
-    blocks = dataclasses.replace(whole, compile="block")  # half of the blocks' activations, and all outside of them
+    blocks = effects(
+        micro=10, precision="bfloat16", compile="block"
+    )  # half of the blocks' activations, and all outside of them
     assert activation_bytes(blocks, profile) == pytest.approx(10 * (200 * 0.5 + 30) * MILLION)
-    other = dataclasses.replace(whole, precision="float32")  # not captured: taken as in eager mode
+    other = effects(micro=10, compile="model")  # not captured: taken as in eager mode
     assert activation_bytes(other, profile) == pytest.approx(10 * 460 * MILLION)
 
 
@@ -134,36 +140,36 @@ def test_the_prediction_of_a_plain_plan_is_the_tracked_peak():
         "float32/full": ((700.0 * MILLION, 250.0 * MILLION),),
     }
     profile = make_profile(peak_lines=lines)
-    assert peak(Candidate(micro=10, fused=True), profile) == pytest.approx(900 + 5000)
-    assert peak(Candidate(micro=10, fused=True, checkpoint="full"), profile) == pytest.approx(700 + 2500)
+    assert peak(effects(micro=10, fused=True), profile) == pytest.approx(900 + 5000)
+    assert peak(effects(micro=10, fused=True, checkpoint="full"), profile) == pytest.approx(700 + 2500)
     excess = 5900 - 5200  # what lives for a moment is there on every rank
-    assert peak(Candidate(data=2, micro=10, fused=True), profile) == pytest.approx(800 + 4600 + excess)
+    assert peak(effects(data=2, micro=10, fused=True), profile) == pytest.approx(800 + 4600 + excess)
 
 
 def test_gathered_parameters_are_in_16_bits_under_autocast():
-    candidate = Candidate(zero=4, sharding="fsdp", precision="bfloat16", micro=1)
+    candidate = effects(zero=4, sharding="fsdp", precision="bfloat16", micro=1)
     assert gathered_bytes(candidate, PROFILE) == pytest.approx((2 * 30 + 40) * MILLION)
 
 
 def test_time_of_one_rank():
-    time = predict_time(Candidate(micro=10, fused=True), PROFILE, MACHINE)
+    time = predict_time(effects(micro=10, fused=True), PROFILE, MACHINE)
     weights = 3 * 200 * MILLION / 1e12  # read by forward, and twice by backward
     traffic = 3 * 10 * 5 * 0.8 * 200 * MILLION / 1e12  # what is not in matrix products
     assert time["compute"] == pytest.approx(
         3 * 10 * 5 * 20e6 / 1e9 + traffic + weights
     )  # five units; backward counts twice
     assert time["optimizer"] == pytest.approx((3 * 200 + 2 * 400) * MILLION / 1e12)
-    slower = predict_time(Candidate(micro=10, checkpoint="full"), PROFILE, MACHINE)
+    slower = predict_time(effects(micro=10, checkpoint="full"), PROFILE, MACHINE)
     assert slower["recompute"] == pytest.approx(10 * 4 * 20e6 / 1e9 + traffic * 4 / 15)
-    half = predict_time(Candidate(micro=10, checkpoint="second"), PROFILE, MACHINE)["recompute"]
+    half = predict_time(effects(micro=10, checkpoint="second"), PROFILE, MACHINE)["recompute"]
     assert half == pytest.approx(slower["recompute"] / 2)
     assert slower["optimizer"] == pytest.approx(2.5 * time["optimizer"])
-    faster = predict_time(Candidate(micro=10, precision="bfloat16"), PROFILE, MACHINE)
+    faster = predict_time(effects(micro=10, precision="bfloat16"), PROFILE, MACHINE)
     assert faster["compute"] == pytest.approx(3.0 / 4 + traffic / 2 + weights / 2)
 
 
 def test_few_large_passes_beat_many_small_ones():
-    large, small = (predict_time(Candidate(micro=10 // n, accumulation=n), PROFILE, MACHINE)["compute"] for n in (2, 5))
+    large, small = (predict_time(effects(micro=10 // n, accumulation=n), PROFILE, MACHINE)["compute"] for n in (2, 5))
     each = (3 * 200 + 2 * 200) * MILLION / 1e12  # weights, and gradients that are added up
     work = 3.0 + 3 * 10 * 5 * 0.8 * 200 * MILLION / 1e12
     assert (large, small) == (pytest.approx(work + 2 * each), pytest.approx(work + 5 * each))
@@ -174,16 +180,16 @@ def test_a_unit_takes_arithmetic_and_traffic_one_after_the_other_or_its_launches
         bandwidth=1e9
     )  # 200 MB at 1 GB/s for a sample of each unit, 80 % of it between products, 30 % when compiled
     weights, products = 0.6, 3.0
-    eager = predict_time(Candidate(micro=10), PROFILE, traffic)
+    eager = predict_time(effects(micro=10), PROFILE, traffic)
     assert eager["compute"] == pytest.approx(3 * 5 * 10 * 0.16 + products + weights)
-    fused = predict_time(Candidate(micro=10, compile="model"), PROFILE, traffic)
+    fused = predict_time(effects(micro=10, compile="model"), PROFILE, traffic)
     assert fused["compute"] == pytest.approx(3 * 5 * 10 * 0.06 + products + weights)
     launches = make_machine(launch=1.0, bandwidth=1e15)
-    assert predict_time(Candidate(micro=1), PROFILE, launches)["compute"] == pytest.approx(3 * 85, rel=1e-5)
-    assert predict_time(Candidate(micro=1, compile="model"), PROFILE, launches)["compute"] == pytest.approx(
+    assert predict_time(effects(micro=1), PROFILE, launches)["compute"] == pytest.approx(3 * 85, rel=1e-5)
+    assert predict_time(effects(micro=1, compile="model"), PROFILE, launches)["compute"] == pytest.approx(
         3 * 85 / 4, rel=1e-5
     )
-    graphs = predict_time(Candidate(micro=1, compile="model", graphs=True), PROFILE, launches)
+    graphs = predict_time(effects(micro=1, compile="model", graphs=True), PROFILE, launches)
     assert graphs["compute"] == pytest.approx(3 * 5 * 20e6 / 1e9, rel=1e-5)
 
 
@@ -204,14 +210,14 @@ def test_gpt2_on_an_h200_takes_what_was_measured_there():
     )  # fmt: skip
     h200 = make_machine(flops={"float32": 3.89e13, "bfloat16": 6.44e14}, bandwidth=3.83e12, launch=5e-6)
     for scope, measured in (("model", 0.1214), ("none", 0.1719)):
-        candidate = Candidate(micro=64, precision="bfloat16", fused=True, compile=scope)
+        candidate = effects(micro=64, precision="bfloat16", fused=True, compile=scope)
         assert sum(predict_time(candidate, profile, h200).values()) == pytest.approx(measured, rel=0.05)
 
 
 def test_measured_corrections_multiply_the_kind_they_are_for():
-    machine = make_machine(corrections={Candidate(precision="bfloat16").kind: 1.5}, bandwidth=1e18)
-    plain = predict_time(Candidate(micro=10), PROFILE, machine)["compute"]
-    assert predict_time(Candidate(micro=10, precision="bfloat16"), PROFILE, machine)["compute"] == pytest.approx(
+    machine = make_machine(corrections={effects(precision="bfloat16").kind: 1.5}, bandwidth=1e18)
+    plain = predict_time(effects(micro=10), PROFILE, machine)["compute"]
+    assert predict_time(effects(micro=10, precision="bfloat16"), PROFILE, machine)["compute"] == pytest.approx(
         plain / 4 * 1.5
     )
 
@@ -223,21 +229,21 @@ def test_collectives_follow_latency_and_bandwidth():
 
 
 def test_only_what_compute_cannot_hide_is_exposed():
-    ddp = Candidate(data=2, micro=10)
+    ddp = effects(data=2, micro=10)
     reduce = 2 * 200e6 / 2 / 1e9  # twice (n - 1) · S / (n β)
     assert communication_time(ddp, PROFILE, MACHINE, busy=0.0) == pytest.approx(reduce)
     assert communication_time(ddp, PROFILE, MACHINE, busy=3.0) == 0.0
     assert communication_time(ddp, PROFILE, MACHINE, busy=0.15) == pytest.approx(reduce - 0.1)  # behind backward alone
-    window = Candidate(data=2, micro=5, accumulation=2)  # and behind the backward of the last pass alone
+    window = effects(data=2, micro=5, accumulation=2)  # and behind the backward of the last pass alone
     assert communication_time(window, PROFILE, MACHINE, busy=0.15) == pytest.approx(reduce - 0.05)
-    fsdp = Candidate(zero=2, sharding="fsdp", micro=10)
+    fsdp = effects(zero=2, sharding="fsdp", micro=10)
     assert communication_time(fsdp, PROFILE, MACHINE, busy=0.0) == pytest.approx(3 * 0.1)
-    zero2 = Candidate(zero=2, sharding="zero2", micro=5, accumulation=2)
+    zero2 = effects(zero=2, sharding="zero2", micro=5, accumulation=2)
     assert communication_time(zero2, PROFILE, MACHINE, busy=0.0) == pytest.approx(3 * 0.1)
 
 
 def test_axes_inside_a_node_use_the_fast_link():
-    candidate = Candidate(data=2, zero=4, sharding="fsdp")
+    candidate = effects(data=2, zero=4, sharding="fsdp")
     assert link_of(candidate, "zero", MACHINE) is MACHINE.intra and link_of(candidate, "data", MACHINE) is MACHINE.inter
     hybrid = communication_time(candidate, PROFILE, MACHINE, busy=0.0)
     inside = 3 * 3 * 200e6 / 4 / 1e9
@@ -245,7 +251,7 @@ def test_axes_inside_a_node_use_the_fast_link():
 
 
 def test_a_pipeline_stands_still_at_both_ends():
-    time = predict_time(Candidate(pipe=2, micro=8, microbatches=4), PROFILE, make_machine(bandwidth=1e18))
+    time = predict_time(effects(pipe=2, micro=8, microbatches=4), PROFILE, make_machine(bandwidth=1e18))
     busy = 8 * 3 * (2 + 1) * 20e6 / 1e9  # half of the blocks, and what is outside
     assert time["compute"] == pytest.approx(busy)
     assert time["bubble"] == pytest.approx(busy * 1 / 4)  # of the whole: (p - 1)/(m + p - 1)
@@ -253,13 +259,13 @@ def test_a_pipeline_stands_still_at_both_ends():
 
 
 def test_tensor_parallel_activations_are_never_hidden():
-    time = communication_time(Candidate(tensor=2, micro=1), PROFILE, MACHINE, busy=1e9)
+    time = communication_time(effects(tensor=2, micro=1), PROFILE, MACHINE, busy=1e9)
     assert time == pytest.approx(4 * 4 * 2 * 10e6 / 2 / 1e9)
 
 
 def test_offloaded_state_travels_over_the_host_link():
     machine = make_machine(host_bandwidth=1e8)
-    time = predict_time(Candidate(micro=1, cpu_offload=True), PROFILE, machine)
+    time = predict_time(effects(micro=1, cpu_offload=True), PROFILE, machine)
     assert time["transfer"] == pytest.approx(2 * 200e6 / 1e8)
 
 
@@ -272,7 +278,7 @@ def test_a_cost_adds_up_and_scales_by_name():
 
 
 def test_candidates_become_plans_and_labels():
-    candidate = Candidate(
+    candidate = make_candidate(
         zero=4,
         data=2,
         sharding="fsdp",
@@ -286,11 +292,11 @@ def test_candidates_become_plans_and_labels():
     plan = candidate.plan()
     assert plan.opt_names() == [
         "parallel_mode",
+        "micro_batch",
         "fsdp",
         "amp_native",
-        "checkpoint",
-        "micro_batch",
         "native_dynamo",
+        "checkpoint",
         "fused_optimizer",
     ]
     configs = {entry.name: entry.config for entry in plan}

@@ -14,10 +14,10 @@ from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, P
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
+from drivetrain.strategy.methods.cpu_threads import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.search import find, picture
-from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.experience import Experience
@@ -42,12 +42,15 @@ from drivetrain.strategy.search.wishes import budget_bytes, parse_memory
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.values import TrialResult
 from drivetrain.strategy.value import Strategy
+from tests.strategy.candidates import candidate, checkpoint_of, effects, sharding_of
+from tests.strategy.candidates import candidate as make_candidate
 from tests.strategy.tasks import loss_func, make_data, make_model
 from tests.strategy.test_cost_model import make_machine, make_profile
 
 GPU = make_machine(flops={"float32": 5e13, "tf32": 3e14, "bfloat16": 6e14}, bandwidth=3e12, launch=5e-6)
 CPU = make_machine(kind="cpu", flops={"float32": 1e11, "bfloat16": 5e10}, bandwidth=2e10, launch=3e-6)
 H100 = DeviceSpec.preset("h100")
+THREADS = {"cpu_threads": (CpuThreadsConfig(threads=1), CpuThreadsConfig(threads=4))}
 
 
 def place(world=1, batch=64, machine=GPU, profile=None, model=None, **wishes):
@@ -69,22 +72,22 @@ def test_thousands_of_candidates_share_one_global_batch_and_are_all_different():
     found = space(8).candidates
     assert 2000 < len(found) < 60_000 and len(set(found)) == len(found)
     assert {candidate.global_size for candidate in found} == {64} and {candidate.world for candidate in found} == {8}
-    assert {candidate.sharding for candidate in found} == {"none", "zero1", "zero2", "fsdp"}
-    assert {candidate.checkpoint for candidate in found} == {"none", "selective", "second", "full", "offload"}
-    assert {candidate.compile for candidate in found} == {"none", "model", "block"}
-    assert {candidate.precision for candidate in found} == {"float32", "tf32", "bfloat16"}
+    assert {sharding_of(c) for c in found} == {"none", "zero1", "zero2", "fsdp"}
+    assert {checkpoint_of(c) for c in found} == {"none", "selective", "second", "full", "offload"}
+    assert {c.effects.compiled for c in found} == {"none", "model", "block"}
+    assert {c.effects.precision for c in found} == {"float32", "tf32", "bfloat16"}
     assert {candidate.micro * candidate.accumulation for candidate in found if candidate.data_ranks == 8} == {8}
 
 
 def test_every_kind_of_candidate_is_a_valid_plan():
     found = space(8)
     seen = {}
-    for candidate in found.candidates:
-        seen.setdefault(tuple(candidate.names()), candidate)
+    for one in found.candidates:
+        seen.setdefault(tuple(one.names()), one)
     assert len(seen) > 100
-    for candidate in list(seen.values())[::17]:
-        plan = found.plan(candidate)
-        assert sorted(plan.opt_names()) == sorted(candidate.names())
+    for one in list(seen.values())[::17]:
+        plan = found.plan(one)
+        assert sorted(plan.opt_names()) == sorted(one.names())
         names = [
             name
             for name in plan.opt_names()
@@ -94,38 +97,43 @@ def test_every_kind_of_candidate_is_a_valid_plan():
 
 
 def test_numerics_bound_the_precision():
-    assert {c.precision for c in space(numerics="exact").candidates} == {"float32"}
-    assert {c.precision for c in space(numerics="low").candidates} >= {"float32", "tf32", "bfloat16", "half"}
+    assert {c.effects.precision for c in space(numerics="exact").candidates} == {"float32"}
+    assert {c.effects.precision for c in space(numerics="low").candidates} >= {"float32", "tf32", "bfloat16", "half"}
     old = make_machine(flops={"float32": 1e13, "float16": 1e14})
-    assert {c.precision for c in build_space(replace(place(), machine=old)).candidates} == {"float32", "float16"}
+    assert {c.effects.precision for c in build_space(replace(place(), machine=old)).candidates} == {
+        "float32",
+        "float16",
+    }
 
 
 def test_a_cpu_is_searched_for_what_helps_there():
     found = space(2, machine=CPU, model=make_model()).candidates
-    assert {c.sharding for c in found} == {"none"} and not any(c.cpu_offload or c.graphs for c in found)
-    assert {c.precision for c in found} == {"float32", "bfloat16"}
-    assert "offload" not in {c.checkpoint for c in found}
+    assert {sharding_of(c) for c in found} == {"none"} and not any(
+        {"cpu_offload", "cuda_graphs"} & set(c.names()) for c in found
+    )
+    assert {c.effects.precision for c in found} == {"float32", "bfloat16"}
+    assert "offload" not in {checkpoint_of(c) for c in found}
 
 
 def test_on_a_cpu_numbers_of_threads_are_compared_and_none_is_trusted_without_a_trial():
-    here = replace(place(machine=CPU, model=make_model()), threads=(1, 4))
+    here = replace(place(machine=CPU, model=make_model()), local=THREADS)
     found = build_space(here)
-    assert {c.threads for c in found.candidates} == {None, 1, 4}
-    chosen = Candidate(micro=64, threads=4)
+    assert {c.effects.threads for c in found.candidates} == {None, 1, 4}
+    chosen = candidate(micro=64, threads=4)
     assert chosen in found.candidates and "cpu_threads" in found.plan(chosen)
     assert found.plan(chosen)[0].config.threads == 4 and "threads 4" in chosen.kind
     machine = replace(CPU, threads=2)
-    seconds = [predict(Candidate(micro=64, threads=n), make_profile(), machine).seconds for n in (1, None, 4)]
+    seconds = [predict(candidate(micro=64, threads=n), make_profile(), machine).seconds for n in (1, None, 4)]
     assert seconds == sorted(seconds, reverse=True)
-    assert {c.threads for c in build_space(replace(here, machine=GPU)).candidates} == {None}
+    assert {c.effects.threads for c in build_space(replace(here, machine=GPU)).candidates} == {None}
     wanted = build_space(replace(here, wishes=Wishes(included=(("cpu_threads", 3),))))
-    assert {c.threads for c in wanted.candidates} == {3}
+    assert {c.effects.threads for c in wanted.candidates} == {3}
     start = Strategy([("cpu_threads", 2), ("micro_batch", 8)])
     again = build_space(replace(here, wishes=Wishes(start=start)))
-    assert again.plain.threads == 2 and {c.threads for c in again.candidates} == {1, 2, 4}
+    assert again.plain.effects.threads == 2 and {c.effects.threads for c in again.candidates} == {1, 2, 4}
     run = find._Search(make_task(), torch.device("cpu"), 1, Wishes(), None)
-    scored = [predict(c, make_profile(), machine) for c in (chosen, Candidate(micro=64))]
-    assert [item.candidate.threads for item in run._trusted(scored)] == [None]
+    scored = [predict(c, make_profile(), machine) for c in (chosen, candidate(micro=64))]
+    assert [item.candidate.effects.threads for item in run._trusted(scored)] == [None]
     asked = find._Search(make_task(), torch.device("cpu"), 1, Wishes(included=("cpu_threads",)), None)
     assert len(asked._trusted(scored)) == 2
 
@@ -138,24 +146,29 @@ def test_a_batch_is_never_split_under_batch_norm():
 
 def test_channels_last_needs_convolutions():
     conv = make_profile(has_convolution=True)
-    assert {c.channels_last for c in space(profile=conv, model=nn.Conv2d(3, 3, 3)).candidates} == {False, True}
-    assert {c.channels_last for c in space().candidates} == {False}
+    assert {"channels_last" in c.names() for c in space(profile=conv, model=nn.Conv2d(3, 3, 3)).candidates} == {
+        False,
+        True,
+    }
+    assert {"channels_last" in c.names() for c in space().candidates} == {False}
 
 
 def test_excluded_and_included_methods_and_groups():
     assert not any("native_dynamo" in c.names() for c in space(excluded=frozenset({"compile"})).candidates)
-    assert {c.sharding for c in space(4, excluded=frozenset({"zero"})).candidates} == {"none"}
-    assert all(c.checkpoint != "none" for c in space(included=("checkpoint",)).candidates)
-    assert {c.sharding for c in space(4, included=("zero",)).candidates} == {"zero1", "zero2", "fsdp"}
+    assert {sharding_of(c) for c in space(4, excluded=frozenset({"zero"})).candidates} == {"none"}
+    assert all(checkpoint_of(c) != "none" for c in space(included=("checkpoint",)).candidates)
+    assert {sharding_of(c) for c in space(4, included=("zero",)).candidates} == {"zero1", "zero2", "fsdp"}
     fixed = space(included=(("micro_batch", 4), ("checkpoint", {"mode": "selective"}), ("amp_native", "bf16")))
-    assert {(c.micro, c.checkpoint, c.precision) for c in fixed.candidates} == {(4, "selective", "bfloat16")}
+    assert {(c.micro, checkpoint_of(c), c.effects.precision) for c in fixed.candidates} == {
+        (4, "selective", "bfloat16")
+    }
     assert all(
         "module_replace" in fixed.plan(c)
         for fixed in [space(included=("module_replace",))]
         for c in fixed.candidates[:5]
     )
     cpu = space(2, machine=CPU, included=("zero1",))
-    assert {c.sharding for c in cpu.candidates} == {"zero1"}
+    assert {sharding_of(c) for c in cpu.candidates} == {"zero1"}
 
 
 def test_unknown_and_contradictory_wishes_are_refused_before_anything_happens():
@@ -184,9 +197,9 @@ def test_finetuning_keeps_the_methods_and_varies_their_settings():
     assert found.plain == found.candidates[0]
     names = {frozenset(found.plan(c).opt_names()) for c in found.candidates}
     assert names == {frozenset({"checkpoint", "micro_batch", "fused_optimizer"})}
-    assert len({(c.checkpoint, c.micro) for c in found.candidates}) > 8
+    assert len({(checkpoint_of(c), c.micro) for c in found.candidates}) > 8
     tunable = space(start=Strategy([("checkpoint", None, True), ("micro_batch", 8)]))  # only what is marked is searched
-    assert {c.micro for c in tunable.candidates} == {8} and len({c.checkpoint for c in tunable.candidates}) > 2
+    assert {c.micro for c in tunable.candidates} == {8} and len({checkpoint_of(c) for c in tunable.candidates}) > 2
 
 
 class Turbo(Method):
@@ -210,8 +223,8 @@ def test_a_users_method_takes_part_through_candidates_and_estimate(turbo):
     found = build_space(where)
     with_it = [c for c in found.candidates if "turbo_of_a_user" in c.names()]
     assert with_it and len(with_it) * 2 >= len(found.candidates) - 1
-    one = Candidate(micro=64, extra=with_it[0].extra)
-    plain = Candidate(micro=64)
+    one = replace(candidate(micro=64), methods=tuple(item for item in with_it[0].methods if item[0] == Turbo.name))
+    plain = candidate(micro=64)
     ours, theirs = (predict(c, where.profile, where.machine) for c in (one, plain))
     assert ours.cost.time["compute"] == pytest.approx(theirs.cost.time["compute"] / 2)
     best = order(predict(c, where.profile, where.machine) for c in found.candidates)[0]
@@ -231,7 +244,7 @@ def test_a_thousand_ranks_are_enumerated_and_ranked_in_seconds():
 
 
 def scored(seconds, peak, **candidate):
-    return Scored(Candidate(**candidate), Cost({"params": float(peak)}, {"compute": float(seconds)}))
+    return Scored(make_candidate(**candidate), Cost({"params": float(peak)}, {"compute": float(seconds)}))
 
 
 def test_the_front_holds_what_nothing_equals_or_beats():
@@ -247,12 +260,12 @@ def test_promising_candidates_are_of_different_kinds():
     twin = scored(1.0, 9.5, micro=1, precision="bfloat16", cpu_offload=True)
     chosen = promising([*many, other, far, twin], 4)
     assert len(chosen) == 4 and other in chosen and many[0] in chosen and far not in chosen and twin not in chosen
-    without = promising([*many, other], 4, lambda candidate: candidate.compile == "none")
+    without = promising([*many, other], 4, lambda candidate: candidate.effects.compiled == "none")
     assert other not in without and len(without) == 4
 
 
 def test_ties_go_to_the_simpler_plan():
-    assert order([scored(1, 5, fused=True), scored(1, 5)])[0].candidate == Candidate()
+    assert order([scored(1, 5, fused=True), scored(1, 5)])[0].candidate == candidate()
 
 
 def measurement(seconds, outcome="ok", **candidate):
@@ -290,8 +303,8 @@ def test_measured_ties_within_two_percent_go_to_fewer_methods():
     ],
 )
 def test_out_of_memory_rules_out_whatever_needs_as_much(changes, expected):
-    failed = Candidate(micro=8, accumulation=2, checkpoint="selective", sharding="fsdp", zero=4)
-    assert is_ruled_out(replace(failed, **changes), [failed]) is expected
+    words = {"micro": 8, "accumulation": 2, "checkpoint": "selective", "sharding": "fsdp", "zero": 4}
+    assert is_ruled_out(candidate(**{**words, **changes}), [candidate(**words)]) is expected
 
 
 def test_nearest_misses_and_sensitivity_have_numbers():
@@ -472,7 +485,7 @@ def test_a_process_that_must_be_started_anew_needs_time_for_it():
 
 @pytest.mark.parametrize(("seconds_now", "threads"), [(0.2, 4), (0.08, None)])
 def test_other_threads_are_chosen_only_if_the_same_plan_is_slower_with_those_of_now(seconds_now, threads):
-    here = build_space(replace(place(machine=CPU), threads=(4,)))
+    here = build_space(replace(place(machine=CPU), local={"cpu_threads": (CpuThreadsConfig(threads=4),)}))
     other, plain = scored(0.1, 1, micro=64, fused=True, threads=4), scored(0.3, 1, micro=64)
     answers = {
         ("fused_optimizer", "cpu_threads"): TrialResult(outcome="ok", step_seconds=0.1, steps=3),
@@ -484,8 +497,8 @@ def test_other_threads_are_chosen_only_if_the_same_plan_is_slower_with_those_of_
     measuring.round([other, plain])
     assert len(trials.asked) == 2
     measuring.refine()
-    assert choose(measuring.found).scored.candidate.threads == threads
-    assert any(one.scored.candidate == Candidate(micro=64, fused=True) for one in measuring.found)
+    assert choose(measuring.found).scored.candidate.effects.threads == threads
+    assert any(one.scored.candidate == candidate(micro=64, fused=True) for one in measuring.found)
 
 
 class CountingProfiler:
@@ -509,11 +522,11 @@ def known(clock=None, seconds=30.0, **values):
 
 def test_a_profile_grows_by_what_candidates_read_and_nothing_is_asked_twice():
     about, profiler = known()
-    eager, compiled = Candidate(micro=64), Candidate(micro=64, precision="bfloat16", compile="model")
-    again = Candidate(micro=64, precision="bfloat16", compile="block", checkpoint="second")
-    assert parts_read(eager) == frozenset() and parts_read(compiled) == {"bfloat16/compiled"}
-    assert parts_read(again) == {"bfloat16/compiled", "bfloat16/full"}
-    assert parts_read(replace(again, checkpoint="selective", precision="tf32")) == {
+    eager, compiled = candidate(micro=64), candidate(micro=64, precision="bfloat16", compile="model")
+    again = candidate(micro=64, precision="bfloat16", compile="block", checkpoint="second")
+    assert parts_read(eager.effects) == frozenset() and parts_read(compiled.effects) == {"bfloat16/compiled"}
+    assert parts_read(again.effects) == {"bfloat16/compiled", "bfloat16/full"}
+    assert parts_read(effects(micro=64, precision="tf32", compile="block", checkpoint="selective")) == {
         "float32/compiled",
         "float32/selective",
     }
@@ -554,7 +567,7 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     candidates, top = run._promising(candidates, about, found, 1.5 * max(item.peak for item in top))
     assert about.asked == {"bfloat16/compiled"} and profiler.parts == [about.asked]
     assert top and len(candidates) == len(found.candidates)
-    assert any(parts_read(item.candidate) - about.asked for item in candidates)
+    assert any(parts_read(item.candidate.effects) - about.asked for item in candidates)
     run._promising(candidates, about, found, 1.0)
     assert about.asked == {"bfloat16/compiled", "float32/compiled"}  # nothing fits: it matters what each of them keeps
 
@@ -566,7 +579,7 @@ def learning(ratio, **first):
     experience = Experience(profile, machine)
 
     def item(**values):
-        return predict(Candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
+        return predict(candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
 
     measuring = Measuring(
         build_space(place(machine=CPU)), torch.device("cpu"), Clock(1000.0), 1e15, Trials({}, []), lambda text: None,

@@ -320,8 +320,8 @@ def apply_to_context(plan: Strategy, context: Context) -> Context:
     optimizer, loader = getattr(context, "optimizer", None), getattr(context, "loader", None)
     recipe = None if optimizer is None else recipe_of(optimizer, model)
     loss_func = getattr(context, "loss_func", None)
-    if resolved.config("micro_batch") is not None and loader is None:
-        raise ConfigError("micro_batch needs the item 'loader' in the Context, with a global_batch_size.")
+    if resolved.splitter is not None and loader is None:
+        raise ConfigError(f"{resolved.splitter} needs the item 'loader' in the Context, with a global_batch_size.")
     ctx = shape(PlanContext(model, resolved, recipe, loss_func))
     finish(ctx, loader)
     context.model = ctx.model  # type: ignore[attr-defined]

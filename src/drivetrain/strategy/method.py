@@ -1,12 +1,15 @@
-"""What an optimization method is: a name, a configuration, a stage, and one transform of a Context.
+"""What an optimization method is: a name, a configuration, a stage, one transform of a Context, and all that is known of it.
 
-`parse` turns whatever a user or a file wrote into the method's frozen `Config`; `check` refuses what cannot work, before anything is
+`parse` turns whatever a user or a file wrote into the method's frozen `Config`; `check` rejects what cannot work, before anything is
 touched; `apply` does it. A configuration holds plain hashable values only, so a plan can be compared, hashed and written as JSON.
+
+Search, trials and simulation know no method by name. They ask each one for its options, for the combinations it fits into, for its
+effect on memory and time, and for what a simulation or a trial must know of it.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,9 +21,18 @@ from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, unknown
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.cost import Cost
+    from drivetrain.strategy.search.scope import Scope
 
 Numerics = Literal["exact", "tf32", "mixed", "low"]
 """How far results may drift: not at all beyond rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
+
+
+Option = tuple[tuple[str, Any], ...]
+"""One thing that a search may do: methods with their configurations. The empty option leaves the methods out."""
 
 
 class Stage(IntEnum):
@@ -71,7 +83,11 @@ class Method:
     stage: ClassVar[Stage] = Stage.MODULE
     Config: ClassVar[type] = NoConfig
     conflicts: ClassVar[Mapping[str, str]] = {}
-    """Methods that cannot stand beside this one, each with what to do."""
+    """Methods that cannot be used together with this one, each with what to do."""
+    is_alone_in_group: ClassVar[bool] = False
+    """Whether a plan has at most one method of the group."""
+    lays_out_mesh: ClassVar[bool] = False
+    """Whether its configuration has the `axes` and the `rank_order` of the mesh."""
     needs_processes: ClassVar[bool] = False
     """Whether the method has no meaning on one process."""
     short: ClassVar[str | None] = None
@@ -132,6 +148,10 @@ class Method:
     def check(self, config: Any, site: Site) -> None:
         """Raise where the method cannot run with this configuration; nothing has been changed yet."""
 
+    def clash(self, config: Any, others: Mapping[str, Any], device: torch.device) -> str | None:
+        """Return why the configuration contradicts those of other methods, and what to do; None: it does not."""
+        return None
+
     def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
         """Say why the method cannot be used on a device, or None."""
         return None
@@ -144,13 +164,143 @@ class Method:
 
     # What a search asks.
 
+    dimension: ClassVar[str | None] = None
+    """Methods of one dimension are alternatives to each other; None: a dimension of its own."""
+    is_searched: ClassVar[bool] = True
+    """Whether a search decides about it; else it is used only when it is included."""
+    stays_idle: ClassVar[bool] = False
+    """Whether it stays in a plan that includes it where it has nothing to do."""
+    axis: ClassVar[str | None] = None
+    """The axis of the mesh that this method alone uses."""
+    shards_axis: ClassVar[str | None] = None
+    """The axis along which it splits parameters and gradients that data ranks share."""
+    splits_optimizer: ClassVar[bool] = False
+    """Whether it splits nothing but the optimizer's state over data ranks."""
+    unproved_on: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of devices on which it pays only sometimes, so that it is not chosen without a trial."""
+    is_minor: ClassVar[bool] = False
+    """Whether two plans that differ in it alone teach the same in a trial."""
+    is_simple: ClassVar[bool] = False
+    """Whether it leaves a plan as simple as it was, when a tie is decided."""
+    must_win: ClassVar[bool] = False
+    """Whether the fastest plan is also tried without it, before it is chosen."""
+
     def candidates(self, profile: Any, device: torch.device, world: int) -> list[Any]:
         """Return the configurations that a search may try."""
         return [self.Config()] if self.requires(profile, device, world) is None else []
 
-    def estimate(self, cost: Any, config: Any) -> Any:
-        """Return the predicted cost with this method."""
+    def local_candidates(self, device: torch.device, world: int) -> tuple[Any, ...]:
+        """Return configurations that depend on this process, such as its CPUs; the answer of rank 0 counts for all."""
+        return ()
+
+    def options(self, scope: "Scope") -> list[Option]:
+        """Return what a search may do with the method; leaving it out is added unless it must be used.
+
+        A method that states no effect on cost is offered only where it must be used: it could only make a plan less simple.
+        """
+        states_effect = any(getattr(type(self), name) is not getattr(Method, name) for name in ("affect", "estimate"))
+        if not scope.must(self.name) and not (states_effect and scope.usable(self)):
+            return []
+        found = self.candidates(scope.profile, scope.device, scope.world)
+        configs = scope.kept(self.name) or [*scope.base(self.name), *map(self.parse, found)] or [self.parse(None)]
+        return [((self.name, config),) for config in dict.fromkeys(configs)]
+
+    def may_be_left_out(self, scope: "Scope") -> bool:
+        """Return whether plans without the method are compared too, where it has options."""
+        return True
+
+    def flag_options(self, scope: "Scope", is_sensible: bool) -> list[Option]:
+        """Return the options of a method that is used as it is, where that is sensible and possible."""
+        is_offered = scope.must(self.name) or (is_sensible and scope.usable(self))
+        return [((self.name, scope.config(self)),)] if is_offered else []
+
+    def axis_sizes(self, scope: "Scope") -> list[int]:
+        """Return sizes of the method's axis that the model and the machine allow, without 1."""
+        return []
+
+    def axis_options(self, scope: "Scope", size: int, micro: int, accumulation: int) -> list[Option]:
+        """Return the options on a mesh with its axis; none rejects the mesh for this batch split."""
+        return [((self.name, scope.config(self)),)]
+
+    def splits(self, scope: "Scope", per_rank: int) -> list[tuple[int, int]] | None:
+        """Return pairs of micro-batch and accumulation for a rank's part of a batch; None: the method does not split batches."""
+        return None
+
+    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+        """Return the settings that a candidate's mesh and batch split imply; None: it does not need the method for them."""
+        return None
+
+    def settled(self, config: Any, candidate: "Candidate") -> Any:
+        """Return a configuration of a plan as a search would write it, with what is left open decided."""
+        return config
+
+    def fits(self, config: Any, candidate: "Candidate") -> str | None:
+        """Return why the method has no place in a combination that a search considers, or None.
+
+        It is asked when the combination has the methods that come earlier in the registry, and again when it has all. The first reason is
+        final, so a method that needs another one is registered after it.
+        """
+        return None
+
+    def affect(self, effects: "Effects", config: Any) -> None:
+        """Change the numbers that memory and time are predicted from."""
+
+    def estimate(self, cost: "Cost", config: Any) -> "Cost":
+        """Return the predicted cost with this method, where `affect` cannot express its effect."""
         return cost
+
+    def amount(self, config: Any) -> int:
+        """Return how far the method goes in saving memory, to compare the options of its dimension; 0: it is not ordered."""
+        return 0
+
+    def label(self, config: Any) -> str:
+        """Return the method in one or two words for tables; empty where the mesh or the precision says it."""
+        return self.name
+
+    # What a new world, a simulation or a trial asks.
+
+    not_simulated: ClassVar[str | None] = None
+    """Why fake tensors leave the method out; None: they follow it."""
+    prevents_simulation: ClassVar[str | None] = None
+    """Why a plan with the method cannot be followed on fake tensors at all."""
+    compiles: ClassVar[bool] = False
+    """Whether the first steps compile."""
+    records_kernels: ClassVar[bool] = False
+    """Whether kernels are recorded and write every gradient into the same memory."""
+    warm_up_steps: ClassVar[int] = 0
+    """Further steps before times are those of training."""
+    leaves_no_trace: ClassVar[bool] = False
+    """Whether a process is as before after a trial, once its settings are restored and its memory is released."""
+    sets_update_loop: ClassVar[bool] = False
+    """Whether it decides how the optimizer goes through the parameters."""
+
+    def scaled_to(self, config: Any, axes: Mapping[str, int], batch: "BatchPlan | None") -> Any:
+        """Return the configuration for another mesh and batch split."""
+        return config
+
+    def batch_split(self, config: Any) -> tuple[int | None, int | None] | None:
+        """Return the micro-batch and accumulation that a configuration asks for; None: the method does not split batches."""
+        return None
+
+    def simulated(self, config: Any) -> Any:
+        """Return the configuration that stands for this one on fake tensors."""
+        return config
+
+    def period(self, config: Any) -> int | None:
+        """Return after how many blocks its effect repeats; None: a model of few blocks cannot stand for one of many."""
+        return 1
+
+    def pinned(self, config: Any, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
+        """Return the method with "auto" replaced by the names of units or of repeated blocks; `names` are the plan's methods."""
+        return ((self.name, config),)
+
+    def on_host(self, config: Any, is_sharded: bool) -> tuple[str, ...]:
+        """Return the categories of memory that the method keeps on the host."""
+        return ()
+
+    def sample_multiple(self, config: Any, site: Site) -> int:
+        """Return what the number of samples of one pass must be a multiple of."""
+        return 1
 
     # What it does.
 

@@ -53,6 +53,17 @@ def method_names() -> list[str]:
     return list(_methods)
 
 
+def all_methods() -> list[Method]:
+    """Return every method, in the order in which a search and its tables go through them."""
+    _load_built_in()
+    return list(_methods.values())
+
+
+def mesh_method() -> Method:
+    """Return the method whose configuration lays out the mesh."""
+    return next(method for method in all_methods() if method.lays_out_mesh)
+
+
 def group_names() -> list[str]:
     """Return the names of all groups of methods."""
     _load_built_in()

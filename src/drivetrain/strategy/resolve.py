@@ -15,13 +15,11 @@ from torch import nn
 from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
+from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.mesh import DATA_AXES, Axes, fit_axes
 from drivetrain.strategy.method import Method, Site, Stage
-from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.registry import find_method, mesh_method
 from drivetrain.strategy.value import Strategy
-
-_ONE_OF_GROUP = ("zero", "half")
-"""Groups of which a plan has at most one method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,23 @@ class ResolvedPlan:
         """Over how many ranks the samples of a batch are spread."""
         return math.prod(self.site.axis(axis) for axis in DATA_AXES)
 
+    @property
+    def batch_split(self) -> tuple[int | None, int | None]:
+        """The micro-batch and the accumulation that its methods ask for; None where they leave it open."""
+        found = (method.batch_split(config) for _, method, config in self.steps)
+        return next((split for split in found if split is not None), (None, None))
+
+    @property
+    def splitter(self) -> str | None:
+        """The name of the method that splits batches, or None."""
+        return next((one.name for _, one, config in self.steps if one.batch_split(config) is not None), None)
+
+    def batch_of(self, plan: Strategy, global_size: int) -> BatchPlan:
+        """Return how a global batch is split: as the plan says, or as its methods ask for."""
+        if plan.batch is not None and plan.batch.data_ranks == self.data_ranks:
+            return plan.batch
+        return plan_batch(global_size, self.data_ranks, *self.batch_split)
+
     def config(self, name: str) -> Any:
         """Return the configuration of a method, or None if it is not in the plan."""
         return next((config for _, method, config in self.steps if method.name == name), None)
@@ -58,7 +73,7 @@ def resolve_plan(
     world = get_num_processes() if world is None else world
     place = choose_device(device)
     merged = _expanded(_merged(plan))
-    parallel = merged.get("parallel_mode")
+    parallel = merged.get(mesh_method().name)
     axes = fit_axes(parallel.axes if parallel is not None else (), world)
     site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
     _refuse_conflicts(merged, site)
@@ -130,8 +145,11 @@ def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_conflicts(merged: Mapping[str, Any], site: Site) -> None:
-    for group in _ONE_OF_GROUP:
-        members = [name for name in merged if find_method(name).group == group]
+    groups: dict[str, list[str]] = {}
+    for name in merged:
+        if find_method(name).is_alone_in_group:
+            groups.setdefault(find_method(name).group, []).append(name)
+    for group, members in groups.items():
         if len(members) > 1:
             raise ConflictError(
                 f"{' and '.join(members)} cannot be used together: a plan has one method of the group {group!r}. Keep one of them."
@@ -140,11 +158,6 @@ def _refuse_conflicts(merged: Mapping[str, Any], site: Site) -> None:
         for other, remedy in find_method(name).conflicts.items():
             if other in merged:
                 raise ConflictError(f"{name} and {other} cannot be used together. {remedy}")
-    amp, half = merged.get("amp_native"), merged.get("half")
-    if amp is not None and half is not None:
-        kinds = [find_method(name).chosen_dtype(merged[name], site.device) for name in ("amp_native", "half")]  # type: ignore[attr-defined]
-        if kinds[0] != kinds[1]:
-            raise ConflictError(
-                f"amp_native computes in {kinds[0]} and half in {kinds[1]}; a model has one of them. Give both the same type, or keep "
-                "one method."
-            )
+    for name, config in merged.items():
+        if (reason := find_method(name).clash(config, merged, site.device)) is not None:
+            raise ConflictError(reason)

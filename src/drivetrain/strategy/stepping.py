@@ -49,7 +49,7 @@ class Stepping:
         self._is_followed = False  # whether a loader says when windows open
         self._is_unweighted = False
         # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
-        self._is_recorded = "cuda_graphs" in ctx.plan.site.names
+        self._is_recorded = any(method.records_kernels for _, method, _ in ctx.plan.steps)
         self.pipeline = ctx.model if isinstance(ctx.model, PipelinedModel) else None
         if self.pipeline is not None:
             replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")
@@ -329,13 +329,12 @@ def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None)
 
 def _planned(ctx: PlanContext, loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
     """Return the batch plan of a user's own loader, and the loader that follows it."""
-    config = ctx.plan.config("micro_batch")
-    size = loader.global_batch_size
-    if config is None or (config.size is None and config.accumulation is None):
+    split, size = ctx.plan.batch_split, loader.global_batch_size
+    if split == (None, None):
         return None, loader
     if size is None:
-        raise ConfigError("micro_batch needs a loader that was made with global_batch_size=.")
-    batch = plan_batch(size, ctx.plan.data_ranks, config.size, config.accumulation)
+        raise ConfigError(f"{ctx.plan.splitter} needs a loader that was made with global_batch_size=.")
+    batch = plan_batch(size, ctx.plan.data_ranks, *split)
     arguments = {**loader._arguments, "global_batch_size": batch.micro * batch.data_ranks, "random_seed": loader.seed}
     planned = PlannedLoader(**arguments)
     planned._device = loader._device

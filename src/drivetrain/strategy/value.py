@@ -14,7 +14,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
 from drivetrain.strategy.batching import BatchPlan, replan_batch
-from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.registry import find_method, mesh_method
 
 Evidence = Literal["given", "modelled", "simulated", "measured"]
 EVIDENCE = ("given", "modelled", "simulated", "measured")
@@ -113,7 +113,7 @@ class Strategy:
 
     def get_parallel_mode(self) -> tuple[bool, Any]:
         """Return whether `parallel_mode` is in the plan, and its configuration."""
-        entry = next((entry for entry in self if entry.name == "parallel_mode"), None)
+        entry = next((entry for entry in self if find_method(entry.name).lays_out_mesh), None)
         return entry is not None, None if entry is None else entry.config
 
     def __eq__(self, other: object) -> bool:
@@ -144,16 +144,17 @@ class Strategy:
     def adjust_data_parallel(self, size: int) -> "Strategy":
         """Return the plan with `size` as the size of its data axis."""
         found, config = self.get_parallel_mode()
-        axes = dict(config.axes) if found else {}
-        new = {**axes, "data": size}
-        entries = [entry for entry in self if entry.name != "parallel_mode"]
-        settings = {} if not found else find_method("parallel_mode").plain(config)
-        return self._with([("parallel_mode", {**settings, "axes": list(new.items())}), *entries])
+        method = mesh_method()
+        config = config if found else method.parse(None)
+        axes = {**dict(config.axes), "data": size}
+        others = [entry for entry in self if entry.name != method.name]
+        return self._with([(method.name, replace(config, axes=tuple(axes.items()))), *others])
 
     def remove_distributed_method(self) -> "Strategy":
         """Return the plan for one process."""
-        groups = ("parallel_mode", "zero", "parallel")
-        return self._with([entry for entry in self if find_method(entry.name).group not in groups])
+        group = mesh_method().group
+        methods = [(find_method(entry.name), entry) for entry in self]
+        return self._with([entry for one, entry in methods if not one.needs_processes and one.group != group])
 
     def remove_device_unsupported_method(self, device: torch.device | str) -> "Strategy":
         """Return the plan without methods that the device cannot run; they are listed in `dropped`."""
@@ -180,18 +181,9 @@ class Strategy:
             for axis in DATA_AXES:
                 ranks *= axes.get(axis, 1)
             batch = replan_batch(batch, ranks)
-        entries = list(self)
-        if found and config.axes:
-            settings = {
-                **find_method("parallel_mode").plain(config),
-                "axes": [[axis, axes[axis]] for axis, _ in config.axes],
-            }
-            place = next(index for index, entry in enumerate(self) if entry.name == "parallel_mode")
-            entries[place] = as_entry(("parallel_mode", settings, entries[place].tunable))
-        if batch is not None and "micro_batch" in self.opt_names():
-            place = self.opt_names().index("micro_batch")
-            settings = {"size": batch.micro, "accumulation": batch.accumulation}
-            entries[place] = as_entry(("micro_batch", settings, entries[place].tunable))
+        entries = [
+            (name, find_method(name).scaled_to(settings, axes, batch), tunable) for name, settings, tunable in self
+        ]
         mesh = None if self.mesh is None else tuple(axes.items())
         predicted = rescaled_prediction(self, axes, batch)
         if (missing := shortfall_of(predicted)) is not None:

@@ -1,15 +1,20 @@
 """Mixed precision: parameters in float32, products in 16 bits (Micikevicius et al., 2018)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain.core.errors import UnsupportedMethodError
-from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.method import Method, Option, Site, Stage
+from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 _NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,6 +32,9 @@ class SixteenBits(Method):
     """What mixed and half precision share: the choice of the type."""
 
     short = "dtype"
+    dimension = "precision"
+    unproved_on = frozenset({"cpu"})
+    leaves_no_trace = True
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if "dtype" in values:
@@ -46,6 +54,13 @@ class SixteenBits(Method):
             return _DTYPES[config.dtype]
         return torch.bfloat16 if _has_bf16(device) else torch.float16
 
+    def label(self, config: Any) -> str:
+        return ""  # the precision says it
+
+    def simulated(self, config: Any) -> Any:
+        """Return bfloat16 for float16: it is as large and needs no scaler."""
+        return replace(config, dtype="bfloat16") if config.dtype == "float16" else config
+
     def check(self, config: Any, site: Site) -> None:
         if config.dtype == "bfloat16" and not _has_bf16(site.device):
             raise UnsupportedMethodError(
@@ -64,9 +79,40 @@ class AmpNative(SixteenBits):
     def is_redundant(self, config: AmpConfig, site: Site) -> str | None:
         return "half computes in the same type already" if "half" in site.names else None
 
+    def clash(self, config: AmpConfig, others: Mapping[str, Any], device: torch.device) -> str | None:
+        for name, other in others.items():
+            method = find_method(name)
+            if method is self or not isinstance(method, SixteenBits):
+                continue
+            kinds = self.chosen_dtype(config, device), method.chosen_dtype(other, device)
+            if kinds[0] != kinds[1]:
+                return (
+                    f"{self.name} computes in {kinds[0]} and {name} in {kinds[1]}; a model has one of them. Give both the same type, or "
+                    "keep one method."
+                )
+        return None
+
+    def options(self, scope: "Scope") -> list[Option]:
+        dtype = sixteen_bits(scope)
+        is_offered = scope.must(self.name) or (dtype in scope.machine.flops and scope.usable(self))
+        return [((self.name, scope.config(self, dtype=dtype)),)] if is_offered else []
+
+    def settled(self, config: AmpConfig, candidate: "Candidate") -> AmpConfig:
+        return replace(config, dtype="bfloat16") if config.dtype == "auto" else config
+
+    def affect(self, effects: "Effects", config: AmpConfig) -> None:
+        effects.precision = effects.rate = config.dtype
+        effects.arithmetic, effects.cast_width = "bfloat16", 2.0
+
     def apply(self, ctx: "PlanContext", config: AmpConfig) -> None:
         ctx.autocast_dtype = ctx.scaler_dtype = self.chosen_dtype(config, ctx.device)
         ctx.skip_nonfinite = config.skip_if_nonfinite
+
+
+def sixteen_bits(scope: "Scope") -> str:
+    """Return the 16-bit type that a search uses: the one that was asked for, else what the machine is fast in."""
+    kept = next((config.dtype for config in scope.kept(AmpNative.name)), "auto")
+    return kept if kept != "auto" else "bfloat16" if "bfloat16" in scope.machine.flops or scope.is_cpu else "float16"
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ class AutoDdp(Method):
     """DDP over all processes."""
 
     name, group, stage = "auto_ddp", "parallel_mode", Stage.MESH
+    stays_idle = leaves_no_trace = True
     why = "each process takes its share of the global batch"
 
     def expand(self, config: Any) -> dict[str, Any]:

@@ -1,17 +1,34 @@
 """Keep little of each block's forward pass and compute it again for backward (Chen et al., 2016, arXiv 1604.06174)."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError, MethodConfigError, unknown_name
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.checkpointing import checkpoint_blocks
-from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
+from drivetrain.strategy.effects import Recompute
+from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
 _MODES = ("full", "selective", "offload")
+_SEARCHED: dict[str, dict[str, Any]] = {
+    "selective": {"mode": "selective", "every": 1},
+    "second": {"mode": "full", "every": 2},
+    "full": {"mode": "full", "every": 1},
+    "offload": {"mode": "offload", "every": 1},
+}
+"""From little to much: what remains in memory shrinks from one to the next."""
+_EFFECTS = {
+    "selective": Recompute(keeps="products", share=0.3),
+    "second": Recompute(keeps="inputs", every=2, share=0.5),
+    "full": Recompute(keeps="inputs", share=1.0),
+    "offload": Recompute(keeps="inputs", on_device=2, share=1.0),  # one in use, one on its way
+}
 _MODE_ALIASES = {"selective_offload": "offload"}
 
 
@@ -32,7 +49,37 @@ class Checkpoint(Method):
     name, group, stage = "checkpoint", "checkpoint", Stage.CHECKPOINT
     Config = CheckpointConfig
     short = "wrap_class"
+    leaves_no_trace = True
     why = "activations of blocks are computed again instead of kept"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        if not scope.has_blocks and not scope.must(self.name):
+            return []
+        configs = scope.kept(self.name) or [
+            scope.config(self, **settings)
+            for word, settings in _SEARCHED.items()
+            if not (scope.is_cpu and word == "offload")
+        ]
+        return [((self.name, config),) for config in configs]
+
+    def affect(self, effects: "Effects", config: CheckpointConfig) -> None:
+        effects.recompute = _EFFECTS[_word(config)]
+
+    def amount(self, config: CheckpointConfig) -> int:
+        return 1 + list(_SEARCHED).index(_word(config))
+
+    def label(self, config: CheckpointConfig) -> str:
+        return f"{self.name} {_word(config)}"
+
+    def period(self, config: CheckpointConfig) -> int | None:
+        return config.every if config.max_checkpoint_module_num is None else None
+
+    def pinned(
+        self, config: CheckpointConfig, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]
+    ) -> Option:
+        blocks = repeated or units
+        is_open = config.wrap_class == "auto" and blocks
+        return ((self.name, replace(config, wrap_class=blocks) if is_open else config),)
 
     def parse(self, config: Any = None) -> CheckpointConfig:
         if isinstance(config, type):
@@ -79,3 +126,8 @@ class Checkpoint(Method):
             ctx.note(f"checkpoint: {len(names)} blocks, {names[0]} to {names[-1]}")
         else:
             ctx.note("checkpoint: the model has no blocks, so nothing is checkpointed")
+
+
+def _word(config: CheckpointConfig) -> str:
+    """Return a configuration as a search calls it."""
+    return config.mode if config.mode != "full" else "full" if config.every == 1 else "second"

@@ -13,11 +13,16 @@ from torch import nn
 from drivetrain.core.errors import ConflictError, UnsupportedMethodError
 from drivetrain.module.chunked_loss import loss_and_logit_gradients
 from drivetrain.module.deferred_logits import DeferredLoss, defer_head, find_final_linear
-from drivetrain.strategy.method import Method, Site, Stage, is_whole
+from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
+_CHUNKS = 8
+"""Into how many parts the logits are cut, at least."""
 _SPLIT = "The head's weight is split over ranks, and the loss needs it whole. Leave chunked_cross_entropy out."
 
 
@@ -35,6 +40,20 @@ class ChunkedCrossEntropy(Method):
     short = "chunk"
     conflicts = dict.fromkeys(("fsdp", "zero2", "tensor_parallel", "pipeline_parallel"), _SPLIT)
     why = "the logits of a large vocabulary are never held at once"
+    is_minor = leaves_no_trace = True
+
+    def options(self, scope: "Scope") -> list[Option]:
+        return self.flag_options(scope, scope.profile.cross_entropy_head is not None and scope.place.has_loss)
+
+    def fits(self, config: ChunkedConfig, candidate: "Candidate") -> str | None:
+        return "the loss needs the head whole" if candidate.tensor > 1 or candidate.pipe > 1 else None
+
+    def affect(self, effects: "Effects", config: ChunkedConfig) -> None:
+        effects.logits_share = 1 / _CHUNKS
+        effects.head_again = 1.0  # the logits are computed again for backward
+
+    def label(self, config: ChunkedConfig) -> str:
+        return "chunked loss"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         chunk = values.get("chunk", "auto")

@@ -11,14 +11,19 @@ from torch import nn
 
 from drivetrain.core.errors import ConflictError
 from drivetrain.module.master_weights import host_copy, with_master_weights
-from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.method import Method, Option, Site, Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 _PARTS = ("params", "optimizer")
 _SHARDED = ("fsdp", "zero2")
+_LARGE_STATE = 0.3
+"""The share of the budget above which parameters, gradients and optimizer state are so large that moving them to the host could pay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,28 @@ class CpuOffload(Method):
         "zero1": "Both take the optimizer's state away from the device. Use fsdp or zero2 with cpu_offload, or zero1 alone.",
     }
     why = "the optimizer's state is kept and updated in host memory"
+    is_minor = True
+
+    def options(self, scope: "Scope") -> list[Option]:
+        profile = scope.profile
+        state = 2 * profile.parameter_bytes + profile.optimizer_bytes
+        return self.flag_options(scope, not scope.is_cpu and state > _LARGE_STATE * scope.budget)
+
+    def fits(self, config: OffloadConfig, candidate: "Candidate") -> str | None:
+        amp = candidate.configs.get("amp_native")
+        is_scaled = amp is not None and amp.dtype == "float16"
+        return "gradients in float16 are scaled on the device" if is_scaled else None
+
+    def affect(self, effects: "Effects", config: OffloadConfig) -> None:
+        effects.optimizer_on_host, effects.update_temporary = True, 0.0
+        effects.parameters_on_host = effects.is_sharded
+        effects.is_tracked = False
+
+    def on_host(self, config: OffloadConfig, is_sharded: bool) -> tuple[str, ...]:
+        return ("params", "grads", "optimizer") if is_sharded else ("optimizer",)
+
+    def label(self, config: OffloadConfig) -> str:
+        return "cpu offload"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         what = values.get("what", _PARTS)

@@ -1,6 +1,6 @@
 """How many threads one operation on the CPU uses: all of them for large products, few where starting them costs more than it saves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,10 +8,13 @@ import torch
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
-from drivetrain.strategy.method import Method, Stage, is_whole
+from drivetrain.strategy.method import Method, Option, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,32 @@ class CpuThreads(Method):
     Config = CpuThreadsConfig
     short = "threads"
     why = "so many threads work on one operation, in the whole process"
+    unproved_on = frozenset({"cpu"})
+    must_win = leaves_no_trace = True
+    not_simulated = "it does not change memory"
+
+    def local_candidates(self, device: torch.device, world: int) -> tuple[Any, ...]:
+        found = self.candidates(None, device, world)
+        return tuple(config for config in found if config.threads != torch.get_num_threads())
+
+    def options(self, scope: "Scope") -> list[Option]:
+        offered, kept = [config.threads for config in scope.local(self)], scope.kept(self.name)
+        if kept:
+            found = [kept[0].threads or (offered or [scope.machine.threads])[-1]]
+        elif scope.must(self.name):
+            found = offered or [scope.machine.threads]
+        else:
+            found = offered if scope.is_cpu and scope.is_here and scope.usable(self) else []
+        return [((self.name, scope.config(self, threads=threads)),) for threads in found]
+
+    def settled(self, config: CpuThreadsConfig, candidate: "Candidate") -> CpuThreadsConfig:
+        return replace(config, threads=config.threads or cpu_share())
+
+    def affect(self, effects: "Effects", config: CpuThreadsConfig) -> None:
+        effects.threads = config.threads
+
+    def label(self, config: CpuThreadsConfig) -> str:
+        return f"threads {config.threads}"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         given = values.get("threads")

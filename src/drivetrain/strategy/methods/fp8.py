@@ -8,10 +8,14 @@ from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, unknown_name
 from drivetrain.module.fp8 import FORMATS, RECIPES, convert_linears_to_fp8, supports_fp8
-from drivetrain.strategy.method import Method, Site, Stage, is_whole
+from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
+from drivetrain.strategy.methods.amp_native import AmpNative, sixteen_bits
+from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,24 @@ class Fp8(Method):
     name, group, stage, numerics = "fp8", "amp", Stage.MODULE, "low"
     Config = Fp8Config
     deaf = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+    dimension = AmpNative.dimension
     why = "large linear layers multiply in 8 bits"
+    not_simulated = "it needs the device itself"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        """Offer it together with 16-bit autocast, for all that stays out of 8 bits."""
+        amp, rates = find_method(AmpNative.name), scope.machine.flops
+        is_fast = "float8" in rates and sixteen_bits(scope) == "bfloat16" and bool(amp.options(scope))
+        if not scope.must(self.name) and not (is_fast and scope.may(amp.name) and scope.usable(self)):
+            return []
+        return [((amp.name, scope.config(amp, dtype="bfloat16")), (self.name, scope.config(self)))]
+
+    def label(self, config: Fp8Config) -> str:
+        return ""  # the precision says it
+
+    def affect(self, effects: "Effects", config: Fp8Config) -> None:
+        effects.precision = effects.rate = "float8"
+        effects.arithmetic, effects.cast_width = "bfloat16", 2.0
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("recipe", "tensorwise") not in RECIPES:

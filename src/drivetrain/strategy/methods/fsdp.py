@@ -3,7 +3,8 @@
 A mesh with both `zero` and `data` axes shards along `zero` and replicates along `data` (hybrid sharding).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,10 +12,12 @@ import torch
 from drivetrain.core.errors import ConfigError, MethodConfigError
 from drivetrain.module.wrapping import shard_fully
 from drivetrain.strategy.mesh import GRADIENT_AXES
-from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
+from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +43,10 @@ class Fsdp(Method):
     name, group, stage = "fsdp", "zero", Stage.SHELL
     aliases: ClassVar[tuple[str, ...]] = ("fsdp2",)
     Config = FsdpConfig
-    needs_processes = True
+    needs_processes = is_alone_in_group = leaves_no_trace = True
+    dimension, shards_axis = "sharding", "zero"
+    gathers: ClassVar[int] = 2
+    """How often parameters are gathered in one pass."""
     renamed = {
         "atorch_wrap_cls": "wrap",
         "atorch_size_based_min_num_params": "wrap",
@@ -51,6 +57,25 @@ class Fsdp(Method):
         *("trainable_outermost", "wrap_trainable_outmost"),
     )
     why = "parameters, gradients and optimizer state are split over ranks"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        return sharding_options(self, scope)
+
+    def affect(self, effects: "Effects", config: Any) -> None:
+        effects.is_sharded, effects.shards = True, effects.axes.get("zero", 1)
+        effects.optimizer_shards = effects.shards
+        effects.gathers, effects.gathers_whole = self.gathers, self.gathers == 1
+        # Shards stay in float32 and are gathered in 16 bits: those are the copies.
+        effects.parameter_width, effects.cast_width = None, 0.0
+
+    def amount(self, config: Any) -> int:
+        return 1 + self.gathers
+
+    def pinned(self, config: Any, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
+        return ((self.name, replace(config, wrap=units) if config.wrap == "auto" and units else config),)
+
+    def on_host(self, config: Any, is_sharded: bool) -> tuple[str, ...]:
+        return ("params", "grads", "optimizer") if config.cpu_offload else ()
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         for key in ("wrap", "ignored"):
@@ -156,6 +181,12 @@ def shard_over_data(
         materialise(ctx.model, ctx.device if not cpu_offload else torch.device("cpu"), param_init_fn)
     for buffer in ctx.model.buffers():
         buffer.data = buffer.data.to(ctx.device)
+
+
+def sharding_options(method: Method, scope: "Scope") -> list[Option]:
+    """Return a method that splits what data ranks share, where there are some; on a CPU only if one is asked for."""
+    is_sensible = not scope.is_cpu or scope.needs_dimension(str(method.dimension))
+    return method.flag_options(scope, is_sensible) if scope.world > 1 else []
 
 
 def shard_mesh(mesh: Any, axes: list[str], has_sequence: bool = False) -> Any:

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.strategy.method import Method, NoConfig, Stage
+from drivetrain.strategy.effects import UNFUSED_UPDATE
+from drivetrain.strategy.method import Method, NoConfig, Option, Stage
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
+_SMALL_WORLD = 8
+"""Up to here a search compares it with an update that is not fused; beyond, the mesh alone makes enough candidates."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -19,6 +24,22 @@ class FusedOptimizer(Method):
 
     name, group, stage = "fused_optimizer", "optimizer", Stage.OPTIMIZER
     why = "the update runs in one kernel"
+    is_minor = is_simple = sets_update_loop = leaves_no_trace = True
+
+    def options(self, scope: "Scope") -> list[Option]:
+        place = scope.place
+        is_chosen = any(place.optim_args.get(key) is not None for key in ("fused", "foreach"))
+        return self.flag_options(scope, place.optim_func in _FUSED and not is_chosen)
+
+    def may_be_left_out(self, scope: "Scope") -> bool:
+        return scope.world <= _SMALL_WORLD
+
+    def affect(self, effects: "Effects", config: NoConfig) -> None:
+        effects.update_passes /= UNFUSED_UPDATE
+        effects.update_temporary = 0.0
+
+    def label(self, config: NoConfig) -> str:
+        return "fused"
 
     def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
         recipe = ctx.recipe

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.module.master_weights import host_copy, with_master_weights
-from drivetrain.strategy.method import Stage
-from drivetrain.strategy.methods.amp_native import SixteenBits
+from drivetrain.strategy.method import Option, Stage
+from drivetrain.strategy.methods.amp_native import SixteenBits, sixteen_bits
 from drivetrain.strategy.methods.cpu_offload import pins_memory
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,21 @@ class Half(SixteenBits):
 
     name, group, stage, numerics = "half", "half", Stage.MODULE, "low"
     Config = HalfConfig
+    is_alone_in_group = True
     why = "parameters and activations in 16 bits"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        return self.flag_options(scope, sixteen_bits(scope) in scope.machine.flops)
+
+    def fits(self, config: HalfConfig, candidate: "Candidate") -> str | None:
+        if candidate.tensor > 1 or candidate.pipe > 1:
+            return "its float32 copies are made from the whole model"
+        names = {"chunked_cross_entropy", "cpu_offload"} & candidate.configs.keys()
+        return f"a search does not combine it with {min(names)}" if names else None
+
+    def affect(self, effects: "Effects", config: HalfConfig) -> None:
+        effects.precision, effects.rate, effects.arithmetic = "half", "bfloat16", "bfloat16"
+        effects.parameter_width, effects.cast_width = 2.0, 0.0
 
     def apply(self, ctx: "PlanContext", config: HalfConfig) -> None:
         dtype = self.chosen_dtype(config, ctx.device)

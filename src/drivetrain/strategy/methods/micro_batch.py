@@ -1,6 +1,7 @@
 """Split each rank's part of the global batch into several forward passes, and update once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -9,6 +10,9 @@ from drivetrain.strategy.method import Method, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,31 @@ class MicroBatch(Method):
     name, group, stage = "micro_batch", "batch", Stage.MODULE
     Config = MicroBatchConfig
     short = "size"
+    stays_idle = leaves_no_trace = True
+
+    def splits(self, scope: "Scope", per_rank: int) -> list[tuple[int, int]]:
+        if scope.profile.has_batchnorm:
+            scope.note(
+                "micro_batch: the model has batch norms, whose statistics a split batch would change; none is split"
+            )
+        for kept in scope.kept(self.name):
+            if kept.size or kept.accumulation:
+                size = kept.size or per_rank // kept.accumulation
+                return [(size, per_rank // size)] if size and per_rank % size == 0 else []
+        if scope.profile.has_batchnorm or not scope.may(self.name):
+            return [(per_rank, 1)]
+        return [(size, per_rank // size) for size in range(per_rank, 0, -1) if per_rank % size == 0]
+
+    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+        return {"size": candidate.micro} if candidate.accumulation > 1 else None
+
+    def scaled_to(
+        self, config: MicroBatchConfig, axes: Mapping[str, int], batch: "BatchPlan | None"
+    ) -> MicroBatchConfig:
+        return config if batch is None else replace(config, size=batch.micro, accumulation=batch.accumulation)
+
+    def batch_split(self, config: MicroBatchConfig) -> tuple[int | None, int | None]:
+        return config.size, config.accumulation
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("size") == "auto":

@@ -28,7 +28,7 @@ class MixedParallel(Method):
     name, group, stage = "mixed_parallel", "parallel", Stage.MESH
     aliases: ClassVar[tuple[str, ...]] = ("ds_3d_parallel", "deepspeed_3d_parallel")
     Config = MixedParallelConfig
-    needs_processes = True
+    needs_processes, is_searched = True, False
     conflicts: ClassVar[dict[str, str]] = {
         "tensor_parallel": "Give its settings as tensor_config of mixed_parallel.",
         "pipeline_parallel": "Give its settings as pipe_config of mixed_parallel.",

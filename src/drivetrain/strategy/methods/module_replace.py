@@ -25,6 +25,8 @@ class ModuleReplace(Method):
     name, group, stage = "module_replace", "module_replace", Stage.MODULE
     Config = ModuleReplaceConfig
     why = "hand-written layers become fused ones"
+    is_searched, leaves_no_trace = False, True
+    not_simulated = "replaced modules are compared by their values, and fake tensors have none"
 
     def parse(self, config: Any = None) -> ModuleReplaceConfig:
         """Read also `{pair: keywords}` and a list of pairs."""

@@ -1,7 +1,9 @@
 """Compile the model with torch.compile: the whole of it, or block by block under sharding."""
 
+import os
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,12 +11,20 @@ from torch import nn
 
 from drivetrain.core.errors import MethodConfigError, unknown_name
 from drivetrain.module.compilation import GraphBreaks, compile_loss, compile_module, forget_shapes
-from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.effects import Kernels
+from drivetrain.strategy.method import Method, Option, Site, Stage
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 _SCOPES = ("auto", "block", "model")
+_FUSED = Kernels(traffic=0.3, launches=0.25)
+"""What fusion leaves of eager traffic and launches; priors until a trial has corrected them. With the rates measured there (644 TFLOP/s in
+bfloat16, 3.8 TB/s) they give 119 and 170 ms for a step of GPT-2 124M, 64 x 1,024 tokens, on an H200; measured were 121 compiled and 172
+in eager mode (torch 2.11, three steps each)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,42 @@ class NativeDynamo(Method):
     renamed = {"dynamo_backend": "backend"}
     deaf = ("mixed_precision",)
     why = "kernels are fused by the compiler"
+    unproved_on = frozenset({"cpu"})
+    compiles = leaves_no_trace = True
+    not_simulated = "kernels are not compiled on fake tensors; the compiler may keep less"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        kept = scope.kept(self.name)
+        if kept and kept[0].scope != "auto":
+            scopes = [kept[0].scope]
+        elif kept:
+            scopes = ["model", "block"]
+        elif scope.is_cpu and scope.is_here and not scope.must(self.name) and not _has_compiler():
+            scope.note("compile: there is no C++ compiler on this machine")
+            scopes = []
+        else:
+            scopes = ["model", "block"] if scope.has_blocks else ["model"]
+        return [((self.name, scope.config(self, scope=one)),) for one in scopes]
+
+    def settled(self, config: CompileConfig, candidate: "Candidate") -> CompileConfig:
+        if config.scope != "auto":
+            return config
+        return replace(config, scope="block" if candidate.divides_model else "model")
+
+    def fits(self, config: CompileConfig, candidate: "Candidate") -> str | None:
+        is_whole = config.scope == "model"
+        return "a model that is divided is compiled block by block" if is_whole and candidate.divides_model else None
+
+    def affect(self, effects: "Effects", config: CompileConfig) -> None:
+        effects.block_kernels = _FUSED
+        if config.scope == "model":
+            effects.compiled, effects.other_kernels = "model", _FUSED
+            effects.cast_width, effects.is_tracked = 0.0, False  # both are in the figures of the compiled graph
+        else:
+            effects.compiled = "block"
+
+    def label(self, config: CompileConfig) -> str:
+        return "compile" if config.scope == "model" else "compile blocks"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("scope", "auto") not in _SCOPES:
@@ -111,3 +157,8 @@ class _AfterFirst:
             self.is_first = False
             self.then()
         return result
+
+
+def _has_compiler() -> bool:
+    """Return whether kernels for the CPU can be compiled here."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)

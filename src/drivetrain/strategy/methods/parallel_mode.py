@@ -1,6 +1,7 @@
 """Spread the processes over the axes of a mesh; along `data`, gradients are averaged by DDP unless a method shards."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,6 +12,8 @@ from drivetrain.strategy.method import Method, Site, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.search.candidates import Candidate
 
 _METHOD_OF_AXIS = {"pipe": "pipeline_parallel", "sequence": "sequence_parallel", "tensor": "tensor_parallel"}
 """Axes that only one method can use: without it, a mesh with more than one rank along them could not train."""
@@ -38,7 +41,19 @@ class ParallelMode(Method):
     name, group, stage = "parallel_mode", "parallel_mode", Stage.MESH
     Config = ParallelModeConfig
     short = "axes"
+    lays_out_mesh = stays_idle = leaves_no_trace = True
     why = "each process takes its share of the global batch"
+
+    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+        if candidate.world == 1:
+            return None
+        axes = candidate.axes()
+        return {"axes": tuple(axes)} if axes else {}
+
+    def scaled_to(
+        self, config: ParallelModeConfig, axes: Mapping[str, int], batch: "BatchPlan | None"
+    ) -> ParallelModeConfig:
+        return replace(config, axes=tuple((axis, axes[axis]) for axis, _ in config.axes))
 
     def parse(self, config: Any = None) -> ParallelModeConfig:
         """Read also `([(axis, size), ...], rank_order)`."""

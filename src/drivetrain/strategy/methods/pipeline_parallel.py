@@ -3,7 +3,7 @@
 Each rank keeps the parameters of its own stages only. `result.model(batch)` runs the whole schedule, backward included.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,10 +17,13 @@ from drivetrain.core.errors import (
     UnsupportedMethodError,
     unknown_name,
 )
-from drivetrain.strategy.method import Method, Site, Stage, is_whole
+from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,40 @@ class PipelineParallel(Method):
         "cuda_graphs": "A pipeline talks to other ranks between its steps. Leave cuda_graphs out.",
         "sequence_parallel": "Stages exchange whole sequences. Use one of them.",
     }
+    axis: ClassVar[str] = "pipe"
     why = "layers are split over the ranks of the pipe axis"
+    prevents_simulation = "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
+
+    def axis_sizes(self, scope: "Scope") -> list[int]:
+        if scope.profile.has_batchnorm:
+            return []  # whose statistics micro-batches would change
+        blocks = sum(unit.count for unit in scope.profile.units if unit.path)
+        return list(range(2, min(scope.world, blocks) + 1))
+
+    def axis_options(self, scope: "Scope", size: int, micro: int, accumulation: int) -> list[Option]:
+        """Cut a pass into at least as many micro-batches as stages, so that all are busy; nothing is accumulated in addition."""
+        parts = (size, 2 * size, 4 * size, 8 * size)
+        possible = [count for count in parts if accumulation == 1 and count <= micro and micro % count == 0]
+        return [((self.name, scope.config(self, microbatches=count)),) for count in possible]
+
+    def settled(self, config: PipelineConfig, candidate: "Candidate") -> PipelineConfig:
+        return replace(config, microbatches=self.microbatches(config, candidate.pipe))
+
+    def affect(self, effects: "Effects", config: PipelineConfig) -> None:
+        effects.stages = effects.axes.get("pipe", 1)
+        effects.parts = self.microbatches(config, effects.stages)
+        effects.parameter_ranks *= effects.stages
+        effects.holds_gradients = True
+
+    def label(self, config: PipelineConfig) -> str:
+        return ""  # the mesh says it
+
+    def sample_multiple(self, config: PipelineConfig, site: Site) -> int:
+        return self.microbatches(config, site.axis("pipe"))
+
+    def microbatches(self, config: PipelineConfig, ranks: int) -> int:
+        """Return into how many parts a pass is cut on a pipe axis of some size."""
+        return config.microbatches or 2 * ranks
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if "schedule" in values and values["schedule"] != "auto":

@@ -7,7 +7,7 @@ model runs on this rank's part of the batch; otherwise the blocks run on pieces 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,15 @@ from drivetrain.core.errors import (
 )
 from drivetrain.strategy.mesh import gradient_group
 from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_whole, selected
+from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
+_LARGEST = 16
+"""The largest size of the axis that a search tries."""
 _IMPLEMENTATIONS = ("ulysses", "ring")
 
 
@@ -54,7 +59,23 @@ class SequenceParallel(Method):
     conflicts = {
         "pipeline_parallel": "Stages do not hold whole families of blocks; use the ranks along one of the two axes."
     }
+    axis: ClassVar[str] = "sequence"
     why = "activations are split over the positions of a sequence"
+
+    def axis_sizes(self, scope: "Scope") -> list[int]:
+        length = scope.profile.sequence_length
+        sizes = range(2, min(scope.world, _LARGEST) + 1)
+        return [size for size in sizes if length and length % size == 0 and divides_heads(scope.profile, size)]
+
+    def affect(self, effects: "Effects", config: SequenceParallelConfig) -> None:
+        ranks = effects.axes.get("sequence", 1)
+        effects.work_ranks *= ranks
+        effects.token_ranks *= ranks
+        # Queries, keys and values there, the result back; and the same in backward.
+        effects.block_exchanges += ((self.axis, 8),)
+
+    def label(self, config: SequenceParallelConfig) -> str:
+        return ""  # the mesh says it
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("sp_size") is not None and not is_whole(values["sp_size"]):

@@ -1,15 +1,24 @@
 """Split matrices over the ranks of the `tensor` axis, by a plan that is given, registered, the model's own, or found by trying a block."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
 from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
-from drivetrain.strategy.method import Method, Site, Stage
+from drivetrain.strategy.method import Method, Option, Site, Stage
+from drivetrain.strategy.profile.values import divides_heads
+from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
+
+_KEPT = 10 / 34
+"""Share of a transformer block's activations that stays on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,7 @@ class TensorParallel(Method):
     Config = TensorParallelConfig
     needs_processes = True
     short = "plan"
+    axis: ClassVar[str] = "tensor"
     why = "matrices are split over the ranks of the tensor axis"
 
     def parse(self, config: Any = None) -> TensorParallelConfig:
@@ -52,6 +62,37 @@ class TensorParallel(Method):
                 raise self.bad(f"plan[{name!r}]", style, f"one of {', '.join(STYLES)}")
         values["plan"] = tuple(sorted(plan))
         return values
+
+    def axis_sizes(self, scope: "Scope") -> list[int]:
+        most = min(scope.world, scope.machine.per_node)
+        return [size for size in range(2, most + 1) if divides_heads(scope.profile, size)]
+
+    def fits(self, config: TensorParallelConfig, candidate: "Candidate") -> str | None:
+        is_replicated = candidate.data > 1 and not candidate.is_sharded
+        return "DDP cannot hold tensor-parallel parameters" if is_replicated else None
+
+    def affect(self, effects: "Effects", config: TensorParallelConfig) -> None:
+        ranks = effects.axes.get("tensor", 1)
+        effects.parameter_ranks *= ranks
+        effects.work_ranks *= ranks
+        effects.block_share *= _KEPT + (1 - _KEPT) / ranks
+        effects.block_exchanges += ((self.axis, 4 * 2),)  # attention and MLP, forward and backward
+
+    def label(self, config: TensorParallelConfig) -> str:
+        return ""  # the mesh says it
+
+    def pinned(
+        self,
+        config: TensorParallelConfig,
+        names: Iterable[str],
+        units: tuple[str, ...],
+        repeated: tuple[str, ...],
+    ) -> Option:
+        """Name the units that data parallelism over tensor-parallel parameters shards by, as zero2 does."""
+        own: Option = ((self.name, config),)
+        if not units or {"fsdp", "zero2", "half"} & set(names):
+            return own
+        return (*own, ("zero2", find_method("zero2").parse({"wrap": units})))
 
     def check(self, config: TensorParallelConfig, site: Site) -> None:
         if site.axis("tensor") == 1:

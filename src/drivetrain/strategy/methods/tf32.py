@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.strategy.method import Method, Stage
+from drivetrain.strategy.method import Method, Option, Stage
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,20 @@ class Tf32(Method):
     name, group, stage, numerics = "tf32", "precision", Stage.MODULE, "tf32"
     Config = Tf32Config
     short = "precision"
+    dimension = "precision"
     why = "float32 products on tensor cores, in the whole process"
+    leaves_no_trace = True
+    not_simulated = "it does not change memory"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        return self.flag_options(scope, "tf32" in scope.machine.flops)
+
+    def label(self, config: Tf32Config) -> str:
+        return ""  # the precision says it
+
+    def affect(self, effects: "Effects", config: Tf32Config) -> None:
+        if effects.rate == "float32":  # with 16 bits, few products are left for it
+            effects.precision = effects.rate = "tf32"
 
     def read(self, values: dict[str, Any]) -> dict[str, Any]:
         if values.get("precision", "high") != "high":

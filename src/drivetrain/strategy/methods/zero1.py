@@ -8,19 +8,40 @@ from torch.optim import Optimizer
 from drivetrain.core.errors import ConflictError
 from drivetrain.module.split_optimizer import split_optimizer
 from drivetrain.runtime.ranks import data_group
-from drivetrain.strategy.method import Method, NoConfig, Site, Stage
+from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
+from drivetrain.strategy.methods.fsdp import Fsdp, sharding_options
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.search.candidates import Candidate
+    from drivetrain.strategy.search.scope import Scope
 
 
 class Zero1(Method):
     """DDP with the optimizer's state split over ranks."""
 
     name, group, stage = "zero1", "zero", Stage.OPTIMIZER
-    needs_processes = True
+    needs_processes = is_alone_in_group = splits_optimizer = leaves_no_trace = True
+    dimension = Fsdp.dimension
     deaf = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
     why = "optimizer state is split over the data ranks"
+
+    def options(self, scope: "Scope") -> list[Option]:
+        return sharding_options(self, scope)
+
+    def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:
+        is_plain = candidate.data > 1 and not candidate.divides_model
+        return None if is_plain else "it needs data ranks that hold the whole model"
+
+    def affect(self, effects: "Effects", config: NoConfig) -> None:
+        effects.optimizer_shards = effects.data_ranks
+
+    def amount(self, config: NoConfig) -> int:
+        return 1
+
+    def period(self, config: NoConfig) -> int | None:
+        return None  # whole parameters are dealt to ranks, which does not continue by any rule
 
     def check(self, config: NoConfig, site: Site) -> None:
         if site.axis("tensor") > 1:

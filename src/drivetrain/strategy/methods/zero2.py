@@ -15,6 +15,7 @@ class Zero2(Fsdp):
 
     name = "zero2"
     aliases = ()
+    gathers = 1
     Config = Zero2Config
     deaf = (*Fsdp.deaf, "not_use_fsdp", "use_ds_zero")
     why = "gradients and optimizer state are split over ranks"

@@ -5,6 +5,7 @@ each place (the first block's forward, the last but one's backward, the update) 
 them is the model's. Only families of blocks with the same shapes in one container are cut; anything else is simulated whole.
 """
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,12 +59,10 @@ def choose_counts(families: Sequence[Family], plan: Strategy) -> list[Counts]:
     """Return the numbers of blocks to simulate: a base, and for each family that is cut one more; empty where nothing is saved."""
     period = 1
     for name, config, _ in plan:
-        if name == "checkpoint":
-            if config.max_checkpoint_module_num is not None:
-                return []
-            period = config.every
-        elif name == "zero1":
-            return []  # whole parameters are dealt to ranks, which does not continue by any rule
+        repeats = find_method(name).period(config)
+        if repeats is None:
+            return []
+        period = math.lcm(period, repeats)
     full = [len(family.names) for family in families]
     base = []
     for count in full:
@@ -96,18 +95,12 @@ def pinned(plan: Strategy, model: nn.Module, families: Sequence[Family], counts:
     groups = find_blocks(model)
     units = tuple(name for group in groups for name in group.names if name and name not in gone)
     repeated = tuple(name for group in groups if group.repeats for name in group.names if name not in gone)
-    entries = []
-    for name, config, tunable in plan:
-        if name in ("fsdp", "zero2") and config.wrap == "auto" and units:
-            config = replace(config, wrap=units)
-        elif name == "checkpoint" and config.wrap_class == "auto" and (repeated or units):
-            config = replace(config, wrap_class=repeated or units)
-        entries.append((name, config, tunable))
-    found, parallel = plan.get_parallel_mode()
-    has_tensor = found and dict(parallel.axes).get("tensor", 1) > 1
-    if has_tensor and units and not {"fsdp", "zero2", "half"} & set(plan.opt_names()):
-        # Data parallelism over tensor-parallel parameters shards by blocks as zero2 does; here they must be named.
-        entries.append(("zero2", find_method("zero2").parse({"wrap": units}), False))
+    names = plan.opt_names()
+    entries = [
+        (name, pinned_config, tunable and name == entry)
+        for entry, config, tunable in plan
+        for name, pinned_config in find_method(entry).pinned(config, names, units, repeated)
+    ]
     return replace(plan, opt_list=entries)
 
 

@@ -23,7 +23,7 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
 from drivetrain.strategy.profile.fake_world import (
     GradientBuckets,
@@ -47,18 +47,11 @@ from drivetrain.strategy.profile.following import Update
 from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, by_category
 from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.torch_private import fake_mode, faked
+from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
 
-_LEFT_OUT = {
-    "native_dynamo": "kernels are not compiled on fake tensors; the compiler may keep less",
-    "cuda_graphs": "there is nothing to record on fake tensors",
-    "module_replace": "replaced modules are compared by their values, and fake tensors have none",
-    "fp8": "it needs the device itself",
-    "tf32": "it does not change memory",
-    "cpu_threads": "it does not change memory",
-}
 _ROUNDING = {"cuda": 512}
 """What allocators round sizes up to."""
 
@@ -130,10 +123,11 @@ class _Job:
 def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: float | None) -> Simulation:
     started = time.monotonic()
     job = _Job(task, _simulable(plan), world, kind, deadline)
-    job.notes += [f"{entry.name}: not simulated, {_LEFT_OUT[entry.name]}" for entry in plan if entry.name in _LEFT_OUT]
+    left_out = {entry.name: find_method(entry.name).not_simulated for entry in plan}
+    job.notes += [f"{name}: not simulated, {reason}" for name, reason in left_out.items() if reason is not None]
     try:
         job.check_time()
-        _refuse_pipelines(plan)
+        _reject_unsimulable(plan)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
             _leave_out_replicas(job)
@@ -150,13 +144,11 @@ def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadlin
     return replace(result, notes=tuple(job.notes), seconds=time.monotonic() - started)
 
 
-def _refuse_pipelines(plan: Strategy) -> None:
-    """Refuse plans whose ranks learn shapes and losses from each other."""
-    found, parallel = plan.get_parallel_mode()
-    if found and dict(parallel.axes).get("pipe", 1) > 1:
-        raise NotImplementedError(
-            "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
-        )
+def _reject_unsimulable(plan: Strategy) -> None:
+    """Raise for plans that cannot be followed on fake tensors."""
+    for entry in plan:
+        if (reason := find_method(entry.name).prevents_simulation) is not None:
+            raise NotImplementedError(reason)
 
 
 _REPLICAS = 2
@@ -169,12 +161,13 @@ def _leave_out_replicas(job: _Job) -> None:
     """
     resolved = resolve_plan(job.plan, model=job.task.model, device="cpu", world=job.world)
     data = resolved.site.axis("data")
-    is_split = resolved.config("zero1") is not None or (
-        resolved.site.axis("zero") == 1 and any(resolved.config(name) is not None for name in ("fsdp", "zero2"))
+    is_split = any(
+        method.splits_optimizer or (method.shards_axis is not None and resolved.site.axis(method.shards_axis) == 1)
+        for _, method, _ in resolved.steps
     )
     if data <= _REPLICAS or is_split or resolved.rank_order is not None:
         return
-    batch = _batch_of(job, resolved)
+    batch = resolved.batch_of(job.plan, job.task.global_batch_size)
     ranks = batch.data_ranks // data * _REPLICAS
     batch = replace(batch, data_ranks=ranks, global_size=batch.micro * batch.accumulation * ranks)
     job.world, job.plan = job.world // data * _REPLICAS, replace(job.plan, mesh=None, batch=batch)
@@ -182,14 +175,9 @@ def _leave_out_replicas(job: _Job) -> None:
 
 
 def _simulable(plan: Strategy) -> Strategy:
-    """Return the plan without what fake tensors cannot do; float16 becomes bfloat16, which is as large and needs no scaler."""
-    entries = []
-    for name, config, tunable in plan:
-        if name in _LEFT_OUT:
-            continue
-        if name in ("amp_native", "half") and config.dtype == "float16":
-            config = replace(config, dtype="bfloat16")
-        entries.append((name, config, tunable))
+    """Return the plan without what fake tensors cannot do, each method as it is simulated."""
+    methods = [(find_method(name), config, tunable) for name, config, tunable in plan]
+    entries = [(one.name, one.simulated(config), tunable) for one, config, tunable in methods if not one.not_simulated]
     return replace(plan, opt_list=entries)
 
 
@@ -294,7 +282,8 @@ def _fake_task(job: _Job, mode: Any) -> TrainingTask:
     task = job.task
     changes: dict[str, Any] = {"samples": tree_map_only(Tensor, lambda tensor: faked(mode, tensor), task.samples)}
     given = {"fused", "foreach"} & {key for key, value in task.optim_args.items() if value is not None}
-    if job.kind == "cuda" and not given and "fused_optimizer" not in job.plan and task.optim_func is not None:
+    is_set = given or any(find_method(entry.name).sets_update_loop for entry in job.plan)
+    if job.kind == "cuda" and not is_set and task.optim_func is not None:
         try:
             takes = "foreach" in inspect.signature(task.optim_func).parameters
         except (TypeError, ValueError):
@@ -306,20 +295,10 @@ def _fake_task(job: _Job, mode: Any) -> TrainingTask:
 
 def _short_window(job: _Job, resolved: ResolvedPlan) -> tuple[BatchPlan, int]:
     """Return a window of at most two passes (all but the last are alike), and how many the plan has."""
-    batch = _batch_of(job, resolved)
+    batch = resolved.batch_of(job.plan, job.task.global_batch_size)
     length = min(batch.accumulation, 2)
     short = replace(batch, accumulation=length, global_size=batch.micro * length * batch.data_ranks)
     return short, batch.accumulation
-
-
-def _batch_of(job: _Job, resolved: ResolvedPlan) -> BatchPlan:
-    """Return how the global batch is split: as the plan says, or by its `micro_batch`."""
-    batch = job.plan.batch
-    if batch is not None and batch.data_ranks == resolved.data_ranks:
-        return batch
-    config = resolved.config("micro_batch")
-    micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
-    return plan_batch(job.task.global_batch_size, resolved.data_ranks, micro, accumulation)
 
 
 def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
@@ -343,10 +322,10 @@ def _numbers(job: _Job, record: Record, accumulation: int) -> Simulation:
 
 def _on_host(plan: Strategy) -> list[str]:
     """Return the categories that a plan keeps in host memory; fake tensors are all on one device."""
-    shards = {entry.name: entry.config for entry in plan if entry.name in ("fsdp", "zero2")}
-    if any(config.cpu_offload for config in shards.values()) or (shards and "cpu_offload" in plan):
-        return ["params", "grads", "optimizer"]
-    return ["optimizer"] if "cpu_offload" in plan else []
+    methods = [(find_method(entry.name), entry.config) for entry in plan]
+    is_sharded = any(method.shards_axis is not None for method, _ in methods)
+    found = {part for method, config in methods for part in method.on_host(config, is_sharded)}
+    return [part for part in CATEGORIES if part in found]
 
 
 # In a child process.

@@ -148,3 +148,8 @@ class MachineProfile:
     """Measured over predicted time of earlier trials, by kind of plan."""
     evidence: str = "modelled"
     """"measured" here, or "modelled" from a preset."""
+
+
+def divides_heads(profile: ModelProfile, size: int) -> bool:
+    """Return whether all attention heads that are known can be split into so many parts."""
+    return all(unit.heads % size == 0 for unit in profile.units if unit.heads)

@@ -1,27 +1,23 @@
-"""A candidate of the search: a plan reduced to the few values that cost depends on, so that thousands can be compared.
+"""A candidate of the search: a mesh, a batch split and methods with their configurations.
 
-It becomes a `Strategy` only when it is one of the few that are simulated, measured or chosen.
+Its cost is predicted from the effects of its methods, so thousands can be compared. It becomes a `Strategy` only when it is one of the few
+that are simulated, measured or chosen.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from drivetrain.strategy.batching import BatchPlan
-from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.effects import Effects
+from drivetrain.strategy.mesh import AXES
+from drivetrain.strategy.method import Method, Option
+from drivetrain.strategy.registry import all_methods, find_method
 from drivetrain.strategy.value import Strategy
 
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "selective": {"mode": "selective", "every": 1},
-    "second": {"mode": "full", "every": 2},
-    "full": {"mode": "full", "every": 1},
-    "offload": {"mode": "offload", "every": 1},
-}
-"""From little to much: what remains in memory shrinks from one to the next."""
-SHARDINGS = ("none", "zero1", "zero2", "fsdp")
-"""From nothing split to everything split."""
-_SIXTEEN = ("bfloat16", "float16", "half", "float8")
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +29,11 @@ class Candidate:
     zero: int = 1
     sequence: int = 1
     tensor: int = 1
-    sharding: str = "none"
-    precision: str = "float32"
-    checkpoint: str = "none"
     micro: int = 1
     """Samples of one forward pass on one rank; under pipelining, of one pass through all stages."""
     accumulation: int = 1
-    microbatches: int = 1
-    """Into how many parts a pipeline cuts one pass."""
-    compile: str = "none"
-    graphs: bool = False
-    chunked_loss: bool = False
-    fused: bool = False
-    channels_last: bool = False
-    cpu_offload: bool = False
-    threads: int | None = None
-    """On a CPU; None leaves them as they are."""
-    extra: tuple[tuple[str, Any], ...] = ()
-    """Further methods with their settings: a user's own, and those that were asked for."""
+    methods: Option = ()
+    """Names and configurations in the order of the registry; what the mesh and the batch split imply is not listed."""
     given: Strategy | None = field(default=None, compare=False)
     """The plan as it was written, where the candidate stands for one."""
 
@@ -65,16 +48,6 @@ class Candidate:
         return self.data * self.zero
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether parameters and gradients are split over data ranks."""
-        return self.sharding in ("zero2", "fsdp")
-
-    @property
-    def arithmetic(self) -> str:
-        """What a forward pass computes in: the key of a profile's numbers."""
-        return "bfloat16" if self.precision in _SIXTEEN else "float32"
-
-    @property
     def global_size(self) -> int:
         """Samples of one update."""
         return self.micro * self.accumulation * self.data_ranks
@@ -86,121 +59,135 @@ class Candidate:
             global_size=self.global_size, micro=self.micro, accumulation=self.accumulation, data_ranks=self.data_ranks
         )
 
+    @cached_property
+    def configs(self) -> dict[str, Any]:
+        """The configuration of each method."""
+        return dict(self.methods)
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Method, Any], ...]:
+        """Methods and configurations in the order of the registry."""
+        return steps_of(self.methods)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters and gradients are split over data ranks."""
+        return any(method.shards_axis is not None for method, _ in self.steps)
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether no rank runs the whole model on whole samples with whole parameters."""
+        return self.is_sharded or self.tensor * self.pipe * self.sequence > 1
+
+    @cached_property
+    def effects(self) -> Effects:
+        """What its methods change about a step."""
+        axes = {axis: getattr(self, axis) for axis in AXES}
+        effects = Effects(axes=axes, micro=self.micro, accumulation=self.accumulation)
+        for method, config in sorted(self.steps, key=lambda step: (step[0].stage, step[0].name)):
+            method.affect(effects, config)
+        return effects
+
     @property
     def kind(self) -> str:
         """The part of it that decides which kernels run; plans of one kind mispredict alike."""
-        how = "eager" if self.compile == "none" else f"compiled {self.compile}"
-        threads = "" if self.threads is None else f", threads {self.threads}"
-        return f"{self.precision}, {how}{' with graphs' if self.graphs else ''}{threads}"
+        return self.effects.kind
 
     @property
     def is_compiled(self) -> bool:
         """Whether a compiler has a part in it, and time to take."""
-        return self.compile != "none"
+        return self.effects.is_compiled
 
     @property
     def near_kinds(self) -> tuple[str, ...]:
-        """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without graphs."""
-        if not self.is_compiled:
-            return ()
-        others = [
-            replace(self, compile=scope, graphs=graphs) for scope in ("model", "block") for graphs in (False, True)
-        ]
-        return tuple(dict.fromkeys(other.kind for other in others if other.kind != self.kind))
+        """Kinds with nearly the same kernels."""
+        return self.effects.near_kinds
+
+    @cached_property
+    def amounts(self) -> dict[str, int]:
+        """How far it goes in saving memory, by the dimensions of methods that are ordered."""
+        found = ((method.dimension or method.name, method.amount(config)) for method, config in self.steps)
+        return {dimension: amount for dimension, amount in found if amount}
+
+    def adding(self, option: Option) -> "Candidate":
+        """Return it with further methods, which come later in the registry."""
+        return Candidate(
+            pipe=self.pipe, data=self.data, zero=self.zero, sequence=self.sequence, tensor=self.tensor,
+            micro=self.micro, accumulation=self.accumulation, methods=self.methods + option,
+        )  # fmt: skip
+
+    def without(self, names: Iterable[str]) -> "Candidate":
+        """Return it without some methods."""
+        left_out = set(names)
+        return replace(self, methods=tuple(item for item in self.methods if item[0] not in left_out), given=None)
 
     def axes(self) -> list[tuple[str, int]]:
         """Return the axes of its mesh, the fastest first; empty when all ranks are data ranks."""
-        sizes = [(axis, getattr(self, axis)) for axis in ("tensor", "sequence", "zero", "data", "pipe")]
-        present = [(axis, size) for axis, size in sizes if size > 1]
+        present = [(axis, getattr(self, axis)) for axis in reversed(AXES) if getattr(self, axis) > 1]
         return [] if [axis for axis, _ in present] in ([], ["data"]) else present
+
+    def _implied(self) -> dict[str, dict[str, Any]]:
+        found = ((method.name, method.implied(self)) for method in _implied_methods())
+        return {name: settings for name, settings in found if settings is not None}
 
     def names(self) -> list[str]:
         """Return the names of its methods."""
-        found = ["parallel_mode"] if self.world > 1 else []
-        found += [self.sharding] if self.sharding != "none" else []
-        found += {
-            "tf32": ["tf32"],
-            "bfloat16": ["amp_native"],
-            "float16": ["amp_native"],
-            "half": ["half"],
-            "float8": ["amp_native", "fp8"],
-        }.get(self.precision, [])
-        for name, is_used in (
-            ("checkpoint", self.checkpoint != "none"),
-            ("micro_batch", self.accumulation > 1),
-            ("native_dynamo", self.is_compiled),
-            ("cuda_graphs", self.graphs),
-            ("chunked_cross_entropy", self.chunked_loss),
-            ("fused_optimizer", self.fused),
-            ("channels_last", self.channels_last),
-            ("cpu_offload", self.cpu_offload),
-            ("cpu_threads", self.threads is not None),
-            ("tensor_parallel", self.tensor > 1),
-            ("sequence_parallel", self.sequence > 1),
-            ("pipeline_parallel", self.pipe > 1),
-        ):
-            if is_used:
-                found.append(name)
-        return found + [name for name, _ in self.extra if name not in found]
+        return self._names
 
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """Return what the candidate says about its methods' configurations."""
-        found: dict[str, dict[str, Any]] = {}
-        if axes := self.axes():
-            found["parallel_mode"] = {"axes": tuple(axes)}
-        if self.precision in ("bfloat16", "float16"):
-            found["amp_native"] = {"dtype": self.precision}
-        elif self.precision == "float8":
-            found["amp_native"] = {"dtype": "bfloat16"}
-        if self.checkpoint != "none":
-            found["checkpoint"] = CHECKPOINTS[self.checkpoint]
-        if self.accumulation > 1:
-            found["micro_batch"] = {"size": self.micro}
-        if self.is_compiled:
-            found["native_dynamo"] = {"scope": self.compile}
-        if self.threads is not None:
-            found["cpu_threads"] = {"threads": self.threads}
-        if self.pipe > 1:
-            found["pipeline_parallel"] = {"microbatches": self.microbatches}
-        return found
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([*self._implied(), *self.configs]))
 
     def plan(self, kept: Mapping[str, Any] | None = None, base: Mapping[str, Any] | None = None) -> Strategy:
         """Return it as a Strategy; `kept` configurations stay as they are, `base` ones are changed where the candidate differs."""
         if self.given is not None:
             return self.given
-        kept, base = kept or {}, base or {}
-        own, settings = dict(self.extra), self.settings()
+        kept, base, implied = kept or {}, base or {}, self._implied()
         entries = []
-        for name in dict.fromkeys([*self.names(), *kept, *base]):
-            method = find_method(name)
-            config = kept.get(name, own.get(name))
+        for name in dict.fromkeys([*implied, *self.configs, *kept, *base]):
+            config = kept.get(name, self.configs.get(name))
             if config is None:
-                changes = {k: v for k, v in settings.get(name, {}).items() if k in method._keys()}
-                config = dataclasses.replace(base.get(name, method.parse(None)), **changes)
+                config = dataclasses.replace(base.get(name, find_method(name).parse(None)), **implied.get(name, {}))
             entries.append((name, config))
-        sizes = [(axis, getattr(self, axis)) for axis in ("pipe", "data", "zero", "sequence", "tensor")]
+        sizes = [(axis, getattr(self, axis)) for axis in AXES]
         mesh = tuple((axis, size) for axis, size in sizes if size > 1) or (("data", 1),)
         return Strategy(entries, mesh=mesh, batch=self.batch)
+
+
+def steps_of(option: Option) -> tuple[tuple[Method, Any], ...]:
+    """Return methods and configurations."""
+    return tuple((find_method(name), config) for name, config in option)
+
+
+def _implied_methods() -> list[Method]:
+    """Return the methods that a mesh or a batch split may imply."""
+    return [method for method in all_methods() if type(method).implied is not Method.implied]
+
+
+def in_order(methods: Mapping[str, Any]) -> Option:
+    """Return methods in the order of the registry, without those that a mesh or a batch split implies.
+
+    >>> [name for name, _ in in_order({"checkpoint": None, "zero1": None, "micro_batch": None})]
+    ['zero1', 'checkpoint']
+    """
+    return tuple(
+        (method.name, methods[method.name])
+        for method in all_methods()
+        if method.name in methods and type(method).implied is Method.implied
+    )
 
 
 def label_of(candidate: Candidate) -> str:
     """Return a candidate in a few words.
 
-    >>> label_of(Candidate(micro=8, accumulation=4, precision="bfloat16", compile="model"))
-    'bf16, compile, 8 x 4'
+    >>> label_of(Candidate(micro=8, accumulation=4, methods=(("fused_optimizer", None),)))
+    'fp32, fused, 8 x 4'
     """
-    axes = [f"{axis} {getattr(candidate, axis)}" for axis in ("pipe", "data", "zero", "sequence", "tensor")]
-    words = [text for text in axes if not text.endswith(" 1")]
-    words += [candidate.sharding] if candidate.sharding != "none" else ["ddp"] if candidate.data_ranks > 1 else []
-    words.append(
-        {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}.get(
-            candidate.precision, candidate.precision
-        )
-    )
-    words += [] if candidate.compile == "none" else ["compile" if candidate.compile == "model" else "compile blocks"]
-    words += [] if candidate.checkpoint == "none" else [f"checkpoint {candidate.checkpoint}"]
-    flags = ("graphs", "chunked_loss", "fused", "channels_last", "cpu_offload")
-    words += [flag.replace("_", " ") for flag in flags if getattr(candidate, flag)]
-    words += [] if candidate.threads is None else [f"threads {candidate.threads}"]
-    words += [name for name, _ in candidate.extra]
+    words = [f"{axis} {getattr(candidate, axis)}" for axis in AXES if getattr(candidate, axis) > 1]
+    labels = [
+        (method.shards_axis or method.splits_optimizer, method.label(config)) for method, config in candidate.steps
+    ]
+    words += [label for is_split, label in labels if is_split] or (["ddp"] if candidate.data_ranks > 1 else [])
+    precision = candidate.effects.precision
+    words += [_SHORT.get(precision, precision), *(label for is_split, label in labels if label and not is_split)]
     return ", ".join([*words, f"{candidate.micro} x {candidate.accumulation}"])

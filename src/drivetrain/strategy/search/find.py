@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.simulate import Simulation, simulate_plans
 from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
-from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.agreement import master_does
 from drivetrain.strategy.search.decision import (
     Measurement,
@@ -199,15 +200,15 @@ class _Search:
         return Place(
             profile=profile, machine=machine, device=self.device, world=self.world, global_batch=task.global_batch_size,
             wishes=self.wishes, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
-            has_loss=task.loss_func is not None, threads=broadcast_from_master(self._thread_counts()),
+            has_loss=task.loss_func is not None, local=broadcast_from_master(self._local_candidates()),
         )  # fmt: skip
 
-    def _thread_counts(self) -> tuple[int, ...]:
-        """Return the numbers of threads that are compared with the present one, on a CPU at hand."""
-        if self.device.type != "cpu" or self.wishes.spec is not None:
-            return ()
-        configs = find_method("cpu_threads").candidates(None, self.device, self.world)
-        return tuple(config.threads for config in configs if config.threads != torch.get_num_threads())
+    def _local_candidates(self) -> dict[str, tuple[Any, ...]]:
+        """Return what this process offers for methods whose configurations depend on it, on a machine at hand."""
+        if self.wishes.spec is not None:
+            return {}
+        found = ((method.name, method.local_candidates(self.device, self.world)) for method in all_methods())
+        return {name: configs for name, configs in found if configs}
 
     def _is_valid(self, plan: Strategy) -> bool:
         """Say whether a plan can be applied: what its methods refuse together is known only to them."""
@@ -363,11 +364,11 @@ class _Search:
         return next(iter(preferred(self._trusted(left))), plain or ranked[0])
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
-        """Return what may be used without a trial: on a CPU nothing that pays only sometimes (16 bits, compilation, threads)."""
-        if self.device.type != "cpu" or self.wishes.spec is not None:
+        """Return what may be used without a trial: nothing that pays only sometimes on this kind of device."""
+        if self.wishes.spec is not None:
             return list(scored)
         asked = set().union(*self.wishes.wanted(), set(self.wishes.start.opt_names() if self.wishes.start else ()))
-        unproved = {"native_dynamo", "amp_native", "half", "cpu_threads"} - asked
+        unproved = {method.name for method in all_methods() if self.device.type in method.unproved_on} - asked
         return [item for item in scored if not unproved & set(item.candidate.names())]
 
     # What is told.

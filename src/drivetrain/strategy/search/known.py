@@ -40,7 +40,7 @@ class Known:
 
     def missing(self, items: Iterable[Scored]) -> set[str]:
         """Return the parts that the predictions of some candidates read, and nobody has asked for."""
-        read = set().union(*(parts_read(item.candidate) for item in items), set())
+        read = set().union(*(parts_read(item.candidate.effects) for item in items), set())
         return read - self.asked - self.excluded
 
     def find_out(self, parts: set[str]) -> None:
@@ -60,7 +60,7 @@ class Known:
     def again(self, scored: Sequence[Scored], parts: set[str]) -> list[Scored]:
         """Return candidates with the cost of those predicted anew that read some parts."""
         return order(
-            predict(item.candidate, self.profile, self.machine) if parts & parts_read(item.candidate) else item
+            predict(item.candidate, self.profile, self.machine) if parts & parts_read(item.candidate.effects) else item
             for item in scored
         )
 
@@ -83,7 +83,7 @@ def with_compilation(item: Scored, memory: Mapping[str, float], machine: Machine
     if item.candidate.is_compiled:
         predicted = item.cost.memory.get("activations", 0.0)
         found["activations"] = min(found.get("activations", 0.0), predicted)
-        if item.candidate.compile == "model":  # else head and loss run as they are
+        if item.candidate.effects.compiled == "model":  # else head and loss run as they are
             found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
     found.pop("reserve", None)
     found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())

@@ -150,7 +150,7 @@ class Measuring:
             return False
         expected = self.corrected(best.scored).seconds
         for one in self.found:  # what only records kernels, and is not predicted to gain by it, loses a tie
-            is_same = replace(item.candidate, graphs=one.scored.candidate.graphs) == one.scored.candidate
+            is_same = _without_recording(item.candidate) == _without_recording(one.scored.candidate)
             gains = item.seconds < (1 - TIE) * self.corrected(one.scored).seconds
             if one.is_usable and is_same and not gains:
                 return True
@@ -163,7 +163,7 @@ class Measuring:
 
     def refine(self) -> None:
         """Give the fastest plans more steps, if there are several that close, and the time for it."""
-        self._prove_threads()
+        self._prove_alone()
         best = choose(self.found)
         if best is None:
             return
@@ -175,12 +175,13 @@ class Measuring:
                 self.found.remove(one)
                 self._try(one.scored, one.plan, MORE_STEPS, earlier=one)
 
-    def _prove_threads(self) -> None:
-        """Try the fastest plan with the threads of now, if it has others: it is chosen for them only where they are faster."""
+    def _prove_alone(self) -> None:
+        """Try the fastest plan without methods that must win, such as other threads: it is chosen for them only where they are faster."""
         best = choose(self.found)
-        if best is None or best.scored.candidate.threads is None:
+        doubted = [] if best is None else [m.name for m, _ in best.scored.candidate.steps if m.must_win]
+        if best is None or not doubted:
             return
-        same = replace(best.scored.candidate, threads=None)
+        same = best.scored.candidate.without(doubted)
         if same in self.space.candidates and all(one.scored.candidate != same for one in self.found):
             item = self.corrected(Scored(same, best.scored.cost))
             if self._has_time(item, FEW_STEPS):
@@ -256,6 +257,10 @@ def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:
         plain_gradient_norm=fewer.plain_gradient_norm if more.plain_gradient_norm is None else more.plain_gradient_norm,
         startup_seconds=fewer.startup_seconds,
     )
+
+
+def _without_recording(candidate: Candidate) -> Candidate:
+    return candidate.without(method.name for method, _ in candidate.steps if method.records_kernels)
 
 
 def measuring_order(ranked: Sequence[Scored], plain: Scored | None, plain_first: bool = False) -> list[Scored]:

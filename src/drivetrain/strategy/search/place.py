@@ -8,20 +8,9 @@ import torch
 from torch import nn
 
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
-from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.registry import find_method, mesh_method
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.wishes import Wishes
-
-SEARCHED = frozenset(
-    "parallel_mode auto_ddp zero1 zero2 fsdp amp_native half fp8 tf32 checkpoint micro_batch native_dynamo cuda_graphs "
-    "chunked_cross_entropy fused_optimizer channels_last cpu_offload tensor_parallel sequence_parallel pipeline_parallel "
-    "cpu_threads".split()
-)
-"""Methods that a dimension of the space expresses; others take part through their own `candidates()`."""
-_IN_ANY_CASE = frozenset({"micro_batch", "parallel_mode", "auto_ddp"})
-"""Methods that are in a plan when they are asked for, even where they have nothing to split."""
-NEVER_SEARCHED = frozenset({"module_replace", "mixed_parallel"})
-"""Methods that are used when they are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +28,8 @@ class Place:
     optim_func: Any = None
     optim_args: Mapping[str, Any] = field(default_factory=dict)
     has_loss: bool = True
-    threads: tuple[int, ...] = ()
-    """On a CPU: numbers of threads to compare with the present one."""
+    local: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """By method: configurations that rank 0 offers, because they depend on a process."""
 
 
 class Asked:
@@ -58,34 +47,40 @@ class Asked:
             for name, config, _ in self.start:
                 (self.base if name in tunable else self.kept).setdefault(name, config)
             names = set(self.start.opt_names()) | set().union(*self.wanted, set())
-            self.only = frozenset(names | ({"parallel_mode"} if place.world > 1 else set()))
+            self.only = frozenset(names | ({mesh_method().name} if place.world > 1 else set()))
             self.wanted = [*self.wanted, *(frozenset({name}) for name in self.start.opt_names())]
         alone = [next(iter(members)) for members in self.wanted if len(members) == 1]
         if place.world == 1:  # they are dropped with a reason when the plan is applied
             groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
             alone += [min(members) for members in groups]
-        unexpressed = [name for name in alone if name not in SEARCHED or find_method(name).needs_processes]
-        for name in [*unexpressed, *(name for name in alone if name in _IN_ANY_CASE)]:
-            if name not in self.base and (name not in SEARCHED or place.world == 1 or name in _IN_ANY_CASE):
-                (self.base if name in _IN_ANY_CASE else self.kept).setdefault(name, find_method(name).parse(None))
+        idle = [name for name in alone if find_method(name).stays_idle]
+        for name in [name for name in alone if self._is_unexpressed(name, place)] + idle:
+            if name not in self.base:
+                (self.base if name in idle else self.kept).setdefault(name, find_method(name).parse(None))
         written = {*self.kept, *self.base}
         self.here = frozenset(
-            name
-            for name in written
-            if name not in SEARCHED or name in _IN_ANY_CASE or (place.world == 1 and find_method(name).needs_processes)
+            name for name in written if find_method(name).stays_idle or self._is_unexpressed(name, place)
         )
         """Methods that the plan of every candidate has, whatever the candidate says."""
+        self.keeps_searched = any(find_method(name).is_searched for name in self.kept)
+        """Whether some configuration that stays is one that the space would vary."""
+
+    @staticmethod
+    def _is_unexpressed(name: str, place: Place) -> bool:
+        """Return whether no option of the space stands for a method; on one process some are dropped when the plan is applied."""
+        method = find_method(name)
+        return not method.is_searched or (place.world == 1 and method.needs_processes)
 
     def may(self, name: str) -> bool:
-        """Say whether a candidate may have a method."""
+        """Return whether a candidate may have a method."""
         return name not in self.unwanted and (self.only is None or name in self.only)
 
     def must(self, name: str) -> bool:
-        """Say whether every candidate has this method."""
+        """Return whether every candidate has this method."""
         return any(members == {name} for members in self.wanted) or name in self.kept
 
     def allows(self, candidate: Candidate) -> bool:
-        """Say whether a candidate has all that was asked for, and nothing that was ruled out."""
+        """Return whether a candidate has all that was asked for, and nothing that was ruled out."""
         names = set(candidate.names())
         if names & self.unwanted or (self.only is not None and not names <= self.only):
             return False

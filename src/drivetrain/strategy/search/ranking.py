@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
-from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.search.candidates import CHECKPOINTS, SHARDINGS, Candidate, label_of
+from drivetrain.strategy.search.candidates import Candidate, label_of
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.memory import predict_memory
 from drivetrain.strategy.search.time_model import predict_time
 
 TIE = 0.02
 """Times this close count as equal; then the plan with fewer methods wins."""
-_AMOUNTS = ("none", *CHECKPOINTS)
 _FAR_KIND, _FAR = 4.0, 2.0
 """Candidates that are predicted to take so many times as long as the best are not looked at; of other kinds, about which less is known."""
 
@@ -55,10 +53,11 @@ class Scored:
 
 
 def predict(candidate: Candidate, profile: ModelProfile, machine: MachineProfile) -> Scored:
-    """Return a candidate with its predicted cost; a user's methods have the last word about theirs."""
-    cost = Cost(predict_memory(candidate, profile, machine), predict_time(candidate, profile, machine))
-    for name, config in candidate.extra:
-        cost = find_method(name).estimate(cost, config)
+    """Return a candidate with its predicted cost; methods that state their effect by `estimate` have the last word."""
+    effects = candidate.effects
+    cost = Cost(predict_memory(effects, profile, machine), predict_time(effects, profile, machine))
+    for method, config in candidate.steps:
+        cost = method.estimate(cost, config)
     return Scored(candidate, cost)
 
 
@@ -70,14 +69,19 @@ def order(scored: Iterable[Scored]) -> list[Scored]:
 def preferred(scored: Iterable[Scored]) -> list[Scored]:
     """Return candidates in the order in which they are chosen without a trial: of those that tie with the fastest, the simplest first.
 
-    A fused update makes nothing less simple.
+    Methods that are simple make nothing less simple.
     """
     ranked = order(scored)
     ties = [item for item in ranked if item.seconds <= ranked[0].seconds * (1 + TIE)]
     return [
-        *sorted(ties, key=lambda item: (item.methods - item.candidate.fused, item.seconds, item.peak)),
+        *sorted(ties, key=lambda item: (item.methods - _simple(item.candidate), item.seconds, item.peak)),
         *ranked[len(ties) :],
     ]
+
+
+def _simple(candidate: Candidate) -> int:
+    """Return how many methods of a candidate make nothing less simple."""
+    return sum(method.is_simple for method, _ in candidate.steps)
 
 
 def pareto_front(scored: Iterable[Scored]) -> list[Scored]:
@@ -117,9 +121,11 @@ def promising(
 
 def _alike(candidate: Candidate, other: Candidate) -> bool:
     """Say whether two candidates differ in little things only, so that measuring both would teach nothing."""
-    return (
-        replace(candidate, fused=other.fused, cpu_offload=other.cpu_offload, chunked_loss=other.chunked_loss) == other
-    )
+    return _without_minor(candidate) == _without_minor(other)
+
+
+def _without_minor(candidate: Candidate) -> Candidate:
+    return candidate.without(method.name for method, _ in candidate.steps if method.is_minor)
 
 
 def nearest_misses(scored: Iterable[Scored], budget: float, count: int = 3) -> list[tuple[Scored, float]]:
@@ -134,21 +140,19 @@ def is_ruled_out(candidate: Candidate, failed: Iterable[Candidate]) -> bool:
 
 
 def _needs_at_least(candidate: Candidate, other: Candidate) -> bool:
-    """Say whether a candidate is another one with a larger micro-batch, less checkpointing or less sharding, or several of these."""
+    """Return whether a candidate is another one with a larger micro-batch, less checkpointing or less sharding, or several of these."""
     if _without_amounts(candidate) != _without_amounts(other):
         return False
     return (
         candidate.micro >= other.micro
-        and _AMOUNTS.index(candidate.checkpoint) <= _AMOUNTS.index(other.checkpoint)
-        and SHARDINGS.index(candidate.sharding) <= SHARDINGS.index(other.sharding)
+        and all(amount <= other.amounts.get(dimension, 0) for dimension, amount in candidate.amounts.items())
         and (candidate.zero <= other.zero or not candidate.is_sharded)
     )
 
 
 def _without_amounts(candidate: Candidate) -> Candidate:
-    return replace(
-        candidate, micro=1, accumulation=1, checkpoint="none", sharding="none", data=candidate.data_ranks, zero=1
-    )
+    rest = candidate.without(method.name for method, config in candidate.steps if method.amount(config))
+    return replace(rest, micro=1, accumulation=1, data=candidate.data_ranks, zero=1)
 
 
 def rejection(item: Scored, chosen: float, budget: float) -> str:
@@ -163,12 +167,11 @@ def contrasting(
     scored: Sequence[Scored], chosen: Scored, budget: float, count: int, skip: Callable[[Scored], bool]
 ) -> list[Scored]:
     """Return candidates that differ from the chosen one in kind: what a reader would ask about first."""
-    found: dict[tuple[str, str, str], Scored] = {}
+    found: dict[tuple[str, frozenset[tuple[str, int]]], Scored] = {}
+    own = chosen.candidate.kind, frozenset(chosen.candidate.amounts.items())
     for item in order(scored):
-        c = item.candidate
-        key = (c.kind, c.sharding, c.checkpoint)
-        own = chosen.candidate
-        if key != (own.kind, own.sharding, own.checkpoint) and not skip(item):
+        key = item.candidate.kind, frozenset(item.candidate.amounts.items())
+        if key != own and not skip(item):
             kept = found.get(key)
             if kept is None or (kept.peak > budget >= item.peak):
                 found[key] = item
@@ -178,7 +181,8 @@ def contrasting(
 
 def _differences(candidate: Candidate, other: Candidate) -> int:
     names, others = set(candidate.names()), set(other.names())
-    return len(names ^ others) + (candidate.checkpoint != other.checkpoint) + (candidate.sharding != other.sharding)
+    amounts = {*candidate.amounts, *other.amounts}
+    return len(names ^ others) + sum(candidate.amounts.get(name) != other.amounts.get(name) for name in amounts)
 
 
 def sensitivity(scored: Iterable[Scored], chosen: Scored, budget: float) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.value import Strategy
 
 
@@ -19,8 +20,8 @@ def rescaled_prediction(plan: Strategy, axes: Mapping[str, int], batch: BatchPla
     if not known or plan.mesh is None or plan.batch is None or batch is None:
         return None
     before = dict(plan.mesh)
-    names = set(plan.opt_names())
-    is_sharded = bool(names & {"fsdp", "zero2"})
+    methods = [find_method(name) for name in plan.opt_names()]
+    is_sharded = any(method.shards_axis is not None for method in methods)
     memory = {name: float(value) for name, value in known.items()}
     params = memory.get("params", 0.0)
     if is_sharded:
@@ -29,7 +30,7 @@ def rescaled_prediction(plan: Strategy, axes: Mapping[str, int], batch: BatchPla
         memory["optimizer"] = memory.get("optimizer", 0.0) * _shards(before) / _shards(axes)
         memory["grads"] = whole if batch.accumulation > 1 else whole / _shards(axes)  # whole inside an open window
     else:
-        if "zero1" in names:
+        if any(method.splits_optimizer for method in methods):
             memory["optimizer"] = memory.get("optimizer", 0.0) * plan.batch.data_ranks / batch.data_ranks
         if batch.accumulation > 1 or batch.data_ranks > 1:
             memory["grads"] = max(memory.get("grads", 0.0), params)

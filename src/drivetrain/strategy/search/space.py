@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 from drivetrain.core.errors import BatchSizeError, PlanInfeasible
 from drivetrain.strategy.batching import plan_batch
-from drivetrain.strategy.mesh import AXES
-from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.dimensions import Dimensions
+from drivetrain.strategy.method import Option
+from drivetrain.strategy.search.candidates import Candidate, steps_of
 from drivetrain.strategy.search.given import candidate_of
-from drivetrain.strategy.search.place import SEARCHED, Asked, Place
+from drivetrain.strategy.search.place import Asked, Place
+from drivetrain.strategy.search.scope import Scope
 from drivetrain.strategy.value import Strategy
 
 _MOST_CANDIDATES = 60_000
@@ -39,15 +39,15 @@ def build_space(place: Place) -> Space:
     """Return all candidates for a place, or raise why there is none."""
     wishes = place.wishes
     asked = Asked(place)
-    dimensions = Dimensions(place, asked)
-    found = list(itertools.islice(_candidates(place, dimensions, asked), _MOST_CANDIDATES))
+    scope = Scope(place, asked)
+    found = list(itertools.islice(_candidates(scope), _MOST_CANDIDATES))
     plain = _plain(place)
-    notes = list(dimensions.notes)
+    notes = list(scope.notes)
     if len(found) == _MOST_CANDIDATES:
         notes.append(f"search: only the first {_MOST_CANDIDATES} candidates were compared")
     if asked.start is not None:
         found = [candidate_of(asked.start, place), *found]
-    elif plain is not None and plain not in found and asked.allows(plain) and not set(asked.kept) & SEARCHED:
+    elif plain is not None and plain not in found and asked.allows(plain) and not asked.keeps_searched:
         found.append(plain)
     if not found:
         _refuse(place, asked)
@@ -60,68 +60,30 @@ def build_space(place: Place) -> Space:
     )
 
 
-def _candidates(place: Place, d: Dimensions, asked: Asked) -> Iterator[Candidate]:
-    for mesh in d.meshes():
+def _candidates(scope: Scope) -> Iterator[Candidate]:
+    dimensions = scope.dimensions()
+    for mesh in scope.meshes(dimensions):
         ranks = mesh.get("data", 1) * mesh.get("zero", 1)
-        batch = _batch(place, ranks)
+        batch = _batch(scope.place, ranks)
         if batch is None:
             continue
-        for micro, accumulation in d.micros(batch // ranks):
-            yield from _of_mesh(mesh, micro, accumulation, d, asked)
+        for micro, accumulation in scope.splits(batch // ranks):
+            sizes: dict[str, Any] = {**mesh, "micro": micro, "accumulation": accumulation}
+            found = [Candidate(**sizes)]
+            for options in scope.on_mesh(dimensions, mesh, micro, accumulation):
+                found = [larger for one in found for option in options if (larger := _with(one, option)) is not None]
+            for candidate in found:
+                fits = all(method.fits(config, candidate) is None for method, config in candidate.steps)
+                if fits and scope.asked.allows(candidate):
+                    yield candidate
 
 
-def _of_mesh(mesh: dict[str, int], micro: int, accumulation: int, d: Dimensions, asked: Asked) -> Iterator[Candidate]:
-    sizes: dict[str, Any] = {axis: mesh.get(axis, 1) for axis in AXES}
-    pipe, tensor = sizes["pipe"], sizes["tensor"]
-    is_alone = all(size == 1 for size in sizes.values())
-    parts = _pipeline_parts(micro, pipe)
-    if pipe > 1 and (not parts or accumulation > 1):
-        return
-    for sharding, threads in itertools.product(d.shardings, d.threads):
-        if not _fits_mesh(sharding, sizes):
-            continue
-        by_block = sharding in ("zero2", "fsdp") or tensor > 1 or pipe > 1 or sizes["sequence"] > 1
-        for precision, checkpoint, compile_, graphs, chunked, fused, last, offload, extra, part in itertools.product(
-            d.precisions, d.checkpoints, d.compiles, d.graphs, d.chunked, d.fused, d.channels_last, d.offload, d.extras, parts,
-        ):  # fmt: skip
-            if by_block and compile_ == "model":
-                continue
-            if graphs and (compile_ != "model" or not is_alone or offload or checkpoint != "none"):
-                continue
-            if chunked and (tensor > 1 or pipe > 1):
-                continue
-            if precision == "half" and (tensor > 1 or pipe > 1 or chunked):
-                continue
-            if precision in ("half", "float16") and offload:
-                continue
-            if last and compile_ == "block":
-                continue
-            candidate = Candidate(
-                **sizes, sharding=sharding, precision=precision, checkpoint=checkpoint, micro=micro, accumulation=accumulation,
-                microbatches=part, compile=compile_, graphs=graphs, chunked_loss=chunked, fused=fused, channels_last=last,
-                cpu_offload=offload, threads=threads, extra=extra,
-            )  # fmt: skip
-            if asked.allows(candidate):
-                yield candidate
-
-
-def _fits_mesh(sharding: str, sizes: Mapping[str, int]) -> bool:
-    """Say whether a kind of sharding makes sense on a mesh: what is sharded is sharded along `zero`."""
-    if sharding in ("zero2", "fsdp"):
-        return sizes["zero"] > 1
-    if sizes["zero"] > 1:
-        return False
-    beside = sizes["tensor"] > 1 or sizes["pipe"] > 1
-    if sharding == "zero1":
-        return sizes["data"] > 1 and not beside and sizes["sequence"] == 1
-    return not (sizes["tensor"] > 1 and sizes["data"] > 1)  # DDP cannot hold tensor-parallel parameters
-
-
-def _pipeline_parts(micro: int, pipe: int) -> list[int]:
-    """Return into how many micro-batches a pipeline may cut a pass: at least as many as stages, so that all are busy."""
-    if pipe == 1:
-        return [1]
-    return [parts for parts in (pipe, 2 * pipe, 4 * pipe, 8 * pipe) if parts <= micro and micro % parts == 0]
+def _with(candidate: Candidate, option: Option) -> Candidate | None:
+    """Return a combination with one more option, or None where a method of it has no place there."""
+    if not option:
+        return candidate
+    larger = candidate.adding(option)
+    return larger if all(method.fits(config, larger) is None for method, config in steps_of(option)) else None
 
 
 def _batch(place: Place, ranks: int) -> int | None:

@@ -8,95 +8,73 @@ exposed is what compute cannot hide. A pipeline of p stages and m micro-batches 
 
 from dataclasses import replace
 
+from drivetrain.strategy.effects import Effects
 from drivetrain.strategy.profile.values import Link, MachineProfile, ModelProfile, UnitProfile
-from drivetrain.strategy.search.candidates import Candidate
 
 _BACKWARD = 2.0
 """A backward pass costs twice its forward pass."""
-_TRAFFIC = 0.8
-"""The part of a forward pass's traffic that is not the operands of matrix products, whose time is in their arithmetic: a GPT block has 0.7,
-its head with the loss 0.9."""
-_COMPILED_TRAFFIC, _COMPILED_LAUNCHES = 0.3, 0.25
-"""What fusion leaves of eager traffic and launches; priors until a trial has corrected them. With the rates measured there (644 TFLOP/s in
-bfloat16, 3.8 TB/s) they give 119 and 170 ms for a step of GPT-2 124M, 64 x 1,024 tokens, on an H200; measured were 121 compiled and 172
-in eager mode (torch 2.11, three steps each)."""
-_SELECTIVE_SHARE = 0.3
-"""What is computed again when products and attention are kept, as a share of a block's forward pass."""
-_CHANNELS_LAST = {"cuda": 0.75, "cpu": 0.95}
-"""What convolutions in 16 bits take with channels last, as a share of before; in float32 nothing is won."""
 _THREAD_GAIN = 0.5
 """Twice the threads take the square root of a half of the time: a prior between large products, which gain all of it, and memory traffic,
 which gains little; a trial decides."""
-_UNFUSED_UPDATE = 2.5
-"""Passes over memory of an update that is not fused, over those of a fused one."""
-_EXTRA_CHUNKED = 1.0
-"""Further forward passes of the output layer in a chunked cross-entropy: its logits are computed again."""
 
 
-def predict_time(candidate: Candidate, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
+def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
     """Return seconds by part for one update."""
-    c = candidate
-    micro = c.micro / c.microbatches if c.pipe > 1 else float(c.micro)
-    blocks = [(unit, _forward_time(unit, c, machine, micro)) for unit in profile.units]
-    of_blocks = sum(seconds for unit, seconds in blocks if unit.path) / c.pipe
+    e = effects
+    micro = e.micro / e.parts
+    blocks = [(unit, _forward_time(unit, e, machine, micro)) for unit in profile.units]
+    of_blocks = sum(seconds for unit, seconds in blocks if unit.path) / e.stages
     rest = sum(seconds for unit, seconds in blocks if not unit.path)
-    share = {"none": 0.0, "selective": _SELECTIVE_SHARE, "second": 0.5, "full": 1.0, "offload": 1.0}[c.checkpoint]
-    correction = correction_of(c, machine)
-    one_pass = (of_blocks + rest) * (1 + _BACKWARD) * correction + weight_time(c, profile, machine)
-    again = (of_blocks * share + rest * (_EXTRA_CHUNKED if c.chunked_loss else 0.0)) * correction
-    passes = c.accumulation * (c.microbatches if c.pipe > 1 else 1)
+    correction = correction_of(e, machine)
+    one_pass = (of_blocks + rest) * (1 + _BACKWARD) * correction + weight_time(e, profile, machine)
+    again = (of_blocks * e.recompute.share + rest * e.head_again) * correction
+    passes = e.accumulation * e.parts
     time = {"compute": passes * one_pass, "recompute": passes * again}
     busy = time["compute"] + time["recompute"]
-    if c.pipe > 1:
-        time["bubble"] = busy * (c.pipe - 1) / c.microbatches
-    time["communication"] = communication_time(c, profile, machine, busy)
-    time["transfer"] = _transfer_time(c, profile, machine, busy)
-    time["optimizer"] = _update_time(c, profile, machine)
+    if e.stages > 1:
+        time["bubble"] = busy * (e.stages - 1) / e.parts
+    time["communication"] = communication_time(e, profile, machine, busy)
+    time["transfer"] = _transfer_time(e, profile, machine, busy)
+    time["optimizer"] = _update_time(e, profile, machine)
     return time
 
 
-def _forward_time(unit: UnitProfile, c: Candidate, machine: MachineProfile, micro: float) -> float:
+def _forward_time(unit: UnitProfile, e: Effects, machine: MachineProfile, micro: float) -> float:
     """Return the forward pass of all members of a unit for one micro-batch."""
-    share = micro / (c.tensor * c.sequence)
-    rate = machine.flops.get(_rate_name(c.precision), machine.flops["float32"])
-    is_compiled = c.compile == "model" or (c.compile == "block" and unit.path)
-    traffic = unit.traffic_bytes[c.arithmetic] * (_COMPILED_TRAFFIC if is_compiled else _TRAFFIC)
-    launches = unit.operations * (_COMPILED_LAUNCHES if is_compiled else 1.0)
-    if c.graphs:
-        launches = 0.0
+    share = micro / e.work_ranks
+    rate = machine.flops.get(e.rate, machine.flops["float32"])
+    kernels = e.block_kernels if unit.path else e.other_kernels
+    traffic = unit.traffic_bytes[e.arithmetic] * kernels.traffic
+    launches = 0.0 if e.is_recorded else unit.operations * kernels.launches
     arithmetic = unit.forward_flops * share / rate
-    if c.channels_last and c.arithmetic == "bfloat16":
-        arithmetic *= _CHANNELS_LAST.get(machine.kind, 1.0)
-    work = (arithmetic + traffic * share / machine.bandwidth) * thread_factor(c, machine)
+    if e.arithmetic == "bfloat16":
+        arithmetic *= e.products_16_bit.get(machine.kind, 1.0)
+    work = (arithmetic + traffic * share / machine.bandwidth) * thread_factor(e, machine)
     return unit.count * max(work, launches * machine.launch)
 
 
-def thread_factor(c: Candidate, machine: MachineProfile) -> float:
+def thread_factor(e: Effects, machine: MachineProfile) -> float:
     """Return the time of an operation with a plan's threads, over that with those the machine was measured with."""
-    return 1.0 if c.threads is None else (max(1, machine.threads) / c.threads) ** _THREAD_GAIN
+    return 1.0 if e.threads is None else (max(1, machine.threads) / e.threads) ** _THREAD_GAIN
 
 
-def correction_of(c: Candidate, machine: MachineProfile) -> float:
+def correction_of(e: Effects, machine: MachineProfile) -> float:
     """Return measured over predicted time of plans of a kind; where none was tried, of the nearest kind with the same kernels."""
     known = machine.corrections
-    if not known or c.kind in known:
-        return known.get(c.kind, 1.0)
-    others = (*c.near_kinds, *(() if c.threads is None else (replace(c, threads=None).kind,)))
+    if not known or e.kind in known:
+        return known.get(e.kind, 1.0)
+    others = (*e.near_kinds, *(() if e.threads is None else (replace(e, threads=None).kind,)))
     return next((known[kind] for kind in others if kind in known), 1.0)
 
 
-def weight_time(c: Candidate, profile: ModelProfile, machine: MachineProfile) -> float:
+def weight_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
     """Return what a pass costs whatever its size: weights are read by forward and twice by backward, and gradients are added up.
 
     It is why few large micro-batches beat many small ones.
     """
-    width = 2.0 if c.arithmetic == "bfloat16" else 4.0
-    moved = 3 * width * profile.parameters + (8.0 * profile.trainable if c.accumulation > 1 else 0.0)
-    return moved / (c.tensor * c.pipe) / machine.bandwidth
-
-
-def _rate_name(precision: str) -> str:
-    return {"half": "bfloat16", "float8": "float8"}.get(precision, precision)
+    width = 2.0 if e.arithmetic == "bfloat16" else 4.0
+    moved = 3 * width * profile.parameters + (8.0 * profile.trainable if e.accumulation > 1 else 0.0)
+    return moved / e.parameter_ranks / machine.bandwidth
 
 
 def collective_time(size: float, ranks: int, link: Link) -> float:
@@ -108,76 +86,71 @@ def collective_time(size: float, ranks: int, link: Link) -> float:
     return 0.0 if ranks <= 1 else (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
 
 
-def link_of(c: Candidate, axis: str, machine: MachineProfile) -> Link:
+def link_of(e: Effects, axis: str, machine: MachineProfile) -> Link:
     """Return what connects the ranks along an axis: neighbours share a node while the axes inside fit into one."""
     span = 1
     for name in ("tensor", "sequence", "zero", "data", "pipe"):
-        span *= getattr(c, name)
+        span *= e.axes.get(name, 1)
         if name == axis:
             break
     return machine.intra if span <= machine.per_node else machine.inter
 
 
-def communication_time(c: Candidate, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
+def communication_time(e: Effects, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
     """Return the communication that compute does not hide."""
-    split = c.tensor * c.pipe
-    params = profile.parameter_bytes / split
+    params = profile.parameter_bytes / e.parameter_ranks
     grads = params * profile.trainable / max(profile.parameters, 1)
-    backward_of_one = busy * _BACKWARD / (1 + _BACKWARD) / c.accumulation
+    backward_of_one = busy * _BACKWARD / (1 + _BACKWARD) / e.accumulation
     hidden = exposed = 0.0
-    if c.is_sharded and c.zero > 1:
-        link = link_of(c, "zero", machine)
-        width = 0.5 if c.arithmetic == "bfloat16" else 1.0
-        gathers = (2 if c.sharding == "fsdp" else 1) * c.accumulation
-        hidden += gathers * collective_time(params * width, c.zero, link) + collective_time(grads, c.zero, link)
-        hidden += 2 * collective_time(grads / c.zero, c.data, link_of(c, "data", machine))
+    if e.is_sharded and e.shards > 1:
+        link = link_of(e, "zero", machine)
+        width = 0.5 if e.arithmetic == "bfloat16" else 1.0
+        gathers = e.gathers * e.accumulation
+        hidden += gathers * collective_time(params * width, e.shards, link) + collective_time(grads, e.shards, link)
+        hidden += 2 * collective_time(grads / e.shards, e.axes.get("data", 1), link_of(e, "data", machine))
         exposed += max(0.0, hidden - busy)
-    elif c.data_ranks > 1:
-        link = link_of(c, "data", machine)
-        reduce = 2 * collective_time(grads, c.data_ranks, link)
+    elif e.data_ranks > 1:
+        link = link_of(e, "data", machine)
+        reduce = 2 * collective_time(grads, e.data_ranks, link)
         exposed += max(0.0, reduce - backward_of_one)  # only the last pass of a window synchronises
-        if c.sharding == "zero1":
-            exposed += collective_time(params, c.data_ranks, link)  # updated parameters go round, and nothing hides it
-    return exposed + _activation_traffic(c, profile, machine)
+        if e.optimizer_shards > 1:
+            exposed += collective_time(params, e.data_ranks, link)  # updated parameters go round, and nothing hides it
+    return exposed + _activation_traffic(e, profile, machine)
 
 
-def _activation_traffic(c: Candidate, profile: ModelProfile, machine: MachineProfile) -> float:
-    """Return what moves activations between ranks: it stands in the way of the next operation, so nothing hides it."""
-    passes = c.accumulation * (c.microbatches if c.pipe > 1 else 1)
-    micro = c.micro / c.microbatches if c.pipe > 1 else float(c.micro)
+def _activation_traffic(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
+    """Return what moves activations between ranks: the next operation waits for it, so nothing hides it."""
+    micro = e.micro / e.parts
     seconds = 0.0
     for unit in (unit for unit in profile.units if unit.path):
-        size = micro * unit.input_bytes[c.arithmetic] / c.sequence
-        count = unit.count / c.pipe
-        if c.tensor > 1:  # attention and MLP, forward and backward
-            seconds += count * 4 * 2 * collective_time(size, c.tensor, link_of(c, "tensor", machine))
-        if c.sequence > 1:  # queries, keys, values there, the result back; and the same in backward
-            seconds += count * 8 * collective_time(size, c.sequence, link_of(c, "sequence", machine))
-    if c.pipe > 1:
+        size = micro * unit.input_bytes[e.arithmetic] / e.token_ranks
+        for axis, times in e.block_exchanges:
+            one = collective_time(size, e.axes.get(axis, 1), link_of(e, axis, machine))
+            seconds += unit.count / e.stages * times * one
+    if e.stages > 1:
         unit = max((unit for unit in profile.units if unit.path), key=lambda unit: unit.count)
-        link = link_of(c, "pipe", machine)
-        seconds += 2 * (link.latency + micro * unit.input_bytes[c.arithmetic] / link.bandwidth)
-    return passes * seconds
+        link = link_of(e, "pipe", machine)
+        seconds += 2 * (link.latency + micro * unit.input_bytes[e.arithmetic] / link.bandwidth)
+    return e.accumulation * e.parts * seconds
 
 
-def _transfer_time(c: Candidate, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
+def _transfer_time(e: Effects, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
     """Return traffic with host memory that compute does not hide."""
     seconds = 0.0
-    if c.checkpoint == "offload":
-        inputs = sum(unit.count * unit.input_bytes[c.arithmetic] for unit in profile.units if unit.path)
-        seconds += max(0.0, 2 * c.micro * c.accumulation * inputs / machine.host_bandwidth - busy)
-    if c.cpu_offload:  # gradients go down, parameters come back
-        shards = c.zero if c.is_sharded else 1
-        seconds += 2 * profile.parameter_bytes / (c.tensor * c.pipe * shards) / machine.host_bandwidth
+    if e.recompute.on_device is not None:
+        inputs = sum(unit.count * unit.input_bytes[e.arithmetic] for unit in profile.units if unit.path)
+        seconds += max(0.0, 2 * e.micro * e.accumulation * inputs / machine.host_bandwidth - busy)
+    if e.optimizer_on_host:  # gradients go down, parameters come back
+        seconds += 2 * profile.parameter_bytes / (e.parameter_ranks * e.shards) / machine.host_bandwidth
     return seconds
 
 
-def _update_time(c: Candidate, profile: ModelProfile, machine: MachineProfile) -> float:
+def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
     """Return the update: everything is read, parameters and state are written."""
-    shards = c.zero if c.is_sharded else c.data_ranks if c.sharding == "zero1" else 1
     trainable = profile.trainable / max(profile.parameters, 1)
-    moved = (3 * profile.parameter_bytes * trainable + 2 * profile.optimizer_bytes) / (c.tensor * c.pipe * shards)
+    moved = 3 * profile.parameter_bytes * trainable + 2 * profile.optimizer_bytes
     bandwidth = machine.bandwidth
-    if c.cpu_offload:
+    if e.optimizer_on_host:
         bandwidth = min(bandwidth, 2 * machine.host_bandwidth)
-    return moved / bandwidth * (1.0 if c.fused else _UNFUSED_UPDATE) * thread_factor(c, machine)
+    seconds = moved / (e.parameter_ranks * e.optimizer_shards) / bandwidth
+    return seconds * e.update_passes * thread_factor(e, machine)

@@ -58,12 +58,8 @@ def _sum_over(value: float, group: Any, device: torch.device) -> float:
 
 def check_size(plan: ResolvedPlan, available: int) -> int:
     """Return how many samples to compare on: eight or all there are, and for a pipeline as many as it can cut."""
-    size = min(CHECK_SAMPLES, available)
-    pipeline = plan.config("pipeline_parallel")
-    if pipeline is None:
-        return size
-    pieces = pipeline.microbatches or 2 * plan.site.axis("pipe")
-    return -(-size // pieces) * pieces
+    pieces = math.lcm(*(method.sample_multiple(config, plan.site) for _, method, config in plan.steps))
+    return -(-min(CHECK_SAMPLES, available) // pieces) * pieces
 
 
 def planned_loss_and_norm(

@@ -23,7 +23,7 @@ from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.runtime.workers import _lost_a_peer
 from drivetrain.strategy.process_settings import ProcessSettings
-from drivetrain.strategy.registry import method_names, register_method
+from drivetrain.strategy.registry import find_method, method_names, register_method
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.memory import MemoryMeter
@@ -32,12 +32,6 @@ LEFT_BYTES = {"cuda": 128 << 20}
 """How much a trial may leave in use for the process to be used again; matrix libraries keep workspaces of some ten MiB."""
 LEFT_ON_HOST = 512 << 20
 """The same for resident memory: the compiler's own code is 200 MiB."""
-
-LEAVES_NO_TRACE = frozenset(
-    "parallel_mode auto_ddp zero1 zero2 fsdp amp_native half tf32 checkpoint module_replace native_dynamo micro_batch fused_optimizer "
-    "channels_last chunked_cross_entropy cpu_threads".split()
-)
-"""Methods after which a process is as before, once its settings are put back and its memory is given back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +123,8 @@ class _Service:
         self._clean()
         left = meter.growth()
         is_clean = left <= LEFT_BYTES.get(self.device.type, LEFT_ON_HOST)
-        is_clean = is_clean and set(order.plan.opt_names()) <= LEAVES_NO_TRACE and not order.methods
+        methods = [find_method(name) for name in order.plan.opt_names()]
+        is_clean = is_clean and all(method.leaves_no_trace for method in methods)
         self.tell("done", is_clean=is_clean, left=left)
         return is_clean
 

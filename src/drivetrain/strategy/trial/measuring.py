@@ -22,8 +22,9 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.apply import PlanContext
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.method import Method
+from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
@@ -97,14 +98,15 @@ class _Trial:
     def __init__(self, order: Order, task: TrainingTask, device: torch.device, tell: Tell, may_reset: bool):
         self.order, self.task, self.device, self.tell, self.may_reset = order, task, device, tell, may_reset
         self.meter = MemoryMeter(device)
-        self.is_compiled = any(name in ("native_dynamo", "cuda_graphs") for name in order.plan.opt_names())
+        self.methods = [find_method(name) for name in order.plan.opt_names()]
+        self.is_compiled = any(method.compiles for method in self.methods)
 
     def run(self) -> None:
         order, task = self.order, self.task
         self.tell("phase", name="build")
         model = task.build()
         resolved = resolve_plan(order.plan, model=model, device=self.device)
-        batch = batch_plan(order.plan, task, resolved)
+        batch = resolved.batch_of(order.plan, task.global_batch_size)
         verify = order.verify and not _on_meta(model)
         if order.verify and not verify:
             self.tell("note", text="not compared: the model is on the meta device and has no weights yet")
@@ -229,7 +231,7 @@ class _Trial:
         ctx.model.train()
         self._tidy()
         batch = self._at_hand(batch)
-        for step in range(WARM_UP_STEPS + (1 if "cuda_graphs" in self.order.plan.opt_names() else 0)):
+        for step in range(WARM_UP_STEPS + sum(method.warm_up_steps for method in self.methods)):
             value = plain_number(train_window(ctx, batch, self.task.call))
             if not math.isfinite(value):
                 raise TrialFailed("nonfinite", f"the loss of training step {step + 1} is {value}")
@@ -297,15 +299,6 @@ def tidy(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def batch_plan(plan: Strategy, task: TrainingTask, resolved: ResolvedPlan) -> BatchPlan:
-    """Return how the global batch is split: as the plan says, or by its `micro_batch`."""
-    if plan.batch is not None and plan.batch.data_ranks == resolved.data_ranks:
-        return plan.batch
-    config = resolved.config("micro_batch")
-    micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
-    return plan_batch(task.global_batch_size, resolved.data_ranks, micro, accumulation)
 
 
 def _on_meta(model: nn.Module) -> bool:

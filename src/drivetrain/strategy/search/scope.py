@@ -1,0 +1,246 @@
+"""What a search may use in a place: which methods, with which configurations, on which meshes.
+
+Each method is asked for its options. A method that is not registered, is excluded, or rejects the place is not enumerated.
+"""
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.strategy.mesh import DATA_AXES, fit_axes
+from drivetrain.strategy.method import Method, Option, Site
+from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.registry import all_methods, mesh_method
+from drivetrain.strategy.search.candidates import steps_of
+from drivetrain.strategy.search.place import Asked, Place
+from drivetrain.strategy.search.wishes import NUMERICS, budget_bytes
+
+
+class Scope:
+    """What methods may look at and ask when they list their options."""
+
+    def __init__(self, place: Place, asked: Asked):
+        self.place, self.asked = place, asked
+        self.notes: list[str] = []
+        self._axis_methods = [method for method in all_methods() if method.axis is not None]
+
+    # The place.
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The model."""
+        return self.place.profile
+
+    @property
+    def machine(self) -> MachineProfile:
+        """The machine that is planned for."""
+        return self.place.machine
+
+    @property
+    def device(self) -> torch.device:
+        """The device at hand."""
+        return self.place.device
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.place.world
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether plans are for a CPU."""
+        return self.machine.kind == "cpu"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether plans are for the machine at hand."""
+        return self.place.wishes.spec is None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model has blocks that repeat."""
+        return any(unit.path for unit in self.profile.units)
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a plan may need on one rank."""
+        return budget_bytes(self.place.wishes.memory_budget, self.machine.free)
+
+    def local(self, method: Method) -> tuple[Any, ...]:
+        """Return the configurations that rank 0 offers for a method, see `Method.local_candidates`."""
+        return self.place.local.get(method.name, ())
+
+    # What was asked for.
+
+    def may(self, name: str) -> bool:
+        """Return whether a candidate may have a method."""
+        return self.asked.may(name)
+
+    def must(self, name: str) -> bool:
+        """Return whether every candidate has a method."""
+        return self.asked.must(name)
+
+    def is_wanted(self, name: str) -> bool:
+        """Return whether a method is named by what must be included, alone or with others."""
+        return any(name in members for members in self.asked.wanted)
+
+    def needs_dimension(self, dimension: str) -> bool:
+        """Return whether every candidate has some method of a dimension."""
+        names = {method.name for method in all_methods() if dimension_of(method) == dimension}
+        return any(members <= names for members in self.asked.wanted)
+
+    def kept(self, name: str) -> list[Any]:
+        """Return the configuration that a method keeps, if there is one."""
+        return [self.asked.kept[name]] if name in self.asked.kept else []
+
+    def base(self, name: str) -> list[Any]:
+        """Return the configuration that is varied, if there is one."""
+        return [self.asked.base[name]] if name in self.asked.base else []
+
+    def config(self, method: Method, **changes: Any) -> Any:
+        """Return the configuration to start from, with changes."""
+        found = [*self.kept(method.name), *self.base(method.name)] or [method.parse(None)]
+        return replace(found[0], **changes)
+
+    def note(self, text: str) -> None:
+        """Add a remark to the plan that is found."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def usable(self, method: Method, axes: Mapping[str, int] | None = None) -> bool:
+        """Return whether a method may be used and accepts the place."""
+        place = self.place
+        if not self.may(method.name):
+            return False
+        if method.numerics not in NUMERICS[place.wishes.numerics] and not self.must(method.name):
+            return False
+        along = {other.name for other in self._axis_methods if other.axis in (axes or {})}
+        names = frozenset({method.name, *along})
+        site = Site(device=place.device, world=place.world, axes=dict(axes or {}), names=names, model=place.model)
+        config = self.kept(method.name) if axes else []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if self.is_here and method.requires(place.profile, place.device, place.world) is not None:
+                    return False
+                method.check(config[0] if config else method.parse(None), site)
+        except (ConfigError, RuntimeError):
+            return False
+        return True
+
+    # The space.
+
+    def dimensions(self) -> dict[str, list[Option]]:
+        """Return the options of each dimension, in the order of the registry; those of an axis depend on the mesh and are empty here."""
+        members: dict[str, list[Method]] = {}
+        for method in all_methods():
+            if method.is_searched:
+                members.setdefault(dimension_of(method), []).append(method)
+        return {name: self._dimension(name, methods) for name, methods in members.items()}
+
+    def _dimension(self, name: str, methods: list[Method]) -> list[Option]:
+        asked = [method for method in methods if method.name not in self.asked.here and method.axis is None]
+        found = [option for method in asked if self.may(method.name) for option in method.options(self)]
+        required = [method.name for method in asked if self.must(method.name) and self._has_options(method)]
+        for one in required:
+            found = [option for option in found if one in dict(option)]
+        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in asked)
+        return found if found and (is_fixed or self.needs_dimension(name)) else [(), *found]
+
+    @staticmethod
+    def _has_options(method: Method) -> bool:
+        """Return whether options express the method; the mesh and the batch split express others."""
+        return type(method).implied is Method.implied
+
+    def splits(self, per_rank: int) -> list[tuple[int, int]]:
+        """Return pairs of micro-batch and accumulation."""
+        for method in all_methods():
+            found = method.splits(self, per_rank)
+            if found is not None:
+                return found
+        return [(per_rank, 1)]
+
+    def on_mesh(
+        self, dimensions: Mapping[str, list[Option]], mesh: Mapping[str, int], micro: int, accumulation: int
+    ) -> list[list[Option]]:
+        """Return the options of each dimension on a mesh: what shards along an axis is used where the mesh has it, and only there."""
+        found = dict(dimensions)
+        for name, options in dimensions.items():
+            if any(map(shards_axis, options)):
+                found[name] = [option for option in options if _shards_along(option, mesh)]
+        for method in self._axis_methods:
+            size = mesh.get(str(method.axis), 1)
+            if size > 1:
+                found[dimension_of(method)] = method.axis_options(self, size, micro, accumulation)
+        return list(found.values())
+
+    def meshes(self, dimensions: Mapping[str, list[Option]]) -> Iterator[dict[str, int]]:
+        """Yield sizes of axes whose product is the world."""
+        has_shards = any(shards_axis(option) for options in dimensions.values() for option in options)
+        has_whole = all(any(not shards_axis(option) for option in options) for options in dimensions.values())
+        for inner in self._inner_meshes():
+            if "data" in inner or "zero" in inner:
+                yield inner
+            else:
+                yield from self._data_splits(inner, has_whole, has_shards)
+
+    def _inner_meshes(self) -> Iterator[dict[str, int]]:
+        """Yield sizes of the axes that divide the model or a sample; with all axes where the mesh is given."""
+        world, name = self.world, mesh_method().name
+        given = next((config for config in (*self.kept(name), *self.base(name)) if config.axes), None)
+        if given is not None:
+            fixed = dict(fit_axes(given.axes, world))
+            is_kept = name in self.asked.kept
+            if is_kept:
+                fixed.setdefault("data", 1)
+            yield fixed if is_kept else {axis: size for axis, size in fixed.items() if axis not in DATA_AXES}
+            return
+        methods = self._axis_methods
+        for sizes in itertools.product(*map(self._sizes, methods)):
+            used = {method.name: method for method, size in zip(methods, sizes) if size > 1}
+            clash = any(other in used for method in used.values() for other in method.conflicts)
+            if world % math.prod(sizes) == 0 and not clash:
+                yield {str(method.axis): size for method, size in zip(methods, sizes)}
+
+    def _sizes(self, method: Method) -> list[int]:
+        """Return the sizes of an axis that its method accepts."""
+        if self.world == 1 or (self.is_cpu and not self.is_wanted(method.name)) or not self.place.has_loss:
+            return [1]
+        axis = str(method.axis)
+        possible = (size for size in method.axis_sizes(self) if self.world % size == 0)
+        sizes = [size for size in possible if self.usable(method, {axis: size})]
+        return sizes if self.must(method.name) else [1, *sizes]
+
+    def _data_splits(self, inner: dict[str, int], has_whole: bool, has_shards: bool) -> Iterator[dict[str, int]]:
+        """Yield how data ranks share parameters: not at all, all of them, or those of one node and smaller groups."""
+        ranks, per_node = self.world // math.prod(inner.values()), self.machine.per_node
+        if has_whole:
+            yield {**inner, "data": ranks, "zero": 1}
+        if ranks > 1 and has_shards:
+            inside = inner.get("tensor", 1) * inner.get("sequence", 1)
+            nodes = {per_node // inside} if per_node > inside else set()
+            for zero in sorted({ranks, *nodes, 2 * per_node, 8 * per_node}, reverse=True):
+                if 1 < zero <= ranks and ranks % zero == 0:
+                    yield {**inner, "data": ranks // zero, "zero": zero}
+
+
+def shards_axis(option: Option) -> str | None:
+    """Return the axis along which an option shards what data ranks share, or None."""
+    return next((method.shards_axis for method, _ in steps_of(option) if method.shards_axis is not None), None)
+
+
+def _shards_along(option: Option, mesh: Mapping[str, int]) -> bool:
+    axis = shards_axis(option)
+    sharded = {str(method.shards_axis) for method in all_methods() if method.shards_axis is not None}
+    return all((mesh.get(name, 1) > 1) == (name == axis) for name in sharded)
+
+
+def dimension_of(method: Method) -> str:
+    """Return the name of a method's dimension."""
+    return method.dimension or method.name
