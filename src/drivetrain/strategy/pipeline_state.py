@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.codec import pack, unpack
-from drivetrain.context.optimizers import parameter_names, save_optimizer
+from drivetrain.context.optimizers import save_optimizer
+from drivetrain.context.table import parameter_names
 from drivetrain.core.errors import StateError
 from drivetrain.module.clean_state import clean_state_dict
 from drivetrain.module.distributed_tensors import is_dtensor
