@@ -155,6 +155,20 @@ def test_auto_microbatches_are_found_where_the_whole_batch_does_not_fit():
     assert trainer._microbatch_size is not None and 1 <= trainer._microbatch_size < rows
 
 
+class NoWaitingInSteps(TrainerCallback):
+    """Makes every wait for the device inside a step an error, from the third step on."""
+
+    def batch_start(self, state, logger):
+        if state.clock.batch >= 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def batch_end(self, state, logger):
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_training_run_end(self, trainer, **kwargs):
+        torch.cuda.set_sync_debug_mode("default")
+
+
 class SpoilGradient(TrainerCallback):
     """Puts NaN into a gradient of these batches, without waiting."""
 
@@ -170,7 +184,7 @@ class SpoilGradient(TrainerCallback):
 def test_an_update_that_is_not_finite_is_left_out_without_waiting(fused):
     model, reference = make_model(), make_model().cuda()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=fused) for m in (model, reference)]
-    trainer = make_trainer(model, optimizer=optimizers[0], callbacks=[SpoilGradient(5), NoWaiting()])
+    trainer = make_trainer(model, optimizer=optimizers[0], callbacks=[SpoilGradient(5), NoWaitingInSteps()])
     history = train(trainer, make_data(96))
     x, y = (tensor.cuda() for tensor in make_data(96).tensors)
     for batch in range(12):
@@ -186,7 +200,9 @@ def test_an_update_that_is_not_finite_is_left_out_without_waiting(fused):
 def test_a_bad_update_of_a_fused_optimizer_stops_or_rolls_back_two_updates_later(action):
     model = make_model()
     trainer = make_trainer(
-        model, optimizer=torch.optim.AdamW(model.parameters(), fused=True), callbacks=[SpoilGradient(5), NoWaiting()]
+        model,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+        callbacks=[SpoilGradient(5), NoWaitingInSteps()],
     )
     if action == "stop":
         with pytest.raises(NonFiniteError):
@@ -195,7 +211,6 @@ def test_a_bad_update_of_a_fused_optimizer_stops_or_rolls_back_two_updates_later
     else:
         train(trainer, make_data(96), nonfinite=action)
         assert trainer.state.clock.step == 12
-    torch.cuda.set_sync_debug_mode("default")
     assert all(bool(w.isfinite().all()) for w in weights(model))
 
 
@@ -205,7 +220,7 @@ def test_a_loss_spike_is_left_out_without_waiting():
     data.tensors[0][64:72] *= 1e3
     reference = copy.deepcopy(model).cuda()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (model, reference)]
-    callbacks = [LossSpike(min_losses=4), NoWaiting()]
+    callbacks = [LossSpike(min_losses=4), NoWaitingInSteps()]
     history = train(make_trainer(model, optimizer=optimizers[0], callbacks=callbacks), data)
     x, y = (tensor.cuda() for tensor in data.tensors)
     for batch in range(12):

@@ -144,11 +144,16 @@ class LastGoodState:
         """Return to the copy, apart from the position in the data."""
         state = self._trainer.state
         before, state._before_load = state._before_load, None
+        mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+        if mode:
+            torch.cuda.set_sync_debug_mode(0)  # `Trainer(strict=True)` forbids waiting inside a step; this has to
         try:
             # An optimizer keeps the tensors it loads, so it is given a second copy.
             state.load_state_dict(map_tensors(torch.clone, self._state), strict=False)
         finally:
             state._before_load = before
+            if mode:
+                torch.cuda.set_sync_debug_mode(mode)
         restore_rng(self._rng)
 
 
