@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.data.randomness import SeededGenerators, keep_generators, put_back, seed_generators
+from drivetrain.data.randomness import SeededGenerators, keep_generators, restore_generators, seed_generators
 
 
 def draw():
@@ -53,7 +53,7 @@ def test_a_fetch_repeats_from_its_seed_and_equals_plain_seeding():
     kept = keep_generators()
     seed_generators(5)
     again = draw()
-    put_back(kept)
+    restore_generators(kept)
     assert again == first
     seed_all(5)
     assert draw() == first

@@ -11,17 +11,17 @@ from typing import TypeVar
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.ordering import refers_to
-from drivetrain.core.plugin import Reference, plugin_name
+from drivetrain.core.plugin import PluginReference, plugin_name
 
 T = TypeVar("T")
 
 
-def sort_to_front(list_to_sort: Sequence[T], cls: Reference) -> list[T]:
+def sort_to_front(list_to_sort: Sequence[T], cls: PluginReference) -> list[T]:
     """Return the list with instances of `cls` first, otherwise in the same order."""
     return sorted(list_to_sort, key=lambda item: not refers_to(cls, item))
 
 
-def sort_to_back(list_to_sort: Sequence[T], cls: Reference) -> list[T]:
+def sort_to_back(list_to_sort: Sequence[T], cls: PluginReference) -> list[T]:
     """Return the list with instances of `cls` last, otherwise in the same order."""
     return sorted(list_to_sort, key=lambda item: refers_to(cls, item))
 

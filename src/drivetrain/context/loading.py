@@ -72,7 +72,7 @@ class _Fault(NamedTuple):
         return f"{self.path}: {self.reason}" if self.reason else self.path
 
 
-class _Trial(NamedTuple):
+class _SelfLoad(NamedTuple):
     path: str
     item: Any
     state: Any
@@ -86,7 +86,7 @@ class Loading:
         self._root = root
         self._faults: list[_Fault] = []
         self._without_state: list[str] = []
-        self._trials: list[_Trial] = []
+        self._self_loads: list[_SelfLoad] = []
         self.modules: list[Callable[[], Any]] = []
         self.optimizers: list[Callable[[], Any]] = []
 
@@ -167,7 +167,7 @@ class Loading:
 
     def try_to_load(self, path: str, item: Any, state: Any) -> None:
         """Let an object load its state in the second step."""
-        self._trials.append(_Trial(path, item, state))
+        self._self_loads.append(_SelfLoad(path, item, state))
 
     def unfit(self, path: str, item: Any, saved: Any, reason: str | None = None) -> Restore:
         """Note a state that an item cannot take, and keep the item."""
@@ -191,7 +191,7 @@ class Loading:
                 load()
             restore()
         except Exception:
-            _put_back(done)
+            _restore_all(done)
             raise
         if self._without_state:
             warnings.warn(
@@ -202,22 +202,22 @@ class Loading:
             )
         return self._report()
 
-    def _load_objects(self) -> list[_Trial]:
+    def _load_objects(self) -> list[_SelfLoad]:
         """Let objects load themselves; return how to undo it. If one raises in strict mode, all are restored."""
-        done: list[_Trial] = []
+        done: list[_SelfLoad] = []
         errors: list[Exception] = []
-        for trial in self._trials:
-            before = _Trial(trial.path, trial.item, pack(trial.item.state_dict(), special=_leave_out, tensor=_copied))
+        for load in self._self_loads:
+            before = _SelfLoad(load.path, load.item, pack(load.item.state_dict(), special=_leave_out, tensor=_copied))
             try:
-                trial.item.load_state_dict(trial.state)
+                load.item.load_state_dict(load.state)
                 done.append(before)
             except Exception as error:  # whatever a foreign object raises, it says that the state does not fit
-                _put_back([before])
-                error.add_note(f"(while loading {trial.path})")
+                _restore_all([before])
+                error.add_note(f"(while loading {load.path})")
                 errors.append(error)
-                self.note("unfitting", trial.path, f"{type(error).__name__}: {error}")
+                self.note("unfitting", load.path, f"{type(error).__name__}: {error}")
         if errors and self.strict:
-            _put_back(done)
+            _restore_all(done)
             if len(errors) == 1 and isinstance(errors[0], DrivetrainError):
                 raise errors[0]
             raise StateError(self._message()) from errors[0]
@@ -257,11 +257,11 @@ def _leave_out(item: Any, path: str) -> Any:
     return tagged(NOT_STATE, None) if kind_of(item).saves_itself else NotImplemented
 
 
-def _put_back(trials: list[_Trial]) -> None:
-    for trial in trials:
+def _restore_all(loads: list[_SelfLoad]) -> None:
+    for load in loads:
         # An object may raise here too. What matters is the first error, and that is being raised.
         with suppress(Exception):
-            trial.item.load_state_dict(unpack(trial.state, trial.item.state_dict()))
+            load.item.load_state_dict(unpack(load.state, load.item.state_dict()))
 
 
 def _describe(saved: Any) -> str:

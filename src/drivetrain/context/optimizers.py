@@ -112,7 +112,7 @@ def _load(
     optimizer.load_state_dict({"state": fresh, "param_groups": settings})
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         for key, parameter in owners.items():
-            _put_back_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
+            _restore_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
 
 
 def _settings(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _copy_for(value: Any, parameter: Tensor, name: Any) -> Any:
     return value.to(parameter.device, copy=True)
 
 
-def _put_back_types(state: dict[Any, Any], fresh: Mapping[Any, Any]) -> None:
+def _restore_types(state: dict[Any, Any], fresh: Mapping[Any, Any]) -> None:
     for name, value in fresh.items():
         current = state.get(name)
         if (

@@ -13,7 +13,7 @@ from drivetrain.core.event import Event
 
 Phase = Literal["algorithm", "callback", "sink"]
 PHASES: tuple[Phase, ...] = ("algorithm", "callback", "sink")
-Reference = type | str
+PluginReference = type | str
 """Another plugin, named by its class, its class name, or a `"#tag"`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,9 +54,9 @@ class Plugin:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     """Parts of the state: model batch outputs loss grads optimizers schedulers dataloader timestamp settings."""
-    before: Iterable[Reference] = ()
-    after: Iterable[Reference] = ()
-    conflicts: Iterable[Reference] = ()
+    before: Iterable[PluginReference] = ()
+    after: Iterable[PluginReference] = ()
+    conflicts: Iterable[PluginReference] = ()
     """Plugins it cannot run beside. A mapping also says what to do instead: `{"CutMix": "put both into OneOf"}`."""
     tags: frozenset[str] = frozenset()
     exclusive: frozenset[str] = frozenset()

@@ -20,10 +20,10 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
-from drivetrain.core.yaml_tags import BracketProblem, Reference, ReferenceProblem, parse_brackets, resolve_references
+from drivetrain.core.yaml_tags import BracketProblem, ReferenceProblem, RefTag, parse_brackets, resolve_references
 
 KeyPath = tuple[str | int, ...]
-Source = str | os.PathLike[str] | IO[str] | IO[bytes]
+YamlSource = str | os.PathLike[str] | IO[str] | IO[bytes]
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 100_000  # about a second of reading; configuration files have a few hundred
@@ -76,7 +76,7 @@ class YamlFile:
         return f"{place} {dotted}" if dotted else place
 
 
-def load_yaml(source: Source, *, tags: bool = True, error: type[Exception] = ConfigError) -> dict[str, Any]:
+def load_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] = ConfigError) -> dict[str, Any]:
     """Read a YAML or JSON file, or an open stream, and return the mapping it holds; an empty file is an empty mapping.
 
     >>> import io
@@ -86,7 +86,7 @@ def load_yaml(source: Source, *, tags: bool = True, error: type[Exception] = Con
     return read_yaml(source, tags=tags, error=error).data
 
 
-def read_yaml(source: Source, *, tags: bool = True, error: type[Exception] = ConfigError) -> YamlFile:
+def read_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] = ConfigError) -> YamlFile:
     """Read a YAML or JSON file like `load_yaml`, and keep the line of every key.
 
     `tags=False` rejects our own tags too, for files that are data rather than configuration. Failures raise `error`.
@@ -95,7 +95,7 @@ def read_yaml(source: Source, *, tags: bool = True, error: type[Exception] = Con
     is_json = name.endswith(".json")
     if is_json:
         text = _json_as_yaml(text)
-    builder = _Builder(name, tags=tags, plain_text=not is_json, error=error)
+    reader = _NodeReader(name, tags=tags, plain_text=not is_json, error=error)
     try:
         root = StrictLoader(text).get_single_node()
     except yaml.MarkedYAMLError as problem:
@@ -115,13 +115,13 @@ def read_yaml(source: Source, *, tags: bool = True, error: type[Exception] = Con
         raise error(
             f"{name}:{root.start_mark.line + 1}: the file holds {kind}; expected `key: value` pairs at the top."
         )
-    data = builder.build(root, ())
+    data = reader.build(root, ())
     if tags:
         try:
             data = resolve_references(data, limit=MAX_EXPANDED)
         except ReferenceProblem as problem:
             raise error(f"{name}:{problem.line}: {problem}") from None
-    return YamlFile(data=data, name=name, lines=builder.lines)
+    return YamlFile(data=data, name=name, lines=reader.lines)
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
@@ -199,7 +199,7 @@ for _kind, _pattern, _first in _RESOLVERS[:-1]:
 _StrictDumper.add_representer(tuple, lambda dumper, data: dumper.represent_sequence("!tuple", data, flow_style=True))
 
 
-class _Builder:
+class _NodeReader:
     """Turns composed nodes into plain values, remembering the line of every key."""
 
     def __init__(self, name: str, *, tags: bool, plain_text: bool, error: type[Exception]):
@@ -319,7 +319,7 @@ class _Builder:
             raise self.fail(node, f"{tag} expects text, not a list or mapping.")
         if tag == "!str":
             return node.value
-        return Reference(text=node.value, line=node.start_mark.line + 1)
+        return RefTag(text=node.value, line=node.start_mark.line + 1)
 
     def _build_brackets(self, node: Node, path: KeyPath, kind: type) -> Any:
         if isinstance(node, SequenceNode):
@@ -353,7 +353,7 @@ def _plain_reason(problem: yaml.MarkedYAMLError) -> str:
     return ", ".join(parts) + "."
 
 
-def _read_text(source: Source, error: type[Exception]) -> tuple[str, str]:
+def _read_text(source: YamlSource, error: type[Exception]) -> tuple[str, str]:
     """Return the name and the text of a path or stream."""
     content: str | bytes
     if isinstance(source, (str, os.PathLike)):

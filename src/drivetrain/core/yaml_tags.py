@@ -33,7 +33,7 @@ class BracketProblem(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Reference:
+class RefTag:
     """A `!ref` that waits for the rest of the file."""
 
     text: str
@@ -41,7 +41,7 @@ class Reference:
 
 
 def resolve_references(data: dict[str, Any], *, limit: int) -> dict[str, Any]:
-    """Replace every Reference by a copy of what it names; a result of more than `limit` values and characters fails."""
+    """Replace every RefTag by a copy of what it names; a result of more than `limit` values and characters fails."""
     resolved = _Resolver(data, limit).resolve(data)
     assert isinstance(resolved, dict)
     return resolved
@@ -50,19 +50,19 @@ def resolve_references(data: dict[str, Any], *, limit: int) -> dict[str, Any]:
 class _Resolver:
     def __init__(self, root: dict[str, Any], limit: int):
         self.root, self.left = root, limit
-        self.active: list[Reference] = []  # the references being followed, outermost first
+        self.active: list[RefTag] = []  # the references being followed, outermost first
         self.depth = 0
 
     def resolve(self, value: Any) -> Any:
-        """Return a copy of `value` in which no Reference is left."""
+        """Return a copy of `value` in which no RefTag is left."""
         self._spend(1 + (len(value) if isinstance(value, str) and self.active else 0))
-        if not isinstance(value, (Reference, dict, list, tuple)):
+        if not isinstance(value, (RefTag, dict, list, tuple)):
             return value
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise ReferenceProblem(self._line(), f"references and containers are nested more than {_MAX_DEPTH} deep.")
         copy: Any
-        if isinstance(value, Reference):
+        if isinstance(value, RefTag):
             copy = self._follow(value)
         elif isinstance(value, dict):
             copy = {key: self.resolve(item) for key, item in value.items()}
@@ -79,7 +79,7 @@ class _Resolver:
         if self.left < 0:
             raise ReferenceProblem(self._line(), "references expand to more than a configuration can need.")
 
-    def _follow(self, reference: Reference) -> Any:
+    def _follow(self, reference: RefTag) -> Any:
         if reference in self.active:
             chain = self.active[self.active.index(reference) :] + [reference]
             raise ReferenceProblem(
@@ -96,7 +96,7 @@ class _Resolver:
         finally:
             self.active.pop()
 
-    def _look_up(self, reference: Reference, path: str) -> Any:
+    def _look_up(self, reference: RefTag, path: str) -> Any:
         """Walk `a.b[0]` from the top of the file."""
         value: Any = self.root
         position, walked = 0, ""
@@ -109,13 +109,13 @@ class _Resolver:
                 raise ReferenceProblem(
                     reference.line, f"!ref <{path}>: expected names and indexes such as <a.b>, <a[0]> or <a[0][1]>."
                 )
-            if isinstance(value, Reference):
+            if isinstance(value, RefTag):
                 value = self.resolve(value)
             value = self._enter(reference, path, walked, value, match)
             walked, position = path[: match.end()], match.end()
         return self.resolve(value)
 
-    def _enter(self, reference: Reference, path: str, walked: str, value: Any, match: re.Match[str]) -> Any:
+    def _enter(self, reference: RefTag, path: str, walked: str, value: Any, match: re.Match[str]) -> Any:
         place = f"{walked!r}" if walked else "the file"
         if match[1] is not None:
             key = match[1].strip()

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate, default_convert
 from drivetrain.core.errors import ParameterError
 from drivetrain.data.columns import Columns
 from drivetrain.data.order import BatchInfo, Rows, as_indices
-from drivetrain.data.randomness import RngMode, keep_generators, put_back, seed_generators
+from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
 from drivetrain.runtime.seeds import derive_seed
 
 
@@ -73,7 +73,7 @@ class UserFetch:
             return self._read(keys, info, seed)
         finally:
             if kept is not None:
-                put_back(kept)
+                restore_generators(kept)
 
     def _read(self, keys: list[Any], info: BatchInfo, seed: int) -> Any:
         if not self.batched:

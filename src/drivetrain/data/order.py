@@ -127,7 +127,7 @@ def epoch_permutation(length: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(length, generator=generator)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """One epoch's order of samples."""
 
     @property
@@ -333,7 +333,7 @@ def _sized_length(stream: Iterable[Any], name: str) -> int:
     return len(stream)
 
 
-def sampler_state(order: Order) -> Any:
+def sampler_state(order: SampleOrder) -> Any:
     """Return what the user's sampler needs to draw this epoch's stream again, or None if the seed is enough."""
     for part in _parts(order):
         if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
@@ -343,7 +343,7 @@ def sampler_state(order: Order) -> Any:
     return None
 
 
-def load_sampler_state(order: Order, state: Any) -> None:
+def load_sampler_state(order: SampleOrder, state: Any) -> None:
     """Give the user's sampler back what `sampler_state` returned."""
     for part in _parts(order):
         if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
@@ -357,7 +357,7 @@ def load_sampler_state(order: Order, state: Any) -> None:
     )
 
 
-def _parts(order: Order) -> Iterator[Any]:
+def _parts(order: SampleOrder) -> Iterator[Any]:
     given = getattr(order, "sampler", None) or getattr(order, "batch_sampler", None)
     while given is not None:
         yield given

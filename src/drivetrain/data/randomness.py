@@ -75,7 +75,7 @@ _exchange: _NumpyExchange | None = None
 
 
 def keep_generators() -> KeptGenerators:
-    """Remember the three shared generators; `seed_generators` may then change them until `put_back`."""
+    """Remember the three shared generators; `seed_generators` may then change them until `restore_generators`."""
     global _exchange
     if _exchange is None:
         _exchange = _NumpyExchange()
@@ -93,7 +93,7 @@ def seed_generators(seed: int) -> None:
     numpy_random.seed(seed % 2**32)
 
 
-def put_back(kept: KeptGenerators) -> None:
+def restore_generators(kept: KeptGenerators) -> None:
     """Return the shared generators to where `keep_generators` found them."""
     torch.default_generator.set_state(kept.torch)
     random.setstate(kept.python)
@@ -114,4 +114,4 @@ class SeededGenerators:
         seed_generators(self.seed)
 
     def __exit__(self, *error: object) -> None:
-        put_back(self.kept)
+        restore_generators(self.kept)

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from drivetrain.core.errors import ResumeError
 from drivetrain.data.order import BatchInfo, Share, share_of
-from drivetrain.data.randomness import RngMode, keep_generators, put_back, seed_generators
+from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
 from drivetrain.runtime.seeds import derive_seed
 
 IDLE = "idle"
@@ -84,7 +84,7 @@ class StreamReader:
             return action()
         finally:
             if kept is not None:
-                put_back(kept)
+                restore_generators(kept)
 
     def take(self, position: int, count: int) -> list[Any]:
         """Read up to `count` samples, the first of which stands at `position`."""

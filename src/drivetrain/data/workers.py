@@ -67,7 +67,7 @@ def fetch_jobs(infos: Iterator[BatchInfo], seed: int) -> Iterator[tuple[BatchInf
         yield info, seed
 
 
-class _Source:
+class _JobSampler:
     """The sampler of the inner DataLoader: whatever jobs the next iteration has."""
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class WorkerPool:
 
     def __init__(self, side: WorkerSide, options: dict[str, Any]):
         self._side, self._options = side, options
-        self._source = _Source()
+        self._sampler = _JobSampler()
         self._busy = False
         self._inner: DataLoader[Any] = DataLoader(
             side,
             batch_size=None,
-            sampler=self._source,
+            sampler=self._sampler,
             collate_fn=_as_it_is,
             generator=torch.Generator(),
             **{**options, "worker_init_fn": WorkerStart(options["worker_init_fn"])},
@@ -102,7 +102,7 @@ class WorkerPool:
         iterator = None
         try:
             sent: deque[Any] = deque()
-            self._source.jobs = _recorded(jobs, sent)
+            self._sampler.jobs = _recorded(jobs, sent)
             self._inner.generator.manual_seed(base_seed)
             iterator = start_iterator(self._inner, self._inner.__iter__)
             for answer in iterator:

@@ -56,7 +56,7 @@ def resolve_type(query: str) -> type[OptimScheduler]:
 
 def from_config(cfg: Mapping[str, Any], model: nn.Module, *, file: YamlFile | None = None, **shared: Any) -> OptimSet:
     """Build a set from a mapping; `shared` values hold for units that do not give their own."""
-    reader = _Reader(file)
+    reader = _ConfigReader(file)
     _check_shared_names(shared)
     units = reader.units(cfg)
     built = {name: reader.build(name, spec, model) for name, spec in units.items()}
@@ -118,7 +118,7 @@ def to_yaml(optim_set: Mapping[str, OptimScheduler], path: str | os.PathLike[str
     return text
 
 
-class _Reader:
+class _ConfigReader:
     """Checks a configuration and says where in the file it is wrong."""
 
     def __init__(self, file: YamlFile | None):

@@ -41,6 +41,30 @@ class AppendFile:
         os.close(self._file)
 
 
+class FileSink:
+    """The part of a sink that appends what is waiting to a file; a subclass opens it and says what is waiting."""
+
+    _file: AppendFile | None = None
+
+    def take_waiting(self) -> list[str]:
+        """Return the lines that wait to be written, and forget them."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        if self._file is not None and (lines := self.take_waiting()):
+            self._file.append(lines)
+
+    def close(self) -> None:
+        """Write what is waiting and close the file."""
+        if self._file is not None:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+                self._file = None
+
+
 def _whole_lines(path: Path) -> tuple[int, int]:
     """Return the size of a file up to its last line end, and the number of lines."""
     size = lines = position = 0

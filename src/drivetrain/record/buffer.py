@@ -33,7 +33,7 @@ class _Page:
         self._places: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._values: dict[torch.dtype, list[Any]] = {}
 
-    def put(self, value: Tensor) -> "Slot":
+    def put(self, value: Tensor) -> "BufferSlot":
         places = self._places.get(value.dtype)
         if places is None:
             with torch.inference_mode(False):
@@ -41,7 +41,7 @@ class _Page:
             self._places[value.dtype] = places
         places[self.used].copy_(value)
         self.used += 1
-        return Slot(self, self.used - 1, value.dtype)
+        return BufferSlot(self, self.used - 1, value.dtype)
 
     def send(self) -> Any:
         """Start the transfer of what has been put; return the event that says when it has arrived, or None."""
@@ -67,7 +67,7 @@ class _Page:
         return memory.view(dtype)[:: _WIDTH // dtype.itemsize]
 
 
-class Slot:
+class BufferSlot:
     """A number that is on its way; `read()` it when its arrival is ready."""
 
     __slots__ = ("_dtype", "_index", "_page")
@@ -121,7 +121,7 @@ class DeviceBuffer:
         self._free: dict[Any, list[_Page]] = {}
         self._events: list[Any] = []
 
-    def put(self, value: Tensor) -> Slot:
+    def put(self, value: Tensor) -> BufferSlot:
         """Copy a tensor of one element aside; its device is not waited for."""
         value = value.detach()
         if value.dim():

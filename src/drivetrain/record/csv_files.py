@@ -10,7 +10,7 @@ from pathlib import Path
 
 from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.files import make_inner_folder, replace_bytes, replacing
-from drivetrain.record.append_file import AppendFile
+from drivetrain.record.append_file import AppendFile, FileSink
 from drivetrain.record.images import Picture
 from drivetrain.record.jsonl import FILE_NAME as JOURNAL
 from drivetrain.record.jsonl import iterate_metrics
@@ -20,12 +20,11 @@ FILE_NAME = "scalars.csv"
 COLUMNS = ("step", "time", "tag", "value")
 
 
-class CsvSink:
+class CsvSink(FileSink):
     """Writes `scalars.csv`, `images/` and `figures/`."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._file: AppendFile | None = None
         self._text = io.StringIO()
         self._writer = csv.writer(self._text)
 
@@ -61,19 +60,9 @@ class CsvSink:
 
     figure = image
 
-    def flush(self) -> None:
-        """Write what is waiting."""
+    def take_waiting(self) -> list[str]:
+        """Return the rows that wait to be written, and forget them."""
         text = self._text.getvalue()
-        if text and self._file is not None:
-            self._text.seek(0)
-            self._text.truncate()
-            self._file.append([text])
-
-    def close(self) -> None:
-        """Write what is waiting and close the table."""
-        if self._file is not None:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-                self._file = None
+        self._text.seek(0)
+        self._text.truncate()
+        return [text] if text else []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import open_to_read
-from drivetrain.record.append_file import AppendFile
+from drivetrain.record.append_file import AppendFile, FileSink
 
 if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
     from drivetrain.record.histogram import Histogram
@@ -28,11 +28,10 @@ METRICS_LIMIT = 2 * 2**30
 """Bytes that are read unless the caller sets another limit; about ten million rows."""
 
 
-class JsonlSink:
+class JsonlSink(FileSink):
     """Writes `metrics.jsonl`."""
 
     def __init__(self) -> None:
-        self._file: AppendFile | None = None
         self._waiting: list[str] = []
         self._tags: dict[str, str] = {}
 
@@ -90,20 +89,10 @@ class JsonlSink:
         """Take results of the run."""
         self._add("summary", "summary", values, step, time)
 
-    def flush(self) -> None:
-        """Write what is waiting."""
-        if self._waiting and self._file is not None:
-            waiting, self._waiting = self._waiting, []
-            self._file.append(waiting)
-
-    def close(self) -> None:
-        """Write what is waiting and close the file."""
-        if self._file is not None:
-            try:
-                self.flush()
-            finally:
-                self._file.close()
-                self._file = None
+    def take_waiting(self) -> list[str]:
+        """Return the lines that wait to be written, and forget them."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def _add(self, kind: str, tag: str, value: Any, step: int, time: float) -> None:
         row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.record.buffer import Arrival, DeviceBuffer, Slot
+from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer
 from drivetrain.record.histogram import read_histogram
 from drivetrain.record.images import Picture, encode_image
 from drivetrain.record.jsonl import FILE_NAME, JsonlSink
@@ -146,7 +146,7 @@ class Stream:
         """Return a row with its value on the host and the time of day."""
         kind, tag, value, step, moment = row
         if kind == "scalar":
-            if type(value) is Slot:
+            if type(value) is BufferSlot:
                 value = value.read()
                 value = int(value) if type(value) is bool else value
             self.last[tag] = value

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainWarning, unknown_name
 from drivetrain.core.time import Clock
-from drivetrain.record.buffer import PLACES, Arrival, DeviceBuffer, Slot
+from drivetrain.record.buffer import PLACES, Arrival, BufferSlot, DeviceBuffer
 from drivetrain.train.history_file import HistoryFile, Reference, read_history
 from drivetrain.train.series import DTYPES, Series
 
@@ -145,8 +145,8 @@ class InMemoryRunHistory(RunHistory):
         self._batches_before = 0  # of runs before this one
         self._forget_files()
         self._buffer: DeviceBuffer | None = None
-        self._unread: list[tuple[Series, int, Slot, torch.dtype]] = []
-        self._on_the_way: tuple[list[tuple[Series, int, Slot, torch.dtype]], Arrival] | None = None
+        self._unread: list[tuple[Series, int, BufferSlot, torch.dtype]] = []
+        self._on_the_way: tuple[list[tuple[Series, int, BufferSlot, torch.dtype]], Arrival] | None = None
 
     def get_metric_names(self) -> Iterable[str]:
         """Return the recorded names as a set that keeps their order."""
