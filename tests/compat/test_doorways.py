@@ -45,13 +45,15 @@ assert drivetrain.utils is home is sys.modules["drivetrain.compat.pytorch_accele
 
 
 def test_a_patch_through_the_public_name_reaches_the_code_that_runs():
-    from drivetrain.train.tracking import InMemoryRunHistory
+    from drivetrain.train.tracking import LossTracker
 
+    tracker = LossTracker()
+    tracker.update(1.0)
     with (
-        mock.patch("drivetrain.tracking.unknown_name", return_value="patched"),
+        mock.patch("drivetrain.tracking.reduce_means", side_effect=ValueError("patched")),
         pytest.raises(ValueError, match="patched"),
     ):
-        InMemoryRunHistory().get_latest_metric("x")
+        tracker.average_over_ranks()
 
 
 def test_a_patched_loader_is_the_one_the_trainer_uses():

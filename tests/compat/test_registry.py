@@ -65,4 +65,4 @@ def test_names_for_people_who_come_from_elsewhere_are_offered(package):
     for home, names in EXPORTS[package].items():
         for name in names:
             assert getattr(module, name) is getattr(importlib.import_module(home), name)
-            assert name in dir(module)
+            assert (name in dir(module)) == (package != "drivetrain.core")  # listing them there would load torch

@@ -15,10 +15,11 @@ def test_snippets_of_the_guide_run():
 
 
 def test_every_optimizer_and_scheduler_is_in_the_guide():
-    from drivetrain.optim import _COMPOSER_SCHEDULERS, _OPTIMIZERS
+    from drivetrain.compat.registry import EXPORTS
+    from drivetrain.optim import _OPTIMIZERS
 
     text = PAGE.read_text()
-    for names in (*_OPTIMIZERS.values(), *_COMPOSER_SCHEDULERS.values()):
+    for names in (*_OPTIMIZERS.values(), *EXPORTS["drivetrain.optim"].values()):
         assert all(f"{name}" in text for name in names if name != "ComposerScheduler")
 
 

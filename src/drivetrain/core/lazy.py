@@ -43,16 +43,18 @@ def lazy_exports(
         setattr(sys.modules[package], name, value)
         return value
 
+    names = list(home)
+    listed = [name for name in names if name not in quiet]
+
     def dir_() -> list[str]:
-        listed = [name for name in home if name not in quiet]
         return [*listed, *sorted(submodules), *(name for name in vars(sys.modules[package]) if name.startswith("__"))]
 
     TABLES[package] = (home, submodules)
-    return getattr_, dir_, list(home)
+    return getattr_, dir_, names
 
 
 def use_provider(module: str) -> None:
-    """Name the module that adds names of other libraries, also to packages that were imported before this call."""
+    """Name the module that adds names of other libraries; to packages that were imported before, they are added unlisted."""
     set_provider(module)
     added = provider()
     for package, (home, _) in TABLES.items():
