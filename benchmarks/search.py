@@ -25,9 +25,9 @@ import torch
 from benchmarks import gpt2
 from benchmarks.models import loss_func, make_batch, make_model
 from benchmarks.timing import RESULTS, alternate, environment
-from drivetrain.strategy.search.find import Wishes, find_plan
+from drivetrain.strategy.search.constraints import parse_memory
+from drivetrain.strategy.search.find import SearchConstraints, find_plan
 from drivetrain.strategy.search.measure import MORE_STEPS
-from drivetrain.strategy.search.wishes import parse_memory
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Strategy
@@ -59,17 +59,17 @@ class Bench:
             global_batch_size=size,
         )
 
-    def search(self, task: TrainingTask, **wishes: Any) -> tuple[Strategy, float]:
+    def search(self, task: TrainingTask, **constraints: Any) -> tuple[Strategy, float]:
         """Return the plan that a search finds, and the seconds it took."""
         if self.smoke:
-            wishes["excluded"] = frozenset({*wishes.get("excluded", ()), "compile"})
+            constraints["excluded"] = frozenset({*constraints.get("excluded", ()), "compile"})
         start = time.perf_counter()
         tell = functools.partial(print, flush=True)
         plan = find_plan(
             task,
             device=self.device,
             world=1,
-            wishes=Wishes(**{"time_limit": self.limit, **wishes}),
+            constraints=SearchConstraints(**{"time_limit": self.limit, **constraints}),
             on_progress=tell,
         )
         return plan, time.perf_counter() - start

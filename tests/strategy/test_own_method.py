@@ -11,7 +11,7 @@ import drivetrain.strategy
 from drivetrain.strategy.profile.simulate import simulate_plans
 from drivetrain.strategy.registry import _methods, method_names, register_method
 from drivetrain.strategy.search import find
-from drivetrain.strategy.search.find import Wishes, find_plan
+from drivetrain.strategy.search.find import SearchConstraints, find_plan
 from drivetrain.strategy.search.ranking import order, predict
 from drivetrain.strategy.search.space import build_space
 from tests.strategy.own_method import FlushDenormals
@@ -44,8 +44,8 @@ def test_a_search_proposes_a_method_from_outside_and_predicts_with_its_effect(fl
 
 def test_a_search_tries_a_method_from_outside_and_explains_it(flush, monkeypatch):
     monkeypatch.setattr(find._Search, "_profile_machine", lambda self: CPU)  # which takes longer than the trial
-    wishes = Wishes(time_limit=120.0, excluded=OTHERS, included=(NAME,))
-    plan = find_plan(make_task(), device=torch.device("cpu"), world=1, wishes=wishes)
+    constraints = SearchConstraints(time_limit=120.0, excluded=OTHERS, included=(NAME,))
+    plan = find_plan(make_task(), device=torch.device("cpu"), world=1, constraints=constraints)
     assert plan.opt_names() == [NAME] and plan.evidence == "measured" and plan.measured["is_verified"]
     assert [item["plan"] for item in plan.search["measured"]] == ["fp32, flush, 8 x 1"]
     text = plan.explain(width=200)

@@ -18,14 +18,15 @@ from drivetrain.strategy.methods.cpu_threads import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.search import find, picture
+from drivetrain.strategy.search.constraints import budget_bytes, parse_memory
 from drivetrain.strategy.search.cost import Cost
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.experience import Experience
-from drivetrain.strategy.search.find import Wishes, find_plan
+from drivetrain.strategy.search.find import SearchConstraints, find_plan
 from drivetrain.strategy.search.known import Known, doubtful
 from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
 from drivetrain.strategy.search.memory import parts_read
-from drivetrain.strategy.search.place import Place
+from drivetrain.strategy.search.problem import PlanningProblem
 from drivetrain.strategy.search.ranking import (
     Scored,
     is_ruled_out,
@@ -38,7 +39,6 @@ from drivetrain.strategy.search.ranking import (
     sensitivity,
 )
 from drivetrain.strategy.search.space import build_space
-from drivetrain.strategy.search.wishes import budget_bytes, parse_memory
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.values import TrialResult
 from drivetrain.strategy.value import Strategy
@@ -53,11 +53,11 @@ H100 = DeviceSpec.preset("h100")
 THREADS = {"cpu_threads": (CpuThreadsConfig(threads=1), CpuThreadsConfig(threads=4))}
 
 
-def place(world=1, batch=64, machine=GPU, profile=None, model=None, **wishes):
-    wishes = Wishes(**({"spec": H100} if machine is GPU else {}), **wishes)
-    return Place(
+def place(world=1, batch=64, machine=GPU, profile=None, model=None, **constraints):
+    constraints = SearchConstraints(**({"spec": H100} if machine is GPU else {}), **constraints)
+    return PlanningProblem(
         profile=make_profile() if profile is None else profile, machine=machine, device=torch.device("cpu"), world=world,
-        global_batch=batch, wishes=wishes, model=model, optim_func=torch.optim.AdamW,
+        global_batch=batch, constraints=constraints, model=model, optim_func=torch.optim.AdamW,
     )  # fmt: skip
 
 
@@ -126,15 +126,15 @@ def test_on_a_cpu_numbers_of_threads_are_compared_and_none_is_trusted_without_a_
     seconds = [predict(candidate(micro=64, threads=n), make_profile(), machine).seconds for n in (1, None, 4)]
     assert seconds == sorted(seconds, reverse=True)
     assert {c.effects.threads for c in build_space(replace(here, machine=GPU)).candidates} == {None}
-    wanted = build_space(replace(here, wishes=Wishes(included=(("cpu_threads", 3),))))
+    wanted = build_space(replace(here, constraints=SearchConstraints(included=(("cpu_threads", 3),))))
     assert {c.effects.threads for c in wanted.candidates} == {3}
     start = Strategy([("cpu_threads", 2), ("micro_batch", 8)])
-    again = build_space(replace(here, wishes=Wishes(start=start)))
+    again = build_space(replace(here, constraints=SearchConstraints(start=start)))
     assert again.plain.effects.threads == 2 and {c.effects.threads for c in again.candidates} == {1, 2, 4}
-    run = find._Search(make_task(), torch.device("cpu"), 1, Wishes(), None)
+    run = find._Search(make_task(), torch.device("cpu"), 1, SearchConstraints(), None)
     scored = [predict(c, make_profile(), machine) for c in (chosen, candidate(micro=64))]
     assert [item.candidate.effects.threads for item in run._trusted(scored)] == [None]
-    asked = find._Search(make_task(), torch.device("cpu"), 1, Wishes(included=("cpu_threads",)), None)
+    asked = find._Search(make_task(), torch.device("cpu"), 1, SearchConstraints(included=("cpu_threads",)), None)
     assert len(asked._trusted(scored)) == 2
 
 
@@ -173,15 +173,15 @@ def test_excluded_and_included_methods_and_groups():
 
 def test_unknown_and_contradictory_wishes_are_refused_before_anything_happens():
     with pytest.raises(UnknownMethodError, match="nope"):
-        Wishes(excluded=frozenset({"nope"}))
+        SearchConstraints(excluded=frozenset({"nope"}))
     with pytest.raises(ConflictError, match="both included and excluded"):
-        Wishes(excluded=frozenset({"half"}), included=("half",))
+        SearchConstraints(excluded=frozenset({"half"}), included=("half",))
     with pytest.raises(ConflictError, match="load_strategy"):
-        Wishes(excluded=frozenset({"half"}), start=Strategy(["half"]))
+        SearchConstraints(excluded=frozenset({"half"}), start=Strategy(["half"]))
     with pytest.raises(ConfigError, match="time_limit"):
-        Wishes(time_limit=-1)
+        SearchConstraints(time_limit=-1)
     with pytest.raises(ConfigError, match="memory_budget"):
-        Wishes(memory_budget="lots")
+        SearchConstraints(memory_budget="lots")
 
 
 def test_a_batch_that_no_mesh_divides_is_refused_with_the_nearest_sizes():
@@ -557,11 +557,11 @@ def test_plans_that_do_not_fit_as_far_as_is_known_are_looked_into_if_they_would_
 
 def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     profiler = CountingProfiler()
-    wishes = Wishes(spec=H100, excluded=frozenset({"checkpoint"}))
-    run = find._Search(make_task(batch=64), torch.device("cpu"), 1, wishes, None)
+    constraints = SearchConstraints(spec=H100, excluded=frozenset({"checkpoint"}))
+    run = find._Search(make_task(batch=64), torch.device("cpu"), 1, constraints, None)
     run.reason = None  # as if the device were here
     about = Known(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
-    found = build_space(run._place(about.profile, GPU))
+    found = build_space(run._problem(about.profile, GPU))
     candidates, top = run._promising(about.predicted(found.candidates), about, found, 1e15)
     assert top and not about.asked  # all of them fit easily, and will be measured
     candidates, top = run._promising(candidates, about, found, 1.5 * max(item.peak for item in top))
@@ -630,9 +630,11 @@ def make_task(model=None, batch=8, **changes):
     return TrainingTask(**{**values, **changes})
 
 
-def search(task=None, world=1, **wishes):
-    wishes = Wishes(**{"time_limit": 0, "excluded": frozenset({"compile"}), **wishes})
-    return find_plan(make_task() if task is None else task, device=torch.device("cpu"), world=world, wishes=wishes)
+def search(task=None, world=1, **constraints):
+    constraints = SearchConstraints(**{"time_limit": 0, "excluded": frozenset({"compile"}), **constraints})
+    return find_plan(
+        make_task() if task is None else task, device=torch.device("cpu"), world=world, constraints=constraints
+    )
 
 
 def make_quick(patch):
@@ -773,10 +775,18 @@ def search_on_all_ranks(limit):
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         plan = find_plan(
-            make_task(), device=torch.device("cpu"), world=2, wishes=Wishes(time_limit=limit, excluded=excluded)
+            make_task(),
+            device=torch.device("cpu"),
+            world=2,
+            constraints=SearchConstraints(time_limit=limit, excluded=excluded),
         )
     try:
-        find_plan(make_task(), device=torch.device("cpu"), world=2, wishes=Wishes(excluded=frozenset({"nope"})))
+        find_plan(
+            make_task(),
+            device=torch.device("cpu"),
+            world=2,
+            constraints=SearchConstraints(excluded=frozenset({"nope"})),
+        )
     except UnknownMethodError as error:
         return plan.to_json(), str(error)
 

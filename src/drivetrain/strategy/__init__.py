@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".registry": ["register_method", "method_names", "find_method"],
         ".method": ["Method", "Stage", "Site"],
         ".device_spec": ["DeviceSpec"],
-        ".search.find": ["Wishes", "find_plan"],
+        ".search.find": ["SearchConstraints", "find_plan"],
         ".search.cost": ["Cost"],
         ".apply": ["PlanContext", "shape"],
         ".resolve": ["ResolvedPlan", "resolve_plan"],

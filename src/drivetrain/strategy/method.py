@@ -94,7 +94,7 @@ class Method:
     """The key that a bare value sets."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys, from libraries that people come from."""
-    deaf: ClassVar[tuple[str, ...]] = ()
+    ignored_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of those libraries that have no meaning here: they warn, by name."""
     why: ClassVar[str] = ""
     """What the method is good for, in half a sentence; `explain()` shows it."""
@@ -113,7 +113,7 @@ class Method:
             config = {self.short: config}
         values: dict[str, Any] = {}
         for key, value in config.items():
-            if key in self.deaf:
+            if key in self.ignored_keys:
                 warnings.warn(
                     f"{self.name}: the key {key!r} has no effect here and is left out.", DrivetrainWarning, stacklevel=4
                 )

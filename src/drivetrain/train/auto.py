@@ -306,7 +306,7 @@ class _Request:
         if start is not None and start.mesh is not None and _size_of(start.mesh) != world:
             wishes = replace(wishes, start=start.rescale(world))
         tell = print if self.options.verbose else None
-        plan = find_plan(self.task, device=device, world=world, wishes=wishes, on_progress=tell)
+        plan = find_plan(self.task, device=device, world=world, constraints=wishes, on_progress=tell)
         plan = replace(plan, fingerprint=fingerprint(self.model, device, world, self.task.global_batch_size))
         if plan.failure is not None:
             return False, None, plan

@@ -74,7 +74,7 @@ def search_plan(trainer: Any) -> Strategy:
     refuse_inside_trial("Trainer(strategy='auto')")
     task, obstacle = make_task(trainer)
     device = torch.device(trainer.device)
-    plan = find_plan(task, device=device, world=get_num_processes(), wishes=wishes_of(trainer), on_progress=None)
+    plan = find_plan(task, device=device, world=get_num_processes(), constraints=wishes_of(trainer), on_progress=None)
     if plan.failure is not None:
         raise PlanInfeasible(f"strategy='auto': {plan.failure.message}")
     mark = fingerprint(trainer.model, device, get_num_processes(), task.global_batch_size)

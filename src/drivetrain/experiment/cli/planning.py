@@ -165,7 +165,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
     spec = device if isinstance(device, DeviceSpec) else None
     place = choose_device("cpu" if spec is not None else device)
     asked = replace(wishes_of(trainer), plan_only=True, spec=spec, **wishes)
-    plan = find_plan(task, device=place, world=world, wishes=asked)
+    plan = find_plan(task, device=place, world=world, constraints=asked)
     return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
 
 

@@ -43,7 +43,7 @@ class ChunkedCrossEntropy(Method):
     is_minor = leaves_no_trace = True
 
     def options(self, scope: "Scope") -> list[Option]:
-        return self.flag_options(scope, scope.profile.cross_entropy_head is not None and scope.place.has_loss)
+        return self.flag_options(scope, scope.profile.cross_entropy_head is not None and scope.problem.has_loss)
 
     def fits(self, config: ChunkedConfig, candidate: "Candidate") -> str | None:
         return "the loss needs the head whole" if candidate.tensor > 1 or candidate.pipe > 1 else None

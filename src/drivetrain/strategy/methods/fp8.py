@@ -36,7 +36,7 @@ class Fp8(Method):
 
     name, group, stage, numerics = "fp8", "amp", Stage.MODULE, "low"
     Config = Fp8Config
-    deaf = ("margin", "interval", "amax_history_len", "amax_compute_algo")
+    ignored_keys = ("margin", "interval", "amax_history_len", "amax_compute_algo")
     dimension = AmpNative.dimension
     why = "large linear layers multiply in 8 bits"
     not_simulated = "it needs the device itself"

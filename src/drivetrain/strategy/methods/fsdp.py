@@ -52,7 +52,7 @@ class Fsdp(Method):
         "atorch_size_based_min_num_params": "wrap",
         "atorch_ignored_cls": "ignored",
     }
-    deaf: ClassVar[tuple[str, ...]] = (
+    ignored_keys: ClassVar[tuple[str, ...]] = (
         *("limit_all_gathers", "forward_prefetch", "use_orig_params", "sync_module_states", "backward_prefetch"),
         *("trainable_outermost", "wrap_trainable_outmost"),
     )

@@ -27,9 +27,9 @@ class FusedOptimizer(Method):
     is_minor = is_simple = sets_update_loop = leaves_no_trace = True
 
     def options(self, scope: "Scope") -> list[Option]:
-        place = scope.place
-        is_chosen = any(place.optim_args.get(key) is not None for key in ("fused", "foreach"))
-        return self.flag_options(scope, place.optim_func in _FUSED and not is_chosen)
+        problem = scope.problem
+        is_chosen = any(problem.optim_args.get(key) is not None for key in ("fused", "foreach"))
+        return self.flag_options(scope, problem.optim_func in _FUSED and not is_chosen)
 
     def may_be_left_out(self, scope: "Scope") -> bool:
         return scope.world <= _SMALL_WORLD

@@ -50,7 +50,7 @@ class NativeDynamo(Method):
     Config = CompileConfig
     short = "backend"
     renamed = {"dynamo_backend": "backend"}
-    deaf = ("mixed_precision",)
+    ignored_keys = ("mixed_precision",)
     why = "kernels are fused by the compiler"
     unproved_on = frozenset({"cpu"})
     compiles = leaves_no_trace = True

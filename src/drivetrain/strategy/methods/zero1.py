@@ -24,7 +24,7 @@ class Zero1(Method):
     name, group, stage = "zero1", "zero", Stage.OPTIMIZER
     needs_processes = is_alone_in_group = splits_optimizer = leaves_no_trace = True
     dimension = Fsdp.dimension
-    deaf = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
+    ignored_keys = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
     why = "optimizer state is split over the data ranks"
 
     def options(self, scope: "Scope") -> list[Option]:

@@ -17,5 +17,5 @@ class Zero2(Fsdp):
     aliases = ()
     gathers = 1
     Config = Zero2Config
-    deaf = (*Fsdp.deaf, "not_use_fsdp", "use_ds_zero")
+    ignored_keys = (*Fsdp.ignored_keys, "not_use_fsdp", "use_ds_zero")
     why = "gradients and optimizer state are split over ranks"

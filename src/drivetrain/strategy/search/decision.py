@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drivetrain.core.quantities import shown_bytes
+from drivetrain.strategy.search.constraints import plain_numbers
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import Space
-from drivetrain.strategy.search.wishes import plain_numbers
 from drivetrain.strategy.trial.values import TrialResult
 from drivetrain.strategy.value import Evidence, Failure, Strategy
 

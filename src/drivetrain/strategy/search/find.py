@@ -27,6 +27,7 @@ from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.agreement import master_does
+from drivetrain.strategy.search.constraints import SearchConstraints, budget_bytes
 from drivetrain.strategy.search.decision import (
     Measurement,
     choose,
@@ -38,15 +39,15 @@ from drivetrain.strategy.search.decision import (
 from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.known import Known, doubtful, with_compilation
 from drivetrain.strategy.search.measure import PLENTY, Clock, Measuring, measuring_order
-from drivetrain.strategy.search.place import Place
+from drivetrain.strategy.search.problem import PlanningProblem
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
-from drivetrain.strategy.search.wishes import Wishes, budget_bytes
+from drivetrain.strategy.search.wishes import Wishes
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Evidence, Strategy
 
-__all__ = ["Wishes", "find_plan"]
+__all__ = ["SearchConstraints", "Wishes", "find_plan"]
 
 _SIMULATED, _SIMULATED_IF_MEASURED = 8, 4
 """Plans that are simulated at most; fewer where most will be measured and none comes near the budget."""
@@ -69,12 +70,12 @@ def find_plan(
     *,
     device: torch.device,
     world: int,
-    wishes: Wishes,
+    constraints: SearchConstraints,
     on_progress: Callable[[str], None] | None = None,
 ) -> Strategy:
     """Return the best plan for a training on `world` processes, or one with `failure` set (with `strict`: raise it)."""
-    plan = _Search(task, device, world, wishes, on_progress).run()
-    if wishes.strict and plan.failure is not None:
+    plan = _Search(task, device, world, constraints, on_progress).run()
+    if constraints.strict and plan.failure is not None:
         raise PlanInfeasible(plan.failure.message)
     return plan
 
@@ -85,12 +86,12 @@ class _Search:
         task: TrainingTask,
         device: torch.device,
         world: int,
-        wishes: Wishes,
+        constraints: SearchConstraints,
         on_progress: Callable[[str], None] | None,
     ):
-        self.task, self.device, self.world, self.wishes = task, device, world, wishes
-        self.clock = Clock(wishes.time_limit)
-        self.thinking = Clock(wishes.time_limit or _UNTIMED)
+        self.task, self.device, self.world, self.constraints = task, device, world, constraints
+        self.clock = Clock(constraints.time_limit)
+        self.thinking = Clock(constraints.time_limit or _UNTIMED)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self._refused = ""
@@ -104,13 +105,13 @@ class _Search:
             return self._found(trials)
 
     def _found(self, trials: TrialPool | None) -> Strategy:
-        wishes = self.wishes
+        constraints = self.constraints
         with self._timed("profile"):
             known = self._known()
         machine = known.machine
-        budget = budget_bytes(wishes.memory_budget, machine.free)
+        budget = budget_bytes(constraints.memory_budget, machine.free)
         with self._timed("predict"):
-            space = build_space(self._place(known.profile, machine))
+            space = build_space(self._problem(known.profile, machine))
             scored = known.predicted(space.candidates)
         scored, top = self._promising(scored, known, space, budget)
         fitting = [item for item in scored if item.peak <= budget]
@@ -130,7 +131,7 @@ class _Search:
         self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
         found = [] if measuring is None else measuring.found
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
-        best = self._completed(choose(found, tie=TIE if wishes.start is None else 0.0), known)
+        best = self._completed(choose(found, tie=TIE if constraints.start is None else 0.0), known)
         if best is None and _all_failed(found, plain):
             return failed_plan(found, report)
         chosen = best.scored if best is not None else self._unmeasured(ranked, plain, fitting, found)
@@ -156,7 +157,7 @@ class _Search:
     def _known(self) -> Known:
         """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
         profile, machine = master_does(self._profiled)
-        if self.wishes.spec is None:
+        if self.constraints.spec is None:
             if self.device.type == "cpu":  # processes of one machine share its memory
                 free = machine.free // max(1, min(self.world, get_num_processes()))
             else:
@@ -188,24 +189,24 @@ class _Search:
         return max(1.0, _PROFILE_SHARE * self.thinking.limit)
 
     def _profile_machine(self) -> MachineProfile:
-        if self.wishes.spec is not None:
-            return machine_from_spec(self.wishes.spec)
+        if self.constraints.spec is not None:
+            return machine_from_spec(self.constraints.spec)
         limit = self.clock.limit
         patience = min(10.0, limit / 6) if limit >= _NO_PROFILING_BELOW else 0.0
         self._tell("profiling the machine")
         return profile_machine(self.device, time_limit=patience)
 
-    def _place(self, profile: ModelProfile, machine: MachineProfile) -> Place:
+    def _problem(self, profile: ModelProfile, machine: MachineProfile) -> PlanningProblem:
         task = self.task
-        return Place(
+        return PlanningProblem(
             profile=profile, machine=machine, device=self.device, world=self.world, global_batch=task.global_batch_size,
-            wishes=self.wishes, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
+            constraints=self.constraints, model=task.model, optim_func=task.optim_func, optim_args=task.optim_args,
             has_loss=task.loss_func is not None, local=broadcast_from_master(self._local_candidates()),
         )  # fmt: skip
 
     def _local_candidates(self) -> dict[str, tuple[Any, ...]]:
         """Return what this process offers for methods whose configurations depend on it, on a machine at hand."""
-        if self.wishes.spec is not None:
+        if self.constraints.spec is not None:
             return {}
         found = ((method.name, method.local_candidates(self.device, self.world)) for method in all_methods())
         return {name: configs for name, configs in found if configs}
@@ -340,7 +341,7 @@ class _Search:
             space, self.device, self.clock, budget, trials, self._tell,
             learn=experience.learn, corrected=experience.corrected, completed=known.completed,
         )  # fmt: skip
-        measuring.round(measuring_order(ranked, plain, plain_first=self.wishes.start is not None))
+        measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
@@ -348,7 +349,7 @@ class _Search:
         return measuring
 
     def _why_nothing_is_measured(self) -> str | None:
-        if self.wishes.plan_only or self.wishes.spec is not None or self.world != get_num_processes():
+        if self.constraints.plan_only or self.constraints.spec is not None or self.world != get_num_processes():
             return "the plan is for another place or another time"
         if self.clock.limit == 0:
             return "time_limit is 0"
@@ -365,9 +366,11 @@ class _Search:
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
         """Return what may be used without a trial: nothing that pays only sometimes on this kind of device."""
-        if self.wishes.spec is not None:
+        if self.constraints.spec is not None:
             return list(scored)
-        asked = set().union(*self.wishes.wanted(), set(self.wishes.start.opt_names() if self.wishes.start else ()))
+        asked = set().union(
+            *self.constraints.wanted(), set(self.constraints.start.opt_names() if self.constraints.start else ())
+        )
         unproved = {method.name for method in all_methods() if self.device.type in method.unproved_on} - asked
         return [item for item in scored if not unproved & set(item.candidate.names())]
 

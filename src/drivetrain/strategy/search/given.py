@@ -7,21 +7,21 @@ from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.mesh import AXES
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.search.candidates import Candidate, in_order
-from drivetrain.strategy.search.place import Place
+from drivetrain.strategy.search.problem import PlanningProblem
 from drivetrain.strategy.value import Strategy
 
 
-def candidate_of(plan: Strategy, place: Place) -> Candidate:
+def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
     """Return the candidate whose cost is the plan's; it keeps the plan as it was written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is dropped is reported when the plan is applied
-        resolved = resolve_plan(plan, model=place.model, device=place.device, world=place.world)
+        resolved = resolve_plan(plan, model=problem.model, device=problem.device, world=problem.world)
     axes = {axis: dict(resolved.axes).get(axis, 1) for axis in AXES}
     if axes["zero"] == 1 and any(method.shards_axis is not None for _, method, _ in resolved.steps):
         axes["zero"], axes["data"] = axes["data"], 1
     ranks = axes["data"] * axes["zero"]
     batch = plan_batch(
-        place.global_batch, ranks, *resolved.batch_split, allow_rounding=place.wishes.allow_batch_rounding
+        problem.global_batch, ranks, *resolved.batch_split, allow_rounding=problem.constraints.allow_batch_rounding
     )
     candidate = Candidate(
         **axes,

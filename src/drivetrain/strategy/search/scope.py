@@ -1,6 +1,6 @@
-"""What a search may use in a place: which methods, with which configurations, on which meshes.
+"""What a search may use for a problem: which methods, with which configurations, on which meshes.
 
-Each method is asked for its options. A method that is not registered, is excluded, or rejects the place is not enumerated.
+Each method is requests for its options. A method that is not registered, is excluded, or rejects the device or the model is not enumerated.
 """
 
 import itertools
@@ -18,39 +18,39 @@ from drivetrain.strategy.method import Method, Option, Site
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods, mesh_method
 from drivetrain.strategy.search.candidates import steps_of
-from drivetrain.strategy.search.place import Asked, Place
-from drivetrain.strategy.search.wishes import NUMERICS, budget_bytes
+from drivetrain.strategy.search.constraints import NUMERICS, budget_bytes
+from drivetrain.strategy.search.problem import PlanningProblem, Requests
 
 
 class Scope:
     """What methods may look at and ask when they list their options."""
 
-    def __init__(self, place: Place, asked: Asked):
-        self.place, self.asked = place, asked
+    def __init__(self, problem: PlanningProblem, requests: Requests):
+        self.problem, self.requests = problem, requests
         self.notes: list[str] = []
         self._axis_methods = [method for method in all_methods() if method.axis is not None]
 
-    # The place.
+    # The problem.
 
     @property
     def profile(self) -> ModelProfile:
         """The model."""
-        return self.place.profile
+        return self.problem.profile
 
     @property
     def machine(self) -> MachineProfile:
         """The machine that is planned for."""
-        return self.place.machine
+        return self.problem.machine
 
     @property
     def device(self) -> torch.device:
         """The device at hand."""
-        return self.place.device
+        return self.problem.device
 
     @property
     def world(self) -> int:
         """The number of processes."""
-        return self.place.world
+        return self.problem.world
 
     @property
     def is_cpu(self) -> bool:
@@ -60,7 +60,7 @@ class Scope:
     @property
     def is_here(self) -> bool:
         """Whether plans are for the machine at hand."""
-        return self.place.wishes.spec is None
+        return self.problem.constraints.spec is None
 
     @property
     def has_blocks(self) -> bool:
@@ -70,38 +70,38 @@ class Scope:
     @property
     def budget(self) -> float:
         """Bytes that a plan may need on one rank."""
-        return budget_bytes(self.place.wishes.memory_budget, self.machine.free)
+        return budget_bytes(self.problem.constraints.memory_budget, self.machine.free)
 
     def local(self, method: Method) -> tuple[Any, ...]:
         """Return the configurations that rank 0 offers for a method, see `Method.local_candidates`."""
-        return self.place.local.get(method.name, ())
+        return self.problem.local.get(method.name, ())
 
-    # What was asked for.
+    # What was requested.
 
     def may(self, name: str) -> bool:
         """Return whether a candidate may have a method."""
-        return self.asked.may(name)
+        return self.requests.may(name)
 
     def must(self, name: str) -> bool:
         """Return whether every candidate has a method."""
-        return self.asked.must(name)
+        return self.requests.must(name)
 
     def is_wanted(self, name: str) -> bool:
         """Return whether a method is named by what must be included, alone or with others."""
-        return any(name in members for members in self.asked.wanted)
+        return any(name in members for members in self.requests.wanted)
 
     def needs_dimension(self, dimension: str) -> bool:
         """Return whether every candidate has some method of a dimension."""
         names = {method.name for method in all_methods() if dimension_of(method) == dimension}
-        return any(members <= names for members in self.asked.wanted)
+        return any(members <= names for members in self.requests.wanted)
 
     def kept(self, name: str) -> list[Any]:
         """Return the configuration that a method keeps, if there is one."""
-        return [self.asked.kept[name]] if name in self.asked.kept else []
+        return [self.requests.kept[name]] if name in self.requests.kept else []
 
     def base(self, name: str) -> list[Any]:
         """Return the configuration that is varied, if there is one."""
-        return [self.asked.base[name]] if name in self.asked.base else []
+        return [self.requests.base[name]] if name in self.requests.base else []
 
     def config(self, method: Method, **changes: Any) -> Any:
         """Return the configuration to start from, with changes."""
@@ -114,20 +114,20 @@ class Scope:
             self.notes.append(text)
 
     def usable(self, method: Method, axes: Mapping[str, int] | None = None) -> bool:
-        """Return whether a method may be used and accepts the place."""
-        place = self.place
+        """Return whether a method may be used and accepts the device and the model."""
+        problem = self.problem
         if not self.may(method.name):
             return False
-        if method.numerics not in NUMERICS[place.wishes.numerics] and not self.must(method.name):
+        if method.numerics not in NUMERICS[problem.constraints.numerics] and not self.must(method.name):
             return False
         along = {other.name for other in self._axis_methods if other.axis in (axes or {})}
         names = frozenset({method.name, *along})
-        site = Site(device=place.device, world=place.world, axes=dict(axes or {}), names=names, model=place.model)
+        site = Site(device=problem.device, world=problem.world, axes=dict(axes or {}), names=names, model=problem.model)
         config = self.kept(method.name) if axes else []
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if self.is_here and method.requires(place.profile, place.device, place.world) is not None:
+                if self.is_here and method.requires(problem.profile, problem.device, problem.world) is not None:
                     return False
                 method.check(config[0] if config else method.parse(None), site)
         except (ConfigError, RuntimeError):
@@ -145,12 +145,12 @@ class Scope:
         return {name: self._dimension(name, methods) for name, methods in members.items()}
 
     def _dimension(self, name: str, methods: list[Method]) -> list[Option]:
-        asked = [method for method in methods if method.name not in self.asked.here and method.axis is None]
-        found = [option for method in asked if self.may(method.name) for option in method.options(self)]
-        required = [method.name for method in asked if self.must(method.name) and self._has_options(method)]
+        requests = [method for method in methods if method.name not in self.requests.here and method.axis is None]
+        found = [option for method in requests if self.may(method.name) for option in method.options(self)]
+        required = [method.name for method in requests if self.must(method.name) and self._has_options(method)]
         for one in required:
             found = [option for option in found if one in dict(option)]
-        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in asked)
+        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in requests)
         return found if found and (is_fixed or self.needs_dimension(name)) else [(), *found]
 
     @staticmethod
@@ -196,7 +196,7 @@ class Scope:
         given = next((config for config in (*self.kept(name), *self.base(name)) if config.axes), None)
         if given is not None:
             fixed = dict(fit_axes(given.axes, world))
-            is_kept = name in self.asked.kept
+            is_kept = name in self.requests.kept
             if is_kept:
                 fixed.setdefault("data", 1)
             yield fixed if is_kept else {axis: size for axis, size in fixed.items() if axis not in DATA_AXES}
@@ -210,7 +210,7 @@ class Scope:
 
     def _sizes(self, method: Method) -> list[int]:
         """Return the sizes of an axis that its method accepts."""
-        if self.world == 1 or (self.is_cpu and not self.is_wanted(method.name)) or not self.place.has_loss:
+        if self.world == 1 or (self.is_cpu and not self.is_wanted(method.name)) or not self.problem.has_loss:
             return [1]
         axis = str(method.axis)
         possible = (size for size in method.axis_sizes(self) if self.world % size == 0)

@@ -10,7 +10,7 @@ from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.method import Option
 from drivetrain.strategy.search.candidates import Candidate, steps_of
 from drivetrain.strategy.search.given import candidate_of
-from drivetrain.strategy.search.place import Asked, Place
+from drivetrain.strategy.search.problem import PlanningProblem, Requests
 from drivetrain.strategy.search.scope import Scope
 from drivetrain.strategy.value import Strategy
 
@@ -25,7 +25,7 @@ class Space:
     plain: Candidate | None
     """The model as it is: no method but data parallelism; None where the batch does not divide like that."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """Configurations that were asked for and stay."""
+    """Configurations that were requested and stay."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """Configurations that are varied."""
     notes: tuple[str, ...] = ()
@@ -35,27 +35,27 @@ class Space:
         return candidate.plan(self.kept, self.base)
 
 
-def build_space(place: Place) -> Space:
-    """Return all candidates for a place, or raise why there is none."""
-    wishes = place.wishes
-    asked = Asked(place)
-    scope = Scope(place, asked)
+def build_space(problem: PlanningProblem) -> Space:
+    """Return all candidates for a problem, or raise why there is none."""
+    constraints = problem.constraints
+    requests = Requests(problem)
+    scope = Scope(problem, requests)
     found = list(itertools.islice(_candidates(scope), _MOST_CANDIDATES))
-    plain = _plain(place)
+    plain = _plain(problem)
     notes = list(scope.notes)
     if len(found) == _MOST_CANDIDATES:
         notes.append(f"search: only the first {_MOST_CANDIDATES} candidates were compared")
-    if asked.start is not None:
-        found = [candidate_of(asked.start, place), *found]
-    elif plain is not None and plain not in found and asked.allows(plain) and not asked.keeps_searched:
+    if requests.start is not None:
+        found = [candidate_of(requests.start, problem), *found]
+    elif plain is not None and plain not in found and requests.allows(plain) and not requests.keeps_searched:
         found.append(plain)
     if not found:
-        _refuse(place, asked)
+        _refuse(problem, requests)
     return Space(
         candidates=tuple(dict.fromkeys(found)),
-        plain=found[0] if wishes.start is not None else plain,
-        kept=asked.kept,
-        base=asked.base,
+        plain=found[0] if constraints.start is not None else plain,
+        kept=requests.kept,
+        base=requests.base,
         notes=tuple(notes),
     )
 
@@ -64,7 +64,7 @@ def _candidates(scope: Scope) -> Iterator[Candidate]:
     dimensions = scope.dimensions()
     for mesh in scope.meshes(dimensions):
         ranks = mesh.get("data", 1) * mesh.get("zero", 1)
-        batch = _batch(scope.place, ranks)
+        batch = _batch(scope.problem, ranks)
         if batch is None:
             continue
         for micro, accumulation in scope.splits(batch // ranks):
@@ -74,37 +74,39 @@ def _candidates(scope: Scope) -> Iterator[Candidate]:
                 found = [larger for one in found for option in options if (larger := _with(one, option)) is not None]
             for candidate in found:
                 fits = all(method.fits(config, candidate) is None for method, config in candidate.steps)
-                if fits and scope.asked.allows(candidate):
+                if fits and scope.requests.allows(candidate):
                     yield candidate
 
 
 def _with(candidate: Candidate, option: Option) -> Candidate | None:
-    """Return a combination with one more option, or None where a method of it has no place there."""
+    """Return a combination with one more option, or None where a method of it does not fit there."""
     if not option:
         return candidate
     larger = candidate.adding(option)
     return larger if all(method.fits(config, larger) is None for method, config in steps_of(option)) else None
 
 
-def _batch(place: Place, ranks: int) -> int | None:
+def _batch(problem: PlanningProblem, ranks: int) -> int | None:
     try:
-        return plan_batch(place.global_batch, ranks, allow_rounding=place.wishes.allow_batch_rounding).global_size
+        return plan_batch(
+            problem.global_batch, ranks, allow_rounding=problem.constraints.allow_batch_rounding
+        ).global_size
     except BatchSizeError:
         return None
 
 
-def _plain(place: Place) -> Candidate | None:
-    batch = _batch(place, place.world)
+def _plain(problem: PlanningProblem) -> Candidate | None:
+    batch = _batch(problem, problem.world)
     if batch is None:
         return None
-    return Candidate(data=place.world, micro=batch // place.world)
+    return Candidate(data=problem.world, micro=batch // problem.world)
 
 
-def _refuse(place: Place, asked: Asked) -> NoReturn:
+def _refuse(problem: PlanningProblem, requests: Requests) -> NoReturn:
     """Raise why there is no candidate at all."""
-    plan_batch(place.global_batch, place.world, allow_rounding=place.wishes.allow_batch_rounding)
-    missing = [" or ".join(sorted(members)) for members in asked.wanted]
+    plan_batch(problem.global_batch, problem.world, allow_rounding=problem.constraints.allow_batch_rounding)
+    missing = [" or ".join(sorted(members)) for members in requests.wanted]
     raise PlanInfeasible(
-        f"no plan for {place.world} processes and a global batch of {place.global_batch} has what was included: "
+        f"no plan for {problem.world} processes and a global batch of {problem.global_batch} has what was included: "
         f"{'; '.join(missing) or 'nothing'}. Include less, or use another number of processes."
     )

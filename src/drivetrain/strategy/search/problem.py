@@ -1,4 +1,4 @@
-"""Where plans are made for, and what was asked of them."""
+"""What plans are made for, and what was requested of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from torch import nn
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import find_method, mesh_method
 from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.wishes import Wishes
+from drivetrain.strategy.search.constraints import SearchConstraints
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where plans are made for."""
+class PlanningProblem:
+    """What plans are made for: a model, a machine, a number of processes and a global batch."""
 
     profile: ModelProfile
     machine: MachineProfile
@@ -23,7 +23,7 @@ class Place:
     """The device at hand; for a machine that is not here, the CPU."""
     world: int
     global_batch: int
-    wishes: Wishes
+    constraints: SearchConstraints
     model: nn.Module | None = None
     optim_func: Any = None
     optim_args: Mapping[str, Any] = field(default_factory=dict)
@@ -32,44 +32,44 @@ class Place:
     """By method: configurations that rank 0 offers, because they depend on a process."""
 
 
-class Asked:
-    """What the caller's wishes say about names and configurations."""
+class Requests:
+    """What the caller's constraints say about names and configurations."""
 
-    def __init__(self, place: Place):
-        wishes = place.wishes
-        self.unwanted, self.wanted = wishes.unwanted(), wishes.wanted()
-        self.kept: dict[str, Any] = wishes.configured()
+    def __init__(self, problem: PlanningProblem):
+        constraints = problem.constraints
+        self.unwanted, self.wanted = constraints.unwanted(), constraints.wanted()
+        self.kept: dict[str, Any] = constraints.configured()
         self.base: dict[str, Any] = {}
-        self.start = wishes.start
+        self.start = constraints.start
         self.only: frozenset[str] | None = None
         if self.start is not None:
             tunable = {entry.name for entry in self.start if entry.tunable} or set(self.start.opt_names())
             for name, config, _ in self.start:
                 (self.base if name in tunable else self.kept).setdefault(name, config)
             names = set(self.start.opt_names()) | set().union(*self.wanted, set())
-            self.only = frozenset(names | ({mesh_method().name} if place.world > 1 else set()))
+            self.only = frozenset(names | ({mesh_method().name} if problem.world > 1 else set()))
             self.wanted = [*self.wanted, *(frozenset({name}) for name in self.start.opt_names())]
         alone = [next(iter(members)) for members in self.wanted if len(members) == 1]
-        if place.world == 1:  # they are dropped with a reason when the plan is applied
+        if problem.world == 1:  # they are dropped with a reason when the plan is applied
             groups = [members for members in self.wanted if all(find_method(name).needs_processes for name in members)]
             alone += [min(members) for members in groups]
         idle = [name for name in alone if find_method(name).stays_idle]
-        for name in [name for name in alone if self._is_unexpressed(name, place)] + idle:
+        for name in [name for name in alone if self._is_unexpressed(name, problem)] + idle:
             if name not in self.base:
                 (self.base if name in idle else self.kept).setdefault(name, find_method(name).parse(None))
         written = {*self.kept, *self.base}
         self.here = frozenset(
-            name for name in written if find_method(name).stays_idle or self._is_unexpressed(name, place)
+            name for name in written if find_method(name).stays_idle or self._is_unexpressed(name, problem)
         )
         """Methods that the plan of every candidate has, whatever the candidate says."""
         self.keeps_searched = any(find_method(name).is_searched for name in self.kept)
         """Whether some configuration that stays is one that the space would vary."""
 
     @staticmethod
-    def _is_unexpressed(name: str, place: Place) -> bool:
+    def _is_unexpressed(name: str, problem: PlanningProblem) -> bool:
         """Return whether no option of the space stands for a method; on one process some are dropped when the plan is applied."""
         method = find_method(name)
-        return not method.is_searched or (place.world == 1 and method.needs_processes)
+        return not method.is_searched or (problem.world == 1 and method.needs_processes)
 
     def may(self, name: str) -> bool:
         """Return whether a candidate may have a method."""
@@ -80,7 +80,7 @@ class Asked:
         return any(members == {name} for members in self.wanted) or name in self.kept
 
     def allows(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has all that was asked for, and nothing that was ruled out."""
+        """Return whether a candidate has all that was requested, and nothing that was ruled out."""
         names = set(candidate.names())
         if names & self.unwanted or (self.only is not None and not names <= self.only):
             return False

@@ -1,0 +1,113 @@
+"""What a caller asks of a search, checked once."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, ConflictError, UnknownMethodError
+from drivetrain.core.quantities import parse_size
+from drivetrain.strategy.device_spec import DeviceSpec
+from drivetrain.strategy.registry import expand_names, find_method, group_names
+from drivetrain.strategy.value import Strategy
+
+NUMERICS = {"exact": ("exact",), "mixed": ("exact", "tf32", "mixed"), "low": ("exact", "tf32", "mixed", "low")}
+"""For each ceiling, the kinds of methods that a search may use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConstraints:
+    """The limits of a search."""
+
+    time_limit: float = 120.0
+    """Seconds for all of it; 0 measures nothing."""
+    numerics: str = "mixed"
+    memory_budget: float | int | str = 0.92
+    """A share of the free memory, bytes, or a text such as "16GiB"."""
+    excluded: frozenset[str] = frozenset()
+    """Names of methods and groups that are never used."""
+    included: tuple[Any, ...] = ()
+    """Names of methods or groups, or `(name, config)`; each is in the result, of a group at least one."""
+    start: Strategy | None = None
+    """A plan whose methods and axes are kept, and whose settings are searched."""
+    plan_only: bool = False
+    spec: DeviceSpec | None = None
+    """The device to plan for, where it is not the one at hand."""
+    strict: bool = False
+    allow_batch_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.time_limit
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 <= limit < math.inf:
+            raise ConfigError(f"time_limit={limit!r}: expected seconds, 0 for a search that measures nothing.")
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"numerics={self.numerics!r}: expected {', '.join(map(repr, NUMERICS))}.")
+        parse_memory(self.memory_budget)
+        unwanted = self.unwanted()
+        for item in self.included:
+            name = item[0] if isinstance(item, tuple | list) else item
+            members = expand_names([name])
+            both = members & unwanted
+            if both and not (name in group_names() and members - unwanted):
+                raise ConflictError(
+                    f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists."
+                )
+        if self.start is not None:
+            present = [name for name in self.start.opt_names() if name in unwanted]
+            if present:
+                raise ConflictError(
+                    f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
+                )
+
+    def unwanted(self) -> set[str]:
+        """Return the names of the methods that must not be used."""
+        return expand_names(self.excluded)
+
+    def wanted(self) -> list[frozenset[str]]:
+        """Return sets of names; a plan must have at least one of each."""
+        names = [item[0] if isinstance(item, tuple | list) else item for item in self.included]
+        return [frozenset(expand_names([name]) - self.unwanted()) for name in names]
+
+    def configured(self) -> dict[str, Any]:
+        """Return the settings of the methods that were included with some."""
+        found = {}
+        for item in self.included:
+            if isinstance(item, tuple | list) and len(item) > 1 and item[1] is not None:
+                try:
+                    method = find_method(item[0])
+                except UnknownMethodError:
+                    raise ConfigError(
+                        f"included={item!r}: {item[0]!r} is a group, which has no settings. Name one of its methods."
+                    ) from None
+                found[method.name] = method.parse(item[1])
+        return found
+
+
+def parse_memory(value: float | int | str) -> float | int:
+    """Return a share of memory (a float of at most 1) or a number of bytes.
+
+    >>> parse_memory("16GiB"), parse_memory(0.5)
+    (17179869184, 0.5)
+    """
+    if isinstance(value, str):
+        size = parse_size(value)
+        if size is not None:
+            return size
+    elif (isinstance(value, float) and 0 < value <= 1) or (
+        isinstance(value, int) and not isinstance(value, bool) and value > 0
+    ):
+        return value
+    raise ConfigError(
+        f"memory_budget={value!r}: expected a share of the free memory (a float up to 1), a number of bytes, or a text such as '16GiB'."
+    )
+
+
+def budget_bytes(value: float | int | str, free: float) -> float:
+    """Return how many bytes a plan may need on one rank."""
+    parsed = parse_memory(value)
+    return parsed * free if isinstance(parsed, float) else float(parsed)
+
+
+def plain_numbers(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return a mapping of floats that JSON can hold, without zeros."""
+    return {name: float(value) for name, value in parts.items() if value}
