@@ -5,7 +5,6 @@ A State brings its clock and every unit is counted there. A hand-written loop ha
 epochs, and seconds run by themselves.
 """
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master
@@ -105,31 +105,31 @@ class Progress:
 
 
 class Schedule:
-    """Say when a multiple of `every` has been passed since the last time it was asked.
+    """An interval that all ranks of a run agree on.
 
-    Ranks agree: counters are equal on all of them; wall-clock time is rank 0's, which the others hear of one step
-    later.
+    Counters are equal on all ranks. Wall-clock time is rank 0's, which the others receive one step later.
     """
 
     def __init__(self, every: Time | None, progress: Progress):
-        self._every, self._progress = every, progress
+        self._interval, self._progress = None if every is None else Interval(every), progress
         self._pending: Callable[[], bool] | None = None
-        self._passed = self._intervals()
+        self.reset()
 
     def reset(self) -> None:
         """Count from the present moment, after a restore."""
-        self._passed = self._intervals()
+        if self._interval is not None:
+            self._interval.count_from(self._progress.value(self._interval.every.unit))
 
     def is_due(self) -> bool:
-        """Ask at a step boundary, on every rank."""
-        if self._every is None:
+        """Return whether a multiple was passed; ask at a step boundary, on every rank."""
+        if self._interval is None:
             return False
-        passed = self._intervals()
-        due, self._passed = passed > self._passed, passed
-        if get_num_processes() > 1 and self._progress.follows_wall_clock(self._every.unit):
-            heard = self._pending() if self._pending is not None else False
+        unit = self._interval.every.unit
+        due = self._interval.passes(self._progress.value(unit))
+        if get_num_processes() > 1 and self._progress.follows_wall_clock(unit):
+            agreed = self._pending() if self._pending is not None else False
             self._pending = start_agree_any(due and is_master())
-            return heard
+            return agreed
         return due
 
     def finish(self) -> None:
@@ -137,9 +137,3 @@ class Schedule:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
-
-    def _intervals(self) -> int:
-        if self._every is None:
-            return 0
-        # Nine decimals forgive binary fractions: 0.3 dur must count as three times 0.1.
-        return math.floor(round(self._progress.value(self._every.unit) / self._every.value, 9))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.event import Event
+from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
 from drivetrain.train import loaders
@@ -15,7 +16,6 @@ from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checks import check_batch_output
 from drivetrain.train.evaluation import evaluation_mode, kept_history
 from drivetrain.train.evaluation_state import EvaluationState
-from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting, without_empty
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.meeting import TrainerMeeting

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainWarning, NonFiniteStateError
+from drivetrain.core.intervals import Interval
 from drivetrain.train import loaders
-from drivetrain.train.intervals import Interval
 from drivetrain.train.settings import TrainSettings, parse_time
 
 

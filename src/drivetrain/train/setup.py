@@ -15,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
+from drivetrain.core.intervals import Interval
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
 from drivetrain.optim.state_schedule import compile_state_schedule
@@ -34,7 +35,6 @@ from drivetrain.train.checks import (
 )
 from drivetrain.train.generation import check_generates
 from drivetrain.train.gradients import Gradients
-from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting
 from drivetrain.train.keeping import prepare_checkpoints
 from drivetrain.train.plain_hooks import find_plain_hooks

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.core.intervals import Interval
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.train import loaders
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.callbacks.monitors import LRMonitor, learning_rates
-from drivetrain.train.intervals import Interval
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.tracking import LossTracker, load_sums, of_data_ranks

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Interval
 from drivetrain.core.time import ensure_time
 from drivetrain.module.wrapping import wrapping_of
 from drivetrain.train.callbacks.base import CallbackHandler
 from drivetrain.train.callbacks.saving import SaveBestModelCallback
-from drivetrain.train.intervals import Interval
 from drivetrain.train.model_ema import ModelEma
 
 _PREFIX = "ema_model_"
