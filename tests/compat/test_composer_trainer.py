@@ -192,6 +192,32 @@ def test_loggers_receive_metrics_and_keep_them():
     assert steps == [6, 12] and memory.most_recent_values["train_loss_epoch"] == memory.data["train_loss_epoch"][-1][1]
 
 
+def test_a_logger_with_events_is_called_at_them():
+    class Own(LoggerDestination):
+        def __init__(self):
+            self.seen = []
+
+        def epoch_end(self, state, logger):
+            self.seen.append(state.timestamp.epoch.value)
+
+        def close(self, state, logger):
+            self.seen.append("closed")
+
+    own = Own()
+    trainer = make(loggers=own)
+    trainer.fit()
+    assert own.seen[:2] == [1, 2]
+
+
+def test_counters_of_the_timestamp_are_numbers_with_a_value():
+    trainer = make()
+    trainer.fit(duration="3ba")
+    now = trainer.state.timestamp
+    assert now.batch == now.batch.value == 3 and type(now.batch.value) is int
+    assert trainer.state.seed == 1
+    assert now.batch % 2 == 1 and now.sample.value == 24 and now >= "3ba"
+
+
 def test_losses_take_class_indices_and_one_weight_per_class():
     logits, targets = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 1, 0])
     dense = nn.functional.one_hot(targets, 3).double()

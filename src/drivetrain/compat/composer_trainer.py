@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 
 from drivetrain.compat.composer_models import ComposerModel
 from drivetrain.compat.composer_types import DataSpec, Evaluator, ensure_evaluator, ensure_tuple
+from drivetrain.context.state import State
+from drivetrain.core.binding import method_for
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.event import Event
+from drivetrain.core.plugin import Callback
+from drivetrain.core.time import Timestamp
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.state_schedule import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks
@@ -27,6 +33,26 @@ _FOR_TRAIN = {
     "save_num_checkpoints_to_keep": "keep_checkpoints",
 }
 """Arguments of Composer's constructor that are arguments of our `train()`; -1 and None mean "not set"."""
+
+
+class Count(int):
+    """A counter of the clock that also has the `value` of Composer's Time: `state.timestamp.batch.value`."""
+
+    @property
+    def value(self) -> int:
+        """The number itself."""
+        return int(self)
+
+
+class ComposerState(State):
+    """A State whose timestamp is read as Composer's."""
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The present moment; each counter also has a `value`."""
+        now = super().timestamp
+        counts = {field.name: getattr(now, field.name) for field in fields(now)}
+        return replace(now, **{name: Count(count) for name, count in counts.items() if type(count) is int})
 
 
 class Trainer(NativeTrainer):
@@ -72,12 +98,13 @@ class Trainer(NativeTrainer):
                 stacklevel=2,
             )
             optimizers = DecoupledSGDW(model.parameters(), lr=0.1)
-        bar = get_default_callbacks(progress_bar=progress_bar)
+        bar, loggers = get_default_callbacks(progress_bar=progress_bar), ensure_tuple(loggers)
         super().__init__(
             model,
-            callbacks=[*bar, *ensure_tuple(callbacks)],
+            callbacks=[*bar, *ensure_tuple(callbacks), *filter(_watches, loggers)],
             algorithms=ensure_tuple(algorithms),
-            loggers=ensure_tuple(loggers),
+            loggers=loggers,
+            state=ComposerState(seed=others.get("seed")),
             optimizers=optimizers,
             train_dataloader=_loader(train_dataloader),
             eval_dataloader=_evaluation(eval_dataloader),
@@ -123,6 +150,13 @@ class Trainer(NativeTrainer):
 
 def _compiled(schedule: Any, trainer: Trainer, optimizer: Any) -> Any:
     return compile_state_schedule(schedule, trainer.state, trainer.scale_schedule_ratio)
+
+
+def _watches(logger: Any) -> bool:
+    """Return whether a logger is also a callback: it has a method for some event, or one that closes it."""
+    if not isinstance(logger, Callback):
+        return False
+    return type(logger).close is not Callback.close or any(method_for(logger, event) for event in Event)
 
 
 def _loader(data: Any) -> Any:
