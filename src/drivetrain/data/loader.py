@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
 from drivetrain.data.columns import Columns
@@ -394,8 +395,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, from its beginning; a restored place in that epoch is kept."""
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ParameterError(f"set_epoch({epoch!r}): expected a whole number of at least 0.")
+        check_count("epoch", epoch, at_least=0, owner="set_epoch", error=ParameterError)
         if self._cursor.started or self._cursor.epoch != epoch:
             self._cursor = Cursor(epoch)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ParameterError, unknown_name
 
 PackingStrategy = Literal["best_fit", "first_fit"]
@@ -210,7 +211,6 @@ def num_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
 def check_packing(max_length: int, strategy: str, buffer: int = 1) -> None:
     """Reject sizes and names that cannot work."""
     for name, value in (("max_length", max_length), ("buffer", buffer)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ParameterError(f"packing: {name}={value!r}, expected a whole number of at least 1.")
+        check_count(name, value, owner="packing", error=ParameterError)
     if strategy not in STRATEGIES:
         raise ParameterError(unknown_name("strategy", strategy, STRATEGIES, where="packing"))

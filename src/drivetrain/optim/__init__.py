@@ -25,7 +25,7 @@ _UNITS = {
         "to_yaml",
     ],
     "drivetrain.core.yaml": ["load_yaml"],
-    ".plotting": ["plot", "sparkline"],
+    ".explain": ["plot", "sparkline"],
     "drivetrain.optim.units": ["as_lr_lambda"],
 }
 

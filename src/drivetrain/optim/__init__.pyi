@@ -10,8 +10,8 @@ from drivetrain.optim.config import resolve_type as resolve_type
 from drivetrain.optim.config import to_config as to_config
 from drivetrain.optim.config import to_yaml as to_yaml
 from drivetrain.core.yaml import load_yaml as load_yaml
-from drivetrain.optim.plotting import plot as plot
-from drivetrain.optim.plotting import sparkline as sparkline
+from drivetrain.optim.explain import plot as plot
+from drivetrain.optim.explain import sparkline as sparkline
 from drivetrain.optim.units import as_lr_lambda as as_lr_lambda
 from drivetrain.optim.units import NoamLr as NoamLr
 from drivetrain.optim.units import Noamlr as Noamlr

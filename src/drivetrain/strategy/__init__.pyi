@@ -9,7 +9,7 @@ from drivetrain.strategy.method import Method as Method
 from drivetrain.strategy.method import Stage as Stage
 from drivetrain.strategy.method import Site as Site
 from drivetrain.strategy.device_spec import DeviceSpec as DeviceSpec
-from drivetrain.strategy.search.find import Wishes as Wishes
+from drivetrain.strategy.search.find import SearchConstraints as SearchConstraints
 from drivetrain.strategy.search.find import find_plan as find_plan
 from drivetrain.strategy.search.cost import Cost as Cost
 from drivetrain.strategy.apply import PlanContext as PlanContext
@@ -30,7 +30,7 @@ __all__ = [
     "Stage",
     "Site",
     "DeviceSpec",
-    "Wishes",
+    "SearchConstraints",
     "find_plan",
     "Cost",
     "PlanContext",
