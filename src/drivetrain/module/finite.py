@@ -151,7 +151,12 @@ class StepGuard:
         """Updates left out: since the last one that was made, and in the whole run; those of an accelerator are known two updates later."""
         self.to_pass_over = 0
         """Batches that the loop still has to pass over after a rollback."""
-        self._verdict = 0
+        self.is_immediate = False
+        """Whether an update that is admitted is done with: its verdict was read at once, so there is nothing to `close`."""
+        self.has_statistics = False
+        """Whether the model keeps running statistics, so that there is something to `open` an update for."""
+        self.verdict = 0
+        """What has been found since the last `close`; 0 if all is well."""
         self._late = readback
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
@@ -173,15 +178,17 @@ class StepGuard:
         norms = [module for module in modules if isinstance(module, nn.modules.batchnorm._NormBase)]
         self._statistics = [b for norm in norms for b in norm.buffers(recurse=False) if b.is_floating_point()]
         self._copies.clear()
+        self.has_statistics = bool(self._statistics)
+        on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
+        self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
 
     def open(self) -> None:
         """Keep running statistics as they are: a batch that is left out must not stay in them."""
-        if self._statistics:
-            with torch.no_grad():
-                full = len(self._copies) == self._copies.maxlen
-                copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
-                torch._foreach_copy_(copies, self._statistics)
-                self._copies.append(copies)
+        with torch.no_grad():
+            full = len(self._copies) == self._copies.maxlen
+            copies = self._copies.popleft() if full else [torch.empty_like(b) for b in self._statistics]
+            torch._foreach_copy_(copies, self._statistics)
+            self._copies.append(copies)
 
     def seed(self, loss: Tensor) -> Tensor | None:
         """Return the gradient that the backward pass of a loss begins with: None for one, NaN for a loss that is not finite."""
@@ -218,6 +225,9 @@ class StepGuard:
             first = gradients[0] if gradients else groups[0]["params"][0]
         if first.is_cpu and not self._is_exchanged:
             bad = self._reads_nonfinite(gradients)
+            if not bad and self._rejected is False:
+                self.in_a_row = 0
+                return True
             return self._decide(bad * NONFINITE + bool(self._rejected) * REJECTED)
         gradients = [local_part(gradient) for gradient in gradients]
         flag = nonfinite_flag(gradients) if gradients else torch.zeros((), device=first.device)
@@ -250,7 +260,7 @@ class StepGuard:
         for _, verdict in self._late.overdue():
             self._count(int(verdict), self._copies[0] if self._copies else None)
         self._rejected = False
-        verdict, self._verdict = self._verdict, 0
+        verdict, self.verdict = self.verdict, 0
         return verdict
 
     def state_dict(self) -> dict[str, int]:
@@ -300,7 +310,7 @@ class StepGuard:
         if not verdict:
             self.in_a_row = 0
             return
-        self.in_a_row, self.total, self._verdict = self.in_a_row + 1, self.total + 1, self._verdict | verdict
+        self.in_a_row, self.total, self.verdict = self.in_a_row + 1, self.total + 1, self.verdict | verdict
         if statistics is not None:
             with torch.no_grad():
                 torch._foreach_copy_(self._statistics, statistics)

@@ -64,6 +64,13 @@ class LossCounting:
         if any(other != everywhere[0] for other in everywhere):
             self._decide(UNKNOWN, None, None)
 
+    def prefer_samples(self, batch: Any) -> None:
+        """Count samples where rows have one label each and none of this batch is ignored; only reported means depend on the count here."""
+        items = self.items
+        is_alike = self._given is None and items.kind == "labels" and items.is_one_per_row
+        if is_alike and items.count(batch) == batch_size_of(None, batch):  # once per run; this synchronizes the host
+            self._count, self.is_needed = None, False
+
     def count(self, batch: Any) -> Count:
         """Return how many items the loss of a batch is a mean over."""
         return 1 if self._count is None else self._count(batch)

@@ -182,7 +182,7 @@ class TrainerLoop(EvaluationLoop):
                 gradients.open(last)
             if gradients.window.opens:
                 fire.before_train_batch()
-                if guard is not None:
+                if guard is not None and guard.has_statistics:
                     guard.open()
             if self._plain.passes:
                 self._backward(self._forward_and_loss())
@@ -259,6 +259,8 @@ class TrainerLoop(EvaluationLoop):
         output = counting.watched(self, self.calculate_train_batch_loss, self.state.batch, self._train_dataloader)
         if self._gradients.window.world > 1:
             counting.agree()
+        if self._gradients.window.is_plain:
+            counting.prefer_samples(self.state.batch)
         self._gradients.use_sums(counting.is_sum)
         self._loss_tracker.is_sum = counting.is_sum
         return output
@@ -309,14 +311,11 @@ class TrainerLoop(EvaluationLoop):
             self.optimizer_zero_grad()
         if not self._gradients.is_simple:
             self._gradients.close()
-        if guard is not None and (verdict := guard.close(self._left_out() if is_admitted else None)):
+        if guard is None or (is_admitted and guard.is_immediate and not guard.verdict):
+            return
+        left_out = recovery.left_out(self) if is_admitted and not plain.step else None  # by a scaler, or by units
+        if verdict := guard.close(left_out):
             recovery.act_on(self, verdict)
-
-    def _left_out(self) -> list[Tensor | bool] | None:
-        """Return what a scaler or units have left out of this update; None where the guard itself has tested."""
-        if self._plain.step:
-            return None
-        return recovery.left_out(self)
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""
