@@ -56,6 +56,8 @@ def nothing_leaks():
     before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
     yield
     changed = [name for name in LAUNCH_VARIABLES if os.environ.get(name) != before[name]]
+    if torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("default")  # a test that failed may have left it on
     group_left = torch.distributed.is_available() and torch.distributed.is_initialized()
     for name in changed:
         if before[name] is None:

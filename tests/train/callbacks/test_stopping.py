@@ -194,8 +194,9 @@ def test_a_bad_loss_on_one_rank_ends_all_ranks(world2):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_device_the_news_is_at_most_two_steps_late_and_nothing_waits():
     class Late(Watch):
-        def on_train_epoch_start(self, trainer, **kwargs):
-            torch.cuda.set_sync_debug_mode("error")
+        def on_train_step_start(self, trainer, **kwargs):
+            if trainer.state.clock.batch_in_epoch == 1:  # the first batch is looked at, and waited for
+                torch.cuda.set_sync_debug_mode("error")
 
         def on_stop_training_error(self, trainer, **kwargs):
             torch.cuda.set_sync_debug_mode("default")
@@ -207,7 +208,10 @@ def test_on_a_device_the_news_is_at_most_two_steps_late_and_nothing_waits():
 
     watch, model = Late(), make_model().cuda()
     data = torch.utils.data.TensorDataset(*(tensor.cuda() for tensor in make_data(400).tensors))
-    trainer = make_trainer(model, cls=OnDevice, callbacks=[watch, TerminateOnNaNCallback()], device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)  # one that skips on the device
+    trainer = make_trainer(
+        model, cls=OnDevice, optimizer=optimizer, callbacks=[watch, TerminateOnNaNCallback()], device="cuda"
+    )
     try:
         with pytest.raises(NonFiniteLossError) as caught:
             train(trainer, torch.utils.data.DataLoader(data, batch_size=8))
