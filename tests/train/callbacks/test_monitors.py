@@ -140,10 +140,10 @@ def test_an_interval_may_be_in_epochs():
 
 
 def test_units_of_an_optim_set_are_logged_by_name():
-    from drivetrain.train.callbacks.monitors import _learning_rates
+    from drivetrain.train.callbacks.monitors import learning_rates
 
     groups = [{"lr": 0.1, "unit": "encoder"}, {"lr": 0.2, "unit": "decoder"}, {"lr": 0.3, "unit": "decoder"}]
-    rates = _learning_rates((SimpleNamespace(param_groups=groups),))
+    rates = learning_rates((SimpleNamespace(param_groups=groups),))
     assert rates == {"lr/encoder": 0.1, "lr/decoder": 0.2, "lr/decoder/group2": 0.3}
 
 
