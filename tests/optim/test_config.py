@@ -273,7 +273,7 @@ class TestAsOptimSet:
         )
         assert list(as_optim_set(load_yaml(path), model, accum_grad=2)) == ["encoder_optim", "decoder_optim"]
         assert list(as_optim_set(lambda m: {"y": ConstantLr("SGD", None, m)}, model)) == ["y"]
-        with pytest.raises(TypeError, match="int is no optimizer"):
+        with pytest.raises(TypeError, match="int is not an optimizer"):
             as_optim_set(5, model)
 
     def test_a_torch_optimizer_in_a_mapping_keeps_its_rate_and_trains_as_it_is(self):

@@ -417,7 +417,7 @@ class TestArguments:
             ("Adamm", None, "'Adam'"),
             ("Adam", {"learning_rate": 1}, "lr, betas"),
             ("Adam", {"lrr": 1}, "'lr'"),
-            ("Adam", {"lr": -1}, "refused"),
+            ("Adam", {"lr": -1}, "rejected"),
             ("Adam", {"params": []}, "updated_modules"),
             ("LBFGS", None, "closure"),
             ("Muon", None, "MuonHybrid"),

@@ -29,7 +29,7 @@ from drivetrain.core.time import Time, Timestamp, TimeUnit
 PLAIN = frozenset({type(None), bool, int, float, complex, str})
 """Types that are kept as they are."""
 NOT_STATE = "not state"
-"""The tag that stands for a value without state, so that positions and names stay as they were."""
+"""The tag of a value without state, so that positions and names stay as they were."""
 
 _OWN_CLASSES: tuple[type, ...] = (Time, TimeUnit, Timestamp, Event)
 _CODERS_BY_TAG = {coder.tag: coder for coder in VALUE_CODERS}
@@ -187,7 +187,7 @@ class Unpacker:
             return with_metadata(OrderedDict(self._entries(packed)), packed)
         if kind is not dict:
             raise StateError(
-                f"a {kind.__name__} is no packed value; expected plain containers, tensors and tagged dicts."
+                f"a {kind.__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
             )
         if TAG not in packed:
             return dict(self._entries(packed))

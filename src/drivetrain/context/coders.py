@@ -206,7 +206,7 @@ VALUE_CODERS: tuple[Coder, ...] = (
         _unpack_random,
     ),
 )
-"""In the order they are asked: subclasses stand before their bases."""
+"""In the order they are asked: subclasses come before their bases."""
 
 GENERATOR_TAGS = frozenset({"generator", "numpy_generator", "numpy_random_state", "random"})
 

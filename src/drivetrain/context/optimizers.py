@@ -1,4 +1,4 @@
-"""The state of an optimizer: torch's form, with the names of the parameters beside their numbers.
+"""The state of an optimizer: torch's form, with the names of the parameters next to their numbers.
 
 Torch numbers parameters by their order. Names let a state find its parameters when the order has changed, and let
 files that are keyed by name alone be read. Loading copies, so that the given state is not trained along, and keeps

@@ -1,4 +1,4 @@
-"""What `autotransform` does: restore, move, distribute, and put random states back, in this order.
+"""What `autotransform` does: restore, move, distribute, and restore random states, in this order.
 
 Reading checkpoints belongs to a folder above this one, so the run carries the reader: whoever starts a run that
 begins from a checkpoint puts a function into `run.restore`. It is given the Context, loads it, and returns the random
@@ -61,7 +61,7 @@ def _restore(context: "Context", run: Run) -> Mapping[str, Any] | None:
 
 
 def check_exact(context: "Context") -> None:
-    """Reject to resume a Context that holds a loader without state, whose place in the data nobody knows."""
+    """Reject a resume of a Context with a loader without state, whose position in the data is not known."""
     lost = [
         path
         for path, kind, item in walk(context)
@@ -75,7 +75,7 @@ def check_exact(context: "Context") -> None:
 
 
 def wanted_device(run: Run | None) -> torch.device:
-    """Return the device a run asks for: `device`, else CUDA as `cuda` says; a default falls back to the CPU, a wish fails."""
+    """Return the device a run asks for: `device`, else CUDA as `cuda` says; a default falls back to the CPU, a request fails."""
     params = {} if run is None else run.params
     if params.get("device", "auto") not in (None, "auto"):
         return choose_device(params["device"])

@@ -28,7 +28,7 @@ class Transform:
         self._done: dict[int, tuple[Any, Any]] = {}  # holds on to the originals, so that no identity is used twice
 
     def act(self, kind: Kind, item: Any) -> Any:
-        """Change one item that is no container."""
+        """Change one item that is not a container."""
         raise NotImplementedError
 
     def apply(self, context: "Context") -> None:

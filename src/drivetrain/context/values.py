@@ -278,7 +278,7 @@ _STATELESS = (
 
 
 def is_known_stateless(item: Any) -> bool:
-    """Return whether nobody expects state of an item: functions, classes, modules of code, datasets."""
+    """Return whether no state is expected of an item: functions, classes, modules of code, datasets."""
     return isinstance(item, _STATELESS)
 
 

@@ -92,7 +92,7 @@ def bindings_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Bin
     method = method_for(plugin, event)
     if _defines(plugin, "run_event"):
         yield make(act=partial(plugin.run_event, event, state, logger))
-        if method == event.value:  # reached through run_event of the base, if the callback wishes
+        if method == event.value:  # reached through run_event of the base, if the callback calls it
             return
     if method is None:
         return
@@ -194,7 +194,7 @@ def _check_events(plugin: Any) -> None:
 
 
 def _check_spelling(plugin: Any) -> None:
-    """Reject a method whose name nearly is an event's: it would never be called, and nobody would notice."""
+    """Reject a method whose name nearly is an event's: it would silently never be called."""
     known = {*_HOOK_NAMES, *_EVENT_NAMES, *getattr(plugin, "custom_events", ())}
     for owner in type(plugin).__mro__:
         for method, value in vars(owner).items():
@@ -205,7 +205,7 @@ def _check_spelling(plugin: Any) -> None:
             near = nearest_name(method, names, cutoff=cutoff)
             if near is not None:
                 raise ConfigError(
-                    f"{plugin_name(plugin)} defines {method}, which is no event. Did you mean {near}? If it is an "
+                    f"{plugin_name(plugin)} defines {method}, which is not an event. Did you mean {near}? If it is an "
                     f"event of your own, list it in the class: custom_events = frozenset({{{method!r}}})."
                 )
 

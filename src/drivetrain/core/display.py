@@ -1,6 +1,6 @@
 """Text from files and other people, made safe for a terminal and for a spreadsheet.
 
-A terminal obeys escape sequences: they move the cursor, rewrite lines that were printed before and set the window's title. Marks
+A terminal executes escape sequences: they move the cursor, rewrite lines that were printed before and set the window's title. Marks
 that turn the direction of writing make a name read as another. A spreadsheet computes a cell that begins like a formula.
 """
 
@@ -17,7 +17,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
 
 
 def printable(text: str) -> str:
-    r"""Return a text on one line, with characters that a terminal obeys or hides written as escapes.
+    r"""Return a text on one line, with characters that a terminal executes or hides written as escapes.
 
     >>> printable("loss\x1b[2J\nok")
     'loss\\x1b[2J\\nok'

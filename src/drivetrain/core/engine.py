@@ -2,7 +2,7 @@
 
 When plugins are given, the engine checks them, sorts each event's list and turns it into a tuple of callables without
 arguments. `fire` walks that tuple and does nothing else; tracing, timing and strict watching are wrapped around the
-callables when they are switched on, so that nobody pays for them otherwise.
+callables when they are switched on, so that they cost nothing otherwise.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class _ClosedRunLists(_RunLists):
 class Fire:
     """One method per event, named like it: `fire.batch_start()` lets the plugins of BATCH_START act.
 
-    This is what a loop holds. An event that nobody attends is a built-in that does nothing, and one plugin is called directly, so
+    This is what a loop holds. An event without plugins is a built-in that does nothing, and one plugin is called directly, so
     neither costs a Python call of its own.
     """
 
@@ -289,7 +289,7 @@ class Engine:
 
     def _insert_pass(self, algorithm_pass: AlgorithmPass, index: int) -> None:
         if not callable(algorithm_pass):
-            raise ConfigError(f"{algorithm_pass!r} is no algorithm pass: expected a function (algorithms, event).")
+            raise ConfigError(f"{algorithm_pass!r} is not an algorithm pass: expected a function (algorithms, event).")
         self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
 
     def _pass(self, order: list[Any], event: Event) -> list[Any]:

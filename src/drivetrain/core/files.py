@@ -51,7 +51,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
     try:
         descriptor = os.open(path, flags | _NO_LINK | _BINARY, mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO opened for writing that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO opened for writing without a reader
             raise _not_regular(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or (not _NO_LINK and os.path.islink(path)):

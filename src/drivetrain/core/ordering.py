@@ -1,6 +1,6 @@
 """Who runs when inside an event, and who cannot run together: decided once, from declarations alone.
 
-The user's order stands unless a plugin declares otherwise. Declared edges (`before`, `after`) reorder it as little as
+The user's order is kept unless a plugin declares otherwise. Declared edges (`before`, `after`) reorder it as little as
 they can: a stable topological sort takes the earliest plugin of the user's list that nothing holds back. On the second
 half of a true pair, algorithms that attended the first half unwind last-in-first-out, like nested brackets; callbacks
 never do. Algorithms run before callbacks, callbacks before sinks.

@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 class NullLogger:
-    """A logger that keeps nothing, so that nobody has to ask whether there is one."""
+    """A logger that keeps nothing, so that callers need not check whether there is one."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Drop the values."""
@@ -57,7 +57,7 @@ class Plugin:
     before: Iterable[PluginReference] = ()
     after: Iterable[PluginReference] = ()
     conflicts: Iterable[PluginReference] = ()
-    """Plugins it cannot run beside. A mapping also says what to do instead: `{"CutMix": "put both into OneOf"}`."""
+    """Plugins it cannot run with. A mapping also says what to do instead: `{"CutMix": "put both into OneOf"}`."""
     tags: frozenset[str] = frozenset()
     exclusive: frozenset[str] = frozenset()
     """Those of its tags that only one plugin of a run may carry."""

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 MASK = "**********"
-"""What stands for a secret wherever values are written; pydantic writes its `SecretStr` the same way."""
+"""What replaces a secret wherever values are written; pydantic writes its `SecretStr` the same way."""
 SHORTEST_HIDDEN = 4
 """Characters; shorter secrets are not looked for in running text, where they would match parts of words."""
 

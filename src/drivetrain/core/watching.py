@@ -16,7 +16,7 @@ _ABSENT = object()
 Snapshot = dict[tuple[str, str], Any]
 """A value for each field of the state and path inside it."""
 
-# What a name in `writes` covers beside the field of that name.
+# What a name in `writes` covers besides the field of that name.
 _COVERS: Mapping[str, tuple[str, ...]] = {
     "outputs": ("outputs", "output", "batch_output"),
     "loss": ("loss", "batch_output", "total_loss_dict"),

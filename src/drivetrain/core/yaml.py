@@ -289,7 +289,7 @@ class _NodeReader:
         if kind not in patterns:
             raise self.fail(node, self._unknown_tag(node.tag))
         if not patterns[kind].match(text):
-            raise self.fail(node, f"{text[:60]!r} is no {kind}.")
+            raise self.fail(node, f"{text[:60]!r} is not a {kind}.")
         return self._convert(node, kind, text)
 
     def _convert(self, node: ScalarNode, kind: str, text: str) -> Any:

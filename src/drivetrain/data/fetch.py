@@ -94,7 +94,7 @@ class UserFetch:
         return self.collate(read_many(keys) if read_many else [self.dataset[key] for key in keys])
 
     def _seed_sample(self, key: Any, info: BatchInfo, number: int, seed: int) -> None:
-        # A key that is no number stands for itself by its place in the global order.
+        # A key that is not a number is seeded by its position in the global order.
         place = key if isinstance(key, int) else info.first + number
         seed_generators(derive_seed(seed, "sample", info.epoch, place))
 
@@ -121,7 +121,7 @@ def dataset_length(dataset: Any, columns: Columns | None) -> int:
         return columns.length
     if isinstance(dataset, Mapping) and 0 not in dataset and len(dataset):
         raise ParameterError(
-            f"dataset: a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:4]))} is no dataset of samples. "
+            f"dataset: a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:4]))} is not a dataset of samples. "
             "Give a mapping of tensors or arrays with equally many rows, or a list of samples."
         )
     if not hasattr(dataset, "__getitem__") and not has_get_batch(dataset):

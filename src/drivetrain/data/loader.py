@@ -4,7 +4,7 @@ The order of an epoch depends on the seed and the epoch alone, each data rank ta
 that order. So a run can stop after any batch and go on with another number of processes or workers. Tensor data is gathered
 instead of collated, and batches arrive on the device ahead of their use.
 
-What each part does is in the modules beside this one; here they are put together once per iteration, and the loop that remains is
+What each part does is in the other modules of this folder; here they are put together once per iteration, and the loop that remains is
 as short as the data allows.
 """
 
@@ -176,7 +176,7 @@ class SmartDataLoader(DataLoader[T_co]):
 
     @property
     def batch_info(self) -> BatchInfo | None:
-        """Where the batch in hand stands in its epoch; None before the first one."""
+        """The position of the current batch in its epoch; None before the first one."""
         cursor = self._cursor
         return cursor.info or cursor.before
 
@@ -184,7 +184,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def sample_index(self) -> Tensor | None:
         """Dataset indices of the rows of the batch in hand, padding included; None where the order has none.
 
-        It is on the device where the data is gathered there, else on the CPU; reading it makes nobody wait.
+        It is on the device where the data is gathered there, else on the CPU; reading it does not synchronize.
         """
         info = self.batch_info
         rows = None if info is None else info.rows
@@ -394,7 +394,7 @@ class SmartDataLoader(DataLoader[T_co]):
         warnings.warn(message, DrivetrainWarning, stacklevel=3)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch `epoch`, from its beginning; a restored place in that epoch is kept."""
+        """Make the next iteration epoch `epoch`, from its beginning; a restored position in that epoch is kept."""
         check_count("epoch", epoch, at_least=0, owner="set_epoch", error=ParameterError)
         if self._cursor.started or self._cursor.epoch != epoch:
             self._cursor = Cursor(epoch)
@@ -458,7 +458,7 @@ class SmartDataLoader(DataLoader[T_co]):
         return Share(data_rank(), world, size or 1, self.drop_last)
 
     def _samples(self) -> int | None:
-        """Return the samples of an epoch, for the state; None where only the stream can tell."""
+        """Return the samples of an epoch, for the state; None where only the stream knows."""
         if self._order is not None:
             return self._length if self._order.samples is None else self._order.samples
         try:

@@ -31,7 +31,7 @@ BLOCK = 256
 
 @dataclass(slots=True)
 class BatchInfo:
-    """Where a batch stands in its epoch."""
+    """The position of a batch in its epoch."""
 
     epoch: int
     index: int
@@ -43,7 +43,7 @@ class BatchInfo:
     global_size: int
     """Real samples of the batch on all ranks together."""
     pad: int
-    """Copies that stand in where this rank had nothing left; `size` is then 0."""
+    """Copies that fill the batch where this rank had nothing left; `size` is then 0."""
     end: int
     """Samples yielded on all ranks once this batch is out: the position a checkpoint stores."""
     last: bool | None
@@ -51,7 +51,7 @@ class BatchInfo:
     rows: Rows | None = None
     """The samples themselves, padding included; None where the order is a stream."""
     stream: Any = None
-    """Where an iterable dataset stands after this batch, if it can tell."""
+    """The position of an iterable dataset after this batch, if it reports one."""
 
 
 Pairs = Iterator[tuple[BatchInfo, Any]]
@@ -132,7 +132,7 @@ class SampleOrder(Protocol):
 
     @property
     def samples(self) -> int | None:
-        """Samples in an epoch; None when only the batches themselves can tell."""
+        """Samples in an epoch; None when only the batches themselves determine it."""
 
     def num_batches(self, share: Share) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
@@ -216,7 +216,7 @@ class ReplicaOrder:
         rank, world = self.sampler.rank, self.sampler.num_replicas
         if position % world:
             raise ResumeError(
-                f"position {position} cannot be continued with a DistributedSampler of {world} replicas: it is no multiple of "
+                f"position {position} cannot be continued with a DistributedSampler of {world} replicas: it is not a multiple of "
                 f"{world}. Resume with the number of processes that saved it, or without the sampler (shuffle=True)."
             )
         keys = as_indices(draw_stream(self.sampler, seed, epoch), None)

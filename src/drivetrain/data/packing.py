@@ -3,7 +3,7 @@
 Documents are put into bins of `max_length` by best fit (each into the fullest bin that still has room), after Krell et al.,
 "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027); documents longer than a bin are cut into pieces first,
 as in Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). In a packed row position ids restart with each
-document, document ids tell them apart (-1 is padding), and the first label of each document is ignored, because it would be
+document, document ids distinguish them (-1 is padding), and the first label of each document is ignored, because it would be
 predicted from the end of another one. Attention is allowed between two places only if they are real and of one document.
 """
 

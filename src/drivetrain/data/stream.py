@@ -1,7 +1,7 @@
 """Reading a stream in order: by every rank as a whole, or by each rank and worker its own part.
 
 A reader lives in the process that reads, be it this one or a worker. It opens the stream at a place, seeds the shared generators
-for each step so that what user code draws depends on the place alone, and says after each batch where the stream stands.
+for each step so that what user code draws depends on the position alone, and returns the position of the stream after each batch.
 """
 
 import copy
@@ -87,7 +87,7 @@ class StreamReader:
                 restore_generators(kept)
 
     def take(self, position: int, count: int) -> list[Any]:
-        """Read up to `count` samples, the first of which stands at `position`."""
+        """Read up to `count` samples, the first of which is at `position`."""
         if self.rng != "sample":
             return list(itertools.islice(self.iterator, count))
         samples = []
@@ -119,7 +119,7 @@ class StreamReader:
         return self.collate(samples if self.batched else samples[0])
 
     def place(self, ended: bool) -> dict[str, Any] | None:
-        """Return where the stream stands now, or None if it cannot tell; at its end it may have gone back to the beginning."""
+        """Return the position of the stream now, or None if it has none; at its end it may have gone back to the beginning."""
         for part in (self.iterator, self.dataset):
             if _keeps_state(part) and not ended:
                 return {"state": copy.deepcopy(part.state_dict()), "ended": False}

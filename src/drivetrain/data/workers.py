@@ -22,7 +22,7 @@ from drivetrain.data.worker_processes import WorkerStart, end_workers, start_ite
 class WorkerSide(Dataset[Any]):
     """What a worker has in hand: the user's dataset and the function that answers a job.
 
-    It stands in for the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
+    It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
     """
 
     def __init__(self, dataset: Any, answer: Callable[[Any], Any]):

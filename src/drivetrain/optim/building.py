@@ -44,7 +44,7 @@ def build_optimizer(
     try:
         optimizer = maker(arguments, **optim_conf)
     except (ValueError, TypeError) as problem:
-        raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} refused it: {problem}") from problem
+        raise ConfigError(f"optim_conf={dict(optim_conf)!r}: {label} rejected it: {problem}") from problem
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"optim_type={label!r} made a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     for made in optimizer.param_groups:
@@ -170,7 +170,7 @@ def _check_shapes(maker: OptimizerMaker, label: str, own: Mapping[str, nn.Parame
         others = [name for name, p in own.items() if p.ndim != 2]
         if others:
             raise ConfigError(
-                f"optim_type={label!r} updates matrices only, and {len(others)} of {len(own)} parameters are none "
+                f"optim_type={label!r} updates matrices only, and {len(others)} of {len(own)} parameters are not matrices "
                 f"({', '.join(others[:5])}). Use 'MuonHybrid', which gives the others to AdamW, or name matrices in updated_modules."
             )
 

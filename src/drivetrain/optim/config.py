@@ -79,7 +79,7 @@ def build_optim_sches(model: nn.Module, optim_sche_cfg: Mapping[str, Any], args:
 
 
 def as_optim_set(value: Any, model: nn.Module, **shared: Any) -> OptimSet:
-    """Turn whatever may stand for units into a set: units, optimizers, mappings of them, configuration, or a function.
+    """Turn whatever describes units into a set: units, optimizers, mappings of them, configuration, or a function.
 
     `shared` values hold for units that were not given their own.
     """
@@ -98,7 +98,7 @@ def as_optim_set(value: Any, model: nn.Module, **shared: Any) -> OptimSet:
         return as_optim_set(value(model), model, **shared)
     else:
         raise ConfigTypeError(
-            f"a {type(value).__name__} is no optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "
+            f"a {type(value).__name__} is not an optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "
             "a configuration with 'optim_sches', the path of a YAML file, or a function of the model that returns one of these."
         )
     made.share(**shared)
@@ -189,7 +189,7 @@ class _ConfigReader:
 
 
 def _holds_units(cfg: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is what stands under `optim_sches`."""
+    """Return whether a mapping is the content of `optim_sches`."""
     return _is_single(cfg) or (bool(cfg) and all(isinstance(unit, Mapping) and "type" in unit for unit in cfg.values()))
 
 

@@ -1,7 +1,7 @@
 """How long: turns `400`, `"3ep"`, `"500st"`, `"1000ba"` or `"0.05dur"` into a number of a unit's real steps.
 
 A real step is one window of `accum_grad` batches. Epochs and fractions can be counted only when the length of the run is
-known; the Trainer tells it through `bind`, in batches.
+known; the Trainer passes it to `bind`, in batches.
 """
 
 import math

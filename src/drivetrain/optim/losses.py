@@ -31,7 +31,7 @@ def loss_terms(optim_loss: LossNames) -> Terms:
     names = [name for name, _ in terms]
     for name, weight in terms:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"optim_loss={optim_loss!r}: {name!r} is no name of a loss.")
+            raise ConfigError(f"optim_loss={optim_loss!r}: {name!r} is not the name of a loss.")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)):
             raise ConfigError(f"optim_loss={optim_loss!r}: the weight of {name!r} must be a number.")
     if not terms or len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""A torch optimizer as it is, made a unit so that it can stand in a set beside others."""
+"""A torch optimizer as it is, made a unit so that it can be in a set with others."""
 
 from typing import Any
 

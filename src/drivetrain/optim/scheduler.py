@@ -62,7 +62,7 @@ GENERAL = (
     "nonfinite",
     "manual",
 )
-"""The arguments every unit has beside the shared ones, under all their names."""
+"""The arguments every unit has besides the shared ones, under all their names."""
 
 
 class OptimScheduler(ABC):
@@ -329,7 +329,7 @@ class OptimScheduler(ABC):
     def bind(
         self, total_steps: int | None = None, steps_per_epoch: int | None = None, **precision: torch.dtype | None
     ) -> None:
-        """Learn the length of the run, in batches; `autocast_dtype=` also tells the precision of the forward pass."""
+        """Learn the length of the run, in batches; `autocast_dtype=` is the precision of the forward pass."""
         for name in precision:
             if name != "autocast_dtype":
                 raise ConfigTypeError(
@@ -402,7 +402,7 @@ class OptimScheduler(ABC):
 
     @property
     def given_arguments(self) -> dict[str, Any]:
-        """The shared arguments that are not at their defaults' mercy: given here, or shared by set or Trainer."""
+        """The shared arguments that are set: given here, or shared by set or Trainer."""
         return {name: getattr(self, name) for name in SHARED if name in self._given or name in self._shared}
 
     def _make_window(self) -> None:

@@ -1,7 +1,7 @@
 """Which parameters a unit owns: names, dotted names and patterns, looked up in the bare model.
 
 An entry is the name of a module (`encoder`, `encoder.layers.0`), of a parameter (`encoder.bias`) or a shell pattern
-(`*.bias`, `decoder.layers.[01]`), matched against both. `_rest_` stands for whatever no other unit of the set owns.
+(`*.bias`, `decoder.layers.[01]`), matched against both. `_rest_` is everything that no other unit of the set owns.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

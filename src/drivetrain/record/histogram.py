@@ -1,7 +1,7 @@
 """Histograms counted on the device: nothing of this waits for it.
 
 `torch.histc` and `bincount` read their limits on the host; here limits, places and counts stay tensors. Large tensors are worked
-through in pieces, so that a histogram of all weights needs little memory beside them.
+through in pieces, so that a histogram of all weights needs little additional memory.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Pictures as PNG: from PIL images, tensors, arrays and matplotlib figures.
 
-PNG needs no more than zlib, so it is written here and no imaging package has to be installed. Floats stand for brightness in
+PNG needs no more than zlib, so it is written here and no imaging package has to be installed. Floats are brightness in
 [0, 1]; what lies outside is cut off, and said so once.
 """
 
@@ -73,8 +73,8 @@ def check_image(image: Any) -> Any:
     return image
 
 
-def encode_image(image: Any, tag: str, told: set[str]) -> bytes:
-    """Return a checked image as PNG; `told` holds the tags whose range has been complained about."""
+def encode_image(image: Any, tag: str, warned: set[str]) -> bytes:
+    """Return a checked image as PNG; `warned` has the tags whose range a warning has named."""
     if isinstance(image, torch.Tensor):
         image = image.cpu()
         image = (image.float() if image.dtype.is_floating_point else image).numpy()
@@ -82,8 +82,8 @@ def encode_image(image: Any, tag: str, told: set[str]) -> bytes:
         image = image.astype(np.uint8) * 255
     elif image.dtype != np.uint8:
         low, high = float(image.min()), float(image.max())
-        if not (low >= -1e-3 and high <= 1 + 1e-3) and tag not in told:  # NaN also ends up here
-            told.add(tag)
+        if not (low >= -1e-3 and high <= 1 + 1e-3) and tag not in warned:  # NaN also ends up here
+            warned.add(tag)
             logger.warning(
                 "image %r: values from %g to %g are cut off at 0 and 1; scale them to [0, 1] first.", tag, low, high
             )

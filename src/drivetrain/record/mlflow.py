@@ -1,6 +1,6 @@
 """MLflow through its client, which leaves the program's own active run alone.
 
-Without a tracking address the run is kept in a folder store beside the other files.
+Without a tracking address the run is kept in a folder store next to the other files.
 """
 
 import importlib.util

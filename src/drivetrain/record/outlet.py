@@ -31,7 +31,7 @@ class Outlet:
         }
         if not self._methods:
             raise ConfigTypeError(
-                f"sinks: {sink!r} is no sink. Expected an object with some of the methods {', '.join(SINK_METHODS)}, or a name."
+                f"sinks: {sink!r} is not a sink. Expected an object with some of the methods {', '.join(SINK_METHODS)}, or a name."
             )
         self._forgiven: type[Exception] = Exception if getattr(sink, "remote", False) else OSError
         self.is_open = False

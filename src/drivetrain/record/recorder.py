@@ -1,4 +1,4 @@
-"""The Recorder: one object a program tells what it measures.
+"""The Recorder: one object that a program gives its measurements.
 
 A call costs microseconds and never waits for the device: values stay there, in a buffer, and are read together every few seconds
 (`buffer`, `stream`). Files are written by rank 0 alone, however many processes call it.
@@ -360,7 +360,7 @@ def _claimed_folder(output_dir: str | Path | None) -> Path:
     run = current_run()
     if run is None:
         raise ExperimentError(
-            "Recorder() needs a place to write to, and no experiment is running. Give it one, Recorder('runs/first'), or make it inside "
+            "Recorder() needs a folder to write to, and no experiment is running. Give it one, Recorder('runs/first'), or make it inside "
             "an experiment."
         )
     place = run.next_index("recorder")

@@ -1,4 +1,4 @@
-"""What a sink is: any object with some of the methods below. What it lacks, it is not told.
+"""What a sink is: any object with some of the methods below. Methods that it lacks are not called.
 
 Rows reach a sink in the order in which they were recorded, on rank 0 only, as plain numbers, and some seconds after the call that
 recorded them; `step` and `time` (seconds since 1970) are those of the call.
@@ -20,7 +20,7 @@ class Resume:
     step: int
     """Rows of this step and later ones are superseded."""
     lines: int | None = None
-    """How many lines of `metrics.jsonl` stand, where the checkpoint knew it; more exact than the step."""
+    """How many lines of `metrics.jsonl` are kept, where the checkpoint knew it; more exact than the step."""
     run_id: str | None = None
     """What an external tracker calls this run."""
 

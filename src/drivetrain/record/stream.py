@@ -110,7 +110,7 @@ class Stream:
             self.close_sinks()
 
     def position(self) -> int | None:
-        """Return how many lines of the journal stand, None when that is not known."""
+        """Return how many lines of the journal are kept, None when that is not known."""
         if self.is_open:
             return self.journal.lines
         return None if self.restored is None else self.restored.lines

@@ -49,7 +49,7 @@ def safe_name(tag: str) -> str:
 
 
 def picture_path(kind: str, tag: str, step: int, repeat: int = 0) -> str:
-    """Return where a picture is kept within the output folder; `repeat` tells apart those of one tag and step.
+    """Return where a picture is kept within the output folder; `repeat` numbers those of one tag and step.
 
     >>> picture_path("image", "eval/sample", 12)
     'images/eval.sample/12.png'
