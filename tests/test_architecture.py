@@ -107,9 +107,10 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["core", "context", "record", "data"])
+@pytest.mark.parametrize("folder", ["core", "context", "record", "data", "strategy"])
 def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
-    files = {f"drivetrain.{folder}.{path.stem}": path for path in (PACKAGE / folder).glob("*.py")}
+    paths = (PACKAGE / folder).rglob("*.py")
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in paths}
     left = {name: imported_modules(path) & files.keys() - {name} for name, path in files.items()}
     while free := [name for name, needed in left.items() if not needed & left.keys()]:
         for name in free:

@@ -8,7 +8,7 @@ outer shell.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,19 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
-from drivetrain.module.tensor_parallel import shared_places
 from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
 from drivetrain.module.wrapping import wrap_ddp
 from drivetrain.runtime.ranks import clear_data_ranks, is_master
+from drivetrain.strategy.materialising import materialise
 from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
 from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.snapshot import ModelSnapshot
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 
 class PlanContext(Context):
@@ -280,33 +282,7 @@ def _place(ctx: PlanContext) -> None:
     ctx.model.to(ctx.device)
 
 
-def materialise(
-    model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
-) -> None:
-    """Give a model on the meta device memory, and let each module initialise its own parameters."""
-    ties = shared_places(model)
-    model.to_empty(device=device)
-    for places in ties:
-        for module, key in places[1:]:
-            module._parameters[key] = places[0][0]._parameters[places[0][1]]
-    for name, module in model.named_modules():
-        initialise(name, module, param_init_fn)
-
-
-def initialise(name: str, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None = None) -> None:
-    """Let a module that was on the meta device set its own parameters and buffers."""
-    if param_init_fn is not None:
-        param_init_fn(module)
-    elif callable(getattr(module, "reset_parameters", None)):
-        module.reset_parameters()  # type: ignore[operator]
-    elif next(module.parameters(recurse=False), None) is not None or module._buffers:
-        raise ConfigError(
-            f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
-            "own but no reset_parameters(). Give it one, or pass param_init_fn to fsdp."
-        )
-
-
-def apply_to_context(plan: Strategy, context: Context) -> Context:
+def apply_to_context(plan: "Strategy", context: Context) -> Context:
     """Apply a plan to a user's Context: `model`, and where they are there `optimizer`, `loader` and `loss_func`."""
     from drivetrain.strategy.stepping import finish
 

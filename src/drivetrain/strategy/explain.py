@@ -2,14 +2,16 @@
 
 import textwrap
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.quantities import shown_bytes, shown_seconds
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 
-def explain(plan: Strategy, width: int = 100) -> str:
+def explain(plan: "Strategy", width: int = 100) -> str:
     """Return mesh and batch arithmetic, methods in order with reasons, numbers with evidence, and what was rejected or dropped."""
     lines = [f"Plan of {len(plan)} methods (evidence: {plan.evidence})" + _counted(plan)]
     if plan.failure is not None:
@@ -41,7 +43,7 @@ def explain(plan: Strategy, width: int = 100) -> str:
     return "\n".join(part for parts in wrapped for part in parts)
 
 
-def _counted(plan: Strategy) -> str:
+def _counted(plan: "Strategy") -> str:
     """Return how many plans it was chosen from."""
     search = plan.search
     if not search:
@@ -51,7 +53,7 @@ def _counted(plan: Strategy) -> str:
     return f", chosen from {search['candidates']}: {search['fitting']} fit, {tried} measured, {took:.0f} s"
 
 
-def _memory_lines(plan: Strategy) -> list[str]:
+def _memory_lines(plan: "Strategy") -> list[str]:
     predicted, measured = plan.predicted or {}, plan.measured or {}
     lines = []
     if "memory" in predicted:
@@ -68,7 +70,7 @@ def _memory_lines(plan: Strategy) -> list[str]:
     return lines
 
 
-def _time_lines(plan: Strategy) -> list[str]:
+def _time_lines(plan: "Strategy") -> list[str]:
     predicted, measured = plan.predicted or {}, plan.measured or {}
     size = 1 if plan.batch is None else plan.batch.global_size
     lines = []
@@ -87,7 +89,7 @@ def _time_lines(plan: Strategy) -> list[str]:
     return lines
 
 
-def _other_lines(plan: Strategy) -> list[str]:
+def _other_lines(plan: "Strategy") -> list[str]:
     """Return numbers that a plan carries from elsewhere."""
     lines = []
     for title, numbers in (("predicted", plan.predicted), ("measured", plan.measured)):
@@ -107,7 +109,7 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def difference(ours: Strategy, other: Strategy) -> str:
+def difference(ours: "Strategy", other: "Strategy") -> str:
     """Return one line for each method or number that differs; empty when the plans do the same."""
     lines = []
     left = {entry.name: entry.config for entry in ours}

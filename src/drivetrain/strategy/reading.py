@@ -9,13 +9,15 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
 from drivetrain.core.files import replace_bytes
 from drivetrain.core.foreign import Slot
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 SCHEMA = 1
 MARK = "drivetrain_strategy"
@@ -26,7 +28,7 @@ LEGACY_PLAN: Slot[Callable[[bytes], list[Any]]] = Slot("strategy.legacy_plan")
 """Reads the methods of a pickled plan without executing anything."""
 
 
-def as_plain(plan: Strategy) -> dict[str, Any]:
+def as_plain(plan: "Strategy") -> dict[str, Any]:
     """Return a plan as JSON holds it."""
     methods = []
     for name, config, tunable in plan:
@@ -44,7 +46,7 @@ def as_plain(plan: Strategy) -> dict[str, Any]:
     return result
 
 
-def dump(plan: Strategy) -> str:
+def dump(plan: "Strategy") -> str:
     """Return a plan as JSON text."""
     try:
         return json.dumps(as_plain(plan), indent=2)
@@ -55,7 +57,7 @@ def dump(plan: Strategy) -> str:
         ) from error
 
 
-def save(plan: Strategy, path: str | os.PathLike[str]) -> None:
+def save(plan: "Strategy", path: str | os.PathLike[str]) -> None:
     """Write a plan beside its place and move it there."""
     target = Path(path)
     refuse_pickle_name(target)
@@ -72,18 +74,18 @@ def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
         )
 
 
-def load(source: Any, allow_pickle: bool = False) -> Strategy:
-    """Return the plan in any of the forms that `Strategy.load` names."""
-    if isinstance(source, Strategy):
+def load(plan: "type[Strategy]", source: Any, allow_pickle: bool = False) -> "Strategy":
+    """Return the plan, of the class that is given, in any of the forms that `Strategy.load` names."""
+    if isinstance(source, plan):
         return source
     if isinstance(source, list | tuple):
-        return Strategy(source)
+        return plan(source)
     if isinstance(source, Mapping):
-        return _from_plain(source)
+        return _from_plain(plan, source)
     if isinstance(source, bytes | bytearray):
-        return _from_bytes(bytes(source), allow_pickle, "the bytes given")
+        return _from_bytes(plan, bytes(source), allow_pickle, "the bytes given")
     if isinstance(source, str) and source.lstrip()[:1] in ("{", "["):
-        return parse_json(source)
+        return parse_json(plan, source)
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         if not path.is_file():
@@ -91,37 +93,37 @@ def load(source: Any, allow_pickle: bool = False) -> Strategy:
                 f"{os.fspath(source)!r} is no file with a plan. A plan is a path, JSON text, or a list such as "
                 "['parallel_mode', ('amp_native', 'bf16')]."
             )
-        return _from_bytes(path.read_bytes(), allow_pickle, repr(os.fspath(source)))
+        return _from_bytes(plan, path.read_bytes(), allow_pickle, repr(os.fspath(source)))
     raise ConfigTypeError(
         f"a plan cannot be read from {type(source).__name__}. Expected a Strategy, a list, a dict, JSON text or bytes, or a path."
     )
 
 
-def _from_bytes(data: bytes, allow_pickle: bool, where: str) -> Strategy:
+def _from_bytes(plan: "type[Strategy]", data: bytes, allow_pickle: bool, where: str) -> "Strategy":
     if data[:1] and data[0] == _PICKLE_OPCODE:
         if not allow_pickle:
             raise StrategyFormatError(
                 f"{where}: this is a legacy pickle; pass allow_pickle=True to read it with a loader that executes nothing, then save "
                 "the plan as JSON."
             )
-        return Strategy(LEGACY_PLAN.load()(data))
-    return parse_json(data, where)
+        return plan(LEGACY_PLAN.load()(data))
+    return parse_json(plan, data, where)
 
 
-def parse_json(text: str | bytes, where: str = "the plan") -> Strategy:
+def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan") -> "Strategy":
     """Return the plan that a JSON text describes."""
     try:
         value = json.loads(text)
     except (ValueError, UnicodeDecodeError) as error:
         raise StrategyFormatError(f"{where} is not JSON: {error}.") from error
     if isinstance(value, list):
-        return Strategy(value)
+        return plan(value)
     if isinstance(value, dict):
-        return _from_plain(value)
+        return _from_plain(plan, value)
     raise StrategyFormatError(f"{where} is JSON of the type {type(value).__name__}; expected an object or a list.")
 
 
-def _from_plain(value: Mapping[str, Any]) -> Strategy:
+def _from_plain(plan: "type[Strategy]", value: Mapping[str, Any]) -> "Strategy":
     schema = value.get(MARK)
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise StrategyFormatError(
@@ -141,7 +143,7 @@ def _from_plain(value: Mapping[str, Any]) -> Strategy:
             raise StrategyFormatError(unknown_name("key", key, _KEYS, where="plan"))
     given = {name: value[name] for name in _KEYS if value.get(name) is not None and name not in (MARK, "methods")}
     try:
-        return Strategy(value.get("methods"), **given)
+        return plan(value.get("methods"), **given)
     except TypeError as error:
         raise StrategyFormatError(f"the plan is malformed: {error}") from error
 

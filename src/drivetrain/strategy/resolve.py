@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,9 @@ from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.mesh import DATA_AXES, Axes, fit_axes
 from drivetrain.strategy.method import Method, Site, Stage
 from drivetrain.strategy.registry import find_method, mesh_method
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class ResolvedPlan:
         """The name of the method that splits batches, or None."""
         return next((one.name for _, one, config in self.steps if one.batch_split(config) is not None), None)
 
-    def batch_of(self, plan: Strategy, global_size: int) -> BatchPlan:
+    def batch_of(self, plan: "Strategy", global_size: int) -> BatchPlan:
         """Return how a global batch is split: as the plan says, or as its methods ask for."""
         if plan.batch is not None and plan.batch.data_ranks == self.data_ranks:
             return plan.batch
@@ -62,7 +64,7 @@ class ResolvedPlan:
 
 
 def resolve_plan(
-    plan: Strategy,
+    plan: "Strategy",
     *,
     model: nn.Module | None = None,
     device: torch.device | str | None = None,
@@ -111,7 +113,7 @@ def resolve_plan(
     )
 
 
-def _merged(plan: Strategy) -> dict[str, Any]:
+def _merged(plan: "Strategy") -> dict[str, Any]:
     """Return the configuration of each method; one method twice must mean the same twice."""
     merged: dict[str, Any] = {}
     for name, config, _ in plan:

@@ -8,7 +8,7 @@ backward, so that clipping between backward and step sees the truth.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,16 @@ from drivetrain.module.precision import Precision, warn_unscaled_float16
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
-from drivetrain.strategy.apply import PlanContext
 from drivetrain.strategy.batching import BatchPlan, plan_batch
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.apply import PlanContext
 
 
 class Stepping:
     """The window of one plan, and what it does to losses and gradients."""
 
-    def __init__(self, ctx: PlanContext, batch: BatchPlan | None):
+    def __init__(self, ctx: "PlanContext", batch: BatchPlan | None):
         self.model = ctx.model
         self.batch = batch
         self.window = AccumulationWindow(1 if batch is None else batch.accumulation, num_data_ranks())
@@ -306,7 +308,7 @@ class PlannedLoader(SmartDataLoader[Any]):
         self._stepping = stepping
 
 
-def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None) -> None:
+def finish(ctx: "PlanContext", loader: Any = None, batch: BatchPlan | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
         parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
@@ -327,7 +329,7 @@ def finish(ctx: PlanContext, loader: Any = None, batch: BatchPlan | None = None)
         ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
 
 
-def _planned(ctx: PlanContext, loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
+def _planned(ctx: "PlanContext", loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
     """Return the batch plan of a user's own loader, and the loader that follows it."""
     split, size = ctx.plan.batch_split, loader.global_batch_size
     if split == (None, None):

@@ -267,7 +267,7 @@ class Strategy:
         """Return the plan that a JSON text describes."""
         from drivetrain.strategy.reading import parse_json
 
-        return parse_json(text)
+        return parse_json(cls, text)
 
     @classmethod
     def load(cls, source: Any, *, allow_pickle: bool = False) -> "Strategy":
@@ -277,7 +277,7 @@ class Strategy:
         """
         from drivetrain.strategy.reading import load
 
-        return load(source, allow_pickle)
+        return load(cls, source, allow_pickle)
 
 
 def as_entry(item: Any) -> Entry:

@@ -155,7 +155,7 @@ def shard_over_data(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from drivetrain.module.blocks import select_modules
-    from drivetrain.strategy.apply import materialise
+    from drivetrain.strategy.materialising import materialise
 
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)

@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError, MissingExtra
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 _GIB = 2**30
 _WIDE = 10.0
 """From this ratio of the largest to the smallest on, an axis is logarithmic; below, its ticks would be few and crooked."""
 
 
-def draw(plan: Strategy, path: str | os.PathLike[str]) -> None:
+def draw(plan: "Strategy", path: str | os.PathLike[str]) -> None:
     """Write the picture of a plan's search as a PNG."""
     search = plan.search
     if not search or not search.get("points"):
@@ -33,7 +35,7 @@ def draw(plan: Strategy, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _draw(axes: Any, plan: Strategy, search: Mapping[str, Any], colours: Any) -> None:
+def _draw(axes: Any, plan: "Strategy", search: Mapping[str, Any], colours: Any) -> None:
     size = 1 if plan.batch is None else plan.batch.global_size
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for point in search["points"]:

@@ -6,15 +6,17 @@ links that may be others now, so none are given.
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 
-def rescaled_prediction(plan: Strategy, axes: Mapping[str, int], batch: BatchPlan | None) -> dict[str, Any] | None:
+def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchPlan | None) -> dict[str, Any] | None:
     """Return a plan's predicted memory for other axes and another batch arithmetic; None where it has none to go by."""
     known = (plan.predicted or {}).get("memory")
     if not known or plan.mesh is None or plan.batch is None or batch is None:
