@@ -102,14 +102,18 @@ def _agreed(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -
     """Return the norms, infinite on all ranks where they are not finite on any: one exchange for the units of a model."""
     agreed = list(norms)
     for terrain in {unit.terrain: None for unit in units if unit.window.world > 1}:
-        found = [index for index, unit in enumerate(units) if unit.terrain is terrain and norms[index] is not None]
+        found = {
+            index: norm
+            for index, (unit, norm) in enumerate(zip(units, norms))
+            if unit.terrain is terrain and norm is not None
+        }
         if found:
             import torch.distributed as dist
 
-            flags = torch.stack([(~torch.isfinite(agreed[index])).float() for index in found])  # type: ignore[arg-type]
+            flags = torch.stack([(~torch.isfinite(norm)).float() for norm in found.values()])
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=terrain.group())
-            for index, flag in zip(found, flags.unbind()):
-                agreed[index] = torch.where(flag > 0, math.inf, agreed[index])  # type: ignore[call-overload]
+            for (index, norm), flag in zip(found.items(), flags.unbind()):
+                agreed[index] = torch.where(flag > 0, math.inf, norm)
     return agreed
 
 
