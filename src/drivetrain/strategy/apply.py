@@ -251,7 +251,7 @@ def _wrap(ctx: PlanContext) -> None:
     """Average gradients over data and sequence ranks by DDP where nothing else does it."""
     plan = ctx.plan
     if plan.data_ranks * plan.site.axis("sequence") == 1 or is_fully_sharded(ctx.model):
-        _say_unheard(ctx)
+        _warn_unused(ctx)
         return
     reasons = {"tensor": "DDP cannot hold tensor-parallel parameters", "pipe": "DDP's buckets do not follow a schedule"}
     reason = next((text for axis, text in reasons.items() if plan.site.axis(axis) > 1), None)
@@ -259,13 +259,13 @@ def _wrap(ctx: PlanContext) -> None:
         from drivetrain.strategy.methods.fsdp import shard_over_data
 
         shard_over_data(ctx, reshard_after_forward=False)
-        _say_unheard(ctx)
+        _warn_unused(ctx)
         ctx.note(f"data parallel: fully_shard without resharding, because {reason}")
         return
     ctx.model = wrap_ddp(ctx.model, **ctx.ddp_settings)
 
 
-def _say_unheard(ctx: PlanContext) -> None:
+def _warn_unused(ctx: PlanContext) -> None:
     """Warn of settings of DDP where another way to average gradients is used, or none is needed."""
     given = [name for name, value in ctx.ddp_settings.items() if name != "process_group" and value]
     text = f"{', '.join(given)}: settings of DDP, which this plan does not use, have no effect"

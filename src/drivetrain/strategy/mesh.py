@@ -85,7 +85,7 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
 
 
 def _tell_loaders(mesh: Any, axes: Mapping[str, int]) -> None:
-    """Say which share of each global batch this rank reads."""
+    """Set which share of each global batch this rank reads."""
     present = [axis for axis in DATA_AXES if axes.get(axis, 1) > 1]
     size = math.prod(axes[axis] for axis in present)
     if size == get_num_processes():

@@ -153,11 +153,11 @@ class Method:
         return None
 
     def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
-        """Say why the method cannot be used on a device, or None."""
+        """Return why the method cannot be used on a device, or None."""
         return None
 
     def is_redundant(self, config: Any, site: Site) -> str | None:
-        """Say why the method would do nothing in this place, or None; a redundant method is dropped with this reason."""
+        """Return why the method would do nothing in this place, or None; a redundant method is dropped with this reason."""
         if self.needs_processes and site.world == 1:
             return "it has no meaning on one process"
         return None
@@ -312,7 +312,7 @@ class Method:
         """Change the context."""
 
     def reason(self, config: Any) -> str:
-        """Say in half a sentence what the method does here."""
+        """Return, in half a sentence, what the method does here."""
         return self.why
 
 
@@ -331,7 +331,7 @@ def thawed(value: Any) -> Any:
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
-    """Say whether a value is a whole number of at least `least`, and no bool."""
+    """Return whether a value is a whole number of at least `least`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

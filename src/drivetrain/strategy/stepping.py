@@ -76,7 +76,7 @@ class Stepping:
         self._synchronise(window.closes)
 
     def _synchronise(self, flag: bool) -> None:
-        """Say whether the next backward averages gradients over ranks."""
+        """Set whether the next backward averages gradients over ranks."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model.require_backward_grad_sync = flag
         elif is_fully_sharded(self.model):
@@ -185,7 +185,7 @@ class Stepping:
             self.begin(None)
 
     def may_clear(self) -> bool:
-        """Say whether no gradient of an open window would be lost: before its first backward, or after its update.
+        """Return whether no gradient of an open window would be lost: before its first backward, or after its update.
 
         So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
         """
@@ -362,7 +362,7 @@ def _weighted(loss: Tensor, factor: Any) -> Tensor:
 
 
 def _all_finite(optimizer: Optimizer) -> bool:
-    """Say whether every gradient on every rank is finite; the host waits for the device here."""
+    """Return whether every gradient on every rank is finite; the host waits for the device here."""
     import torch.distributed as dist
 
     from drivetrain.module.distributed_tensors import local_part

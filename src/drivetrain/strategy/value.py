@@ -108,7 +108,7 @@ class Strategy:
         return [entry.name for entry in self]
 
     def is_tunable(self) -> bool:
-        """Say whether some configuration is left to a search."""
+        """Return whether some configuration is left to a search."""
         return any(entry.tunable for entry in self)
 
     def get_parallel_mode(self) -> tuple[bool, Any]:

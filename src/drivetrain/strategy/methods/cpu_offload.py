@@ -105,7 +105,7 @@ class CpuOffload(Method):
 
 
 def pins_memory(ctx: "PlanContext", config: OffloadConfig) -> bool:
-    """Say whether host copies of a plan are pinned: there must be a device to read them."""
+    """Return whether host copies of a plan are pinned: there must be a device to read them."""
     return config.pin_memory and ctx.device.type == "cuda"
 
 

@@ -50,4 +50,4 @@ class CudaGraphs(Method):
         return {self.name: None, _COMPILER: None}
 
     def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
-        ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded anew")
+        ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded again")

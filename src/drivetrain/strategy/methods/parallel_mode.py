@@ -126,7 +126,7 @@ class ParallelMode(Method):
 
 
 def _is_axes(value: Any) -> bool:
-    """Say whether a value is a list of pairs that begin with a text."""
+    """Return whether a value is a list of pairs that begin with a text."""
     return (
         isinstance(value, tuple | list)
         and bool(value)

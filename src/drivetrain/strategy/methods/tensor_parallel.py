@@ -214,7 +214,7 @@ class _Initialising:
 
 
 def _has_own_plan(model: Any, size: int) -> bool:
-    """Say whether a registered plan or the model's own can be used; one of transformers needs heads that divide."""
+    """Return whether a registered plan or the model's own can be used; one of transformers needs heads that divide."""
     if not find_tp_plan(model):
         return False
     text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()

@@ -21,7 +21,7 @@ class Deadline:
         self._end = None if seconds is None else self._begin + seconds
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Say whether a part that takes so long would end in time."""
+        """Return whether a part that takes so long would end in time."""
         return self._end is None or time.monotonic() + seconds < self._end
 
     def check(self) -> None:

@@ -217,7 +217,7 @@ class _Simulation:
 
     @functools.cache  # noqa: B019 - as below
     def _is_uniform(self) -> bool:
-        """Say whether what blocks do and keep is found from few of them as from all."""
+        """Return whether what blocks do and keep is found from few of them as from all."""
         container = self._container()
         if container is None or len(container) <= 2 * (2 + 3):  # else nothing is saved
             return False

@@ -86,7 +86,7 @@ class StepMemory(TorchDispatchMode):
     # Who is who.
 
     def register(self, tensors: Iterable[Any], kind: str) -> None:
-        """Say what storages are for, whether they were seen before or not."""
+        """Record what storages are for, whether they were seen before or not."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 number = self._see(local_part(tensor.detach() if tensor.requires_grad else tensor), kind)
@@ -94,7 +94,7 @@ class StepMemory(TorchDispatchMode):
                     self._kinds[number] = kind
 
     def register_all(self, model: nn.Module, optimizer: Any) -> None:
-        """Say which storages are parameters, gradients and optimizer state now."""
+        """Record which storages are parameters, gradients and optimizer state now."""
         own = [*model.parameters(), *model.buffers()]
         inner = getattr(optimizer, "inner", optimizer)
         inner = getattr(inner, "optim", inner)  # the part of a sharded optimizer that this rank steps
@@ -108,7 +108,7 @@ class StepMemory(TorchDispatchMode):
         self.register([parameter.grad for parameter in model.parameters()], "grads")
 
     def settle(self) -> None:
-        """Say that what a backward pass has left behind are gradients: fully_shard keeps them whole while a window is open."""
+        """Record that what a backward pass has left behind are gradients: fully_shard keeps them whole while a window is open."""
         for number in self._numbers.values():
             if self._kinds[number] == "temporary" and self._sizes[number]:
                 self._kinds[number] = _UNREDUCED

@@ -26,7 +26,7 @@ class _Known:
     plan: InferredPlan
 
     def holds_for(self, model: nn.Module, size: int, shapes: Shapes) -> bool:
-        """Say whether a model has the same layers, or some of them."""
+        """Return whether a model has the same layers, or some of them."""
         return type(model) is self.cls and size == self.size and shapes.items() <= self.shapes.items()
 
 

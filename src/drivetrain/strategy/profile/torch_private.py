@@ -29,7 +29,7 @@ def fake_mode() -> Any:
 
 
 def is_fake(value: Any) -> bool:
-    """Say whether a value is a fake tensor (or a wrapper of one, while a graph is captured)."""
+    """Return whether a value is a fake tensor (or a wrapper of one, while a graph is captured)."""
     from torch._guards import detect_fake_mode
 
     return isinstance(value, Tensor) and detect_fake_mode(value) is not None
@@ -69,7 +69,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: boo
 
 
 def is_view_operation(function: Any) -> bool:
-    """Say whether an operation returns another look at its input and moves no memory."""
+    """Return whether an operation returns another look at its input and moves no memory."""
     return bool(function.is_view) or function._schema.name in _VIEW_LIKE
 
 
@@ -193,5 +193,5 @@ def _saved_outputs(forward: Any, num_outputs: int, round_to: int) -> float:
 
 
 def _is_view_node(node: Any) -> bool:
-    """Say whether a graph node is a view of its first argument."""
+    """Return whether a graph node is a view of its first argument."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view_operation(node.target)

@@ -50,7 +50,7 @@ class MemoryTimeline(TorchDispatchMode):
         self._references: dict[int, weakref.ref] = {}
 
     def label(self, tensors: Iterable[Tensor], name: str) -> None:
-        """Say what storages are; those not seen yet count from now on."""
+        """Record what storages are; those not seen yet count from now on."""
         for tensor in tensors:
             self.labels[self._seen(tensor)] = name
 

@@ -33,5 +33,5 @@ class Experience:
         self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
 
     def corrected(self, item: Scored) -> Scored:
-        """Return a candidate with its time predicted anew; its memory, which may be simulated, stays."""
+        """Return a candidate with its time predicted again; its memory, which may be simulated, stays."""
         return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.machine).cost.time))

@@ -212,7 +212,7 @@ class _Search:
         return {name: configs for name, configs in found if configs}
 
     def _is_valid(self, plan: Strategy) -> bool:
-        """Say whether a plan can be applied: what its methods refuse together is known only to them."""
+        """Return whether a plan can be applied: what its methods refuse together is known only to them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what would be dropped is said when a plan is applied
             try:
@@ -390,7 +390,7 @@ class _Search:
 
 
 def _all_failed(found: Sequence[Measurement], plain: Scored | None) -> bool:
-    """Say whether trials showed that training itself fails: the simplest plan that fits was among them, and none ended for want of time."""
+    """Return whether trials showed that training itself fails: the simplest plan that fits was among them, and none ran out of time."""
     is_plain_tried = plain is None or any(one.scored.candidate == plain.candidate for one in found)
     return bool(found) and is_plain_tried and all(one.result.outcome != "timeout" for one in found)
 

@@ -58,7 +58,7 @@ class Known:
         self.seconds -= time.monotonic() - begin
 
     def again(self, scored: Sequence[Scored], parts: set[str]) -> list[Scored]:
-        """Return candidates with the cost of those predicted anew that read some parts."""
+        """Return candidates with the cost of those predicted again that read some parts."""
         return order(
             predict(item.candidate, self.profile, self.machine) if parts & parts_read(item.candidate.effects) else item
             for item in scored

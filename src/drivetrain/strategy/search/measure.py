@@ -2,7 +2,7 @@
 
 Three steps each for a few plans in order of predicted time, with the plain one among them; then ten for those that came close to each
 other. What takes a second comes before what takes a compilation, which then may have nearly all the time that is left. Each plan is
-measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is put in order anew, and
+measured once: more steps replace fewer. What a trial showed changes the predictions of what is still waiting: it is ordered again, and
 what can no longer win is not tried. An `oom` rules out whatever must need as much. Rank 0's clock decides for all.
 """
 
@@ -90,7 +90,7 @@ class Measuring:
     learn: Callable[[Measurement], None] = lambda one: None
     """Is told of every trial."""
     corrected: Callable[[Scored], Scored] = lambda item: item
-    """Predicts a candidate's time anew, with what was learnt."""
+    """Predicts the time of a candidate again, with what was learnt."""
     completed: Callable[[Scored], Scored] = lambda item: item
     """Predicts the memory of a candidate that is about to be tried, if not all was known that its prediction reads."""
 
@@ -124,7 +124,7 @@ class Measuring:
                 return
 
     def _is_known(self, item: Scored) -> bool:
-        """Say whether a plan was tried, or cannot work because another did not."""
+        """Return whether a plan was tried, or cannot work because another did not."""
         plan = self.space.plan(item.candidate)
         return any(one.plan == plan for one in self.found) or is_ruled_out(item.candidate, self.failed)
 
@@ -144,7 +144,7 @@ class Measuring:
         return sorted(map(self.corrected, waiting), key=place)
 
     def _cannot_win(self, item: Scored) -> bool:
-        """Say whether a plan would lose even if its prediction is as wrong as they are; the plain plan is always worth knowing."""
+        """Return whether a plan would lose even if its prediction is as wrong as they are; the plain plan is always worth knowing."""
         best = choose(self.found)
         if best is None or item.candidate == self.space.plain:
             return False
@@ -188,7 +188,7 @@ class Measuring:
                 self._try(item, self.space.plan(same), FEW_STEPS)
 
     def _has_time(self, item: Scored, steps: int, share: float = 1.0) -> bool:
-        """Say whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
+        """Return whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
         is_compiled = item.candidate.is_compiled
         kind = self.device.type
         startup = self.startups.get(is_compiled)

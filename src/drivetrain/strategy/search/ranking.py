@@ -120,7 +120,7 @@ def promising(
 
 
 def _alike(candidate: Candidate, other: Candidate) -> bool:
-    """Say whether two candidates differ in little things only, so that measuring both would teach nothing."""
+    """Return whether two candidates differ in little things only, so that measuring both would teach nothing."""
     return _without_minor(candidate) == _without_minor(other)
 
 
@@ -135,7 +135,7 @@ def nearest_misses(scored: Iterable[Scored], budget: float, count: int = 3) -> l
 
 
 def is_ruled_out(candidate: Candidate, failed: Iterable[Candidate]) -> bool:
-    """Say whether a candidate must run out of memory, because one that needs no more did."""
+    """Return whether a candidate must run out of memory, because one that needs no more did."""
     return any(_needs_at_least(candidate, other) for other in failed)
 
 

@@ -51,7 +51,7 @@ def _shards(axes: Mapping[str, int]) -> int:
 
 
 def shortfall_of(predicted: Mapping[str, Any] | None) -> str | None:
-    """Say by how much a prediction is above the budget it was made for, or None where it fits."""
+    """Return by how much a prediction is above the budget it was made for, or None where it fits."""
     if predicted is None or not predicted["peak_bytes"] > predicted.get("budget_bytes", math.inf):
         return None
     peak, budget = predicted["peak_bytes"], predicted["budget_bytes"]

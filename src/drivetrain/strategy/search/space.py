@@ -1,15 +1,17 @@
 """The space of a search: all combinations of what each part of a candidate may be, at one global batch."""
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from drivetrain.core.errors import BatchSizeError, PlanInfeasible
 from drivetrain.strategy.batching import plan_batch
+from drivetrain.strategy.mesh import AXES
 from drivetrain.strategy.method import Option
-from drivetrain.strategy.search.candidates import Candidate, steps_of
-from drivetrain.strategy.search.given import candidate_of
+from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.search.candidates import Candidate, in_order, steps_of
 from drivetrain.strategy.search.problem import PlanningProblem, Requests
 from drivetrain.strategy.search.scope import Scope
 from drivetrain.strategy.value import Strategy
@@ -84,6 +86,34 @@ def _with(candidate: Candidate, option: Option) -> Candidate | None:
         return candidate
     larger = candidate.adding(option)
     return larger if all(method.fits(config, larger) is None for method, config in steps_of(option)) else None
+
+
+def candidate_of(plan: Strategy, problem: PlanningProblem) -> Candidate:
+    """Return the candidate whose cost is the plan's; it keeps the plan as it was written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is dropped is reported when the plan is applied
+        resolved = resolve_plan(plan, model=problem.model, device=problem.device, world=problem.world)
+    axes = {axis: dict(resolved.axes).get(axis, 1) for axis in AXES}
+    if axes["zero"] == 1 and any(method.shards_axis is not None for _, method, _ in resolved.steps):
+        axes["zero"], axes["data"] = axes["data"], 1
+    ranks = axes["data"] * axes["zero"]
+    batch = plan_batch(
+        problem.global_batch, ranks, *resolved.batch_split, allow_rounding=problem.constraints.allow_batch_rounding
+    )
+    candidate = Candidate(
+        **axes,
+        micro=batch.micro,
+        accumulation=batch.accumulation,
+        methods=in_order({method.name: settings for _, method, settings in resolved.steps}),
+        given=Strategy(
+            [(name, settings) for name, settings, _ in plan],
+            mesh=resolved.axes[::-1],
+            batch=batch,
+            dropped=resolved.dropped,
+        ),
+    )
+    settled = tuple((method.name, method.settled(config, candidate)) for method, config in candidate.steps)
+    return replace(candidate, methods=settled)
 
 
 def _batch(problem: PlanningProblem, ranks: int) -> int | None:

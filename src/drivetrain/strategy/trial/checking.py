@@ -87,7 +87,7 @@ def planned_loss_and_norm(
 def verdict(
     found: tuple[float, float], expected: Yardstick, plan: ResolvedPlan, has_scaler: bool
 ) -> tuple[OutcomeKind, str]:
-    """Say whether a plan's loss and gradient norm are what they should be, and with which numbers."""
+    """Return whether a plan's loss and gradient norm are what they should be, and with which numbers."""
     loss, norm = found
     numbers = (
         f"loss {loss:.6g}, {expected.source} {expected.loss:.6g}; gradient norm {norm:.4g}, {expected.source} "

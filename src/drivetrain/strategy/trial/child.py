@@ -113,7 +113,7 @@ class _Service:
         for method in order.methods:
             if method.name not in method_names():
                 register_method(method)
-        set_seed(0)  # a model that is made anew is then the same on every rank and in every trial
+        set_seed(0)  # a model that is made again is then the same on every rank and in every trial
         meter = MemoryMeter(self.device)
         try:
             measure(order, task, self.device, self.tell, may_reset=True)

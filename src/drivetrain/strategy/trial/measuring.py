@@ -82,7 +82,7 @@ def failure_of(error: BaseException) -> tuple[OutcomeKind, str]:
 
 
 def _says_no_memory(error: BaseException) -> bool:
-    """Say whether a library other than torch's device allocator ran out: cuBLAS, NCCL, the allocator of the CPU."""
+    """Return whether a library other than torch's device allocator ran out: cuBLAS, NCCL, the allocator of the CPU."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and (
         "out of memory" in text or "defaultcpuallocator: can't allocate" in text

@@ -15,7 +15,7 @@ MARK = "DRIVETRAIN_TRIAL"
 
 
 def is_trial_process() -> bool:
-    """Say whether this process was started to try a plan."""
+    """Return whether this process was started to try a plan."""
     return MARK in os.environ
 
 
