@@ -101,11 +101,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("event", Event)
 @pytest.mark.parametrize("name", CASES)
-def test_it_matches_its_events_and_no_others(name, event):
+def test_it_matches_its_events_and_no_others(name):
     case = CASES[name]
-    assert case.make().match(event, make_state()) is (event in case.events)
+    for event in Event:
+        assert case.make().match(event, make_state()) is (event in case.events), event
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -128,9 +128,9 @@ def test_a_ratio_of_times_is_a_duration_and_scales_back():
     assert Time(0.5, "dur") * Time(0.5, "dur") == Time(0.25, "dur")
 
 
-@pytest.mark.parametrize("percent", range(101))
-def test_a_fraction_of_100_batches_is_never_one_short(percent):
-    assert Time(100, "ba") * Time.from_timestring(f"{percent / 100}dur") == Time(percent, "ba")
+def test_a_fraction_of_100_batches_is_never_one_short():
+    for percent in range(101):
+        assert Time(100, "ba") * Time.from_timestring(f"{percent / 100}dur") == Time(percent, "ba")
 
 
 def test_times_are_immutable_and_hashable():

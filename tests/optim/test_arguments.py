@@ -50,35 +50,42 @@ def make_trainer_schedule(cls, **settings):
 
 
 def walk():
-    """Yield every (maker, class, argument, nonsense) of the registries."""
+    """Yield every (maker, class, the function whose arguments count) of the registries."""
     families = [
         (make_optimizer, [getattr(optim, name) for name in _OPTIMIZERS[".optimizers"]], lambda cls: cls),
         (make_schedule, [getattr(optim, n) for names in _SCHEDULES.values() for n in names], lambda cls: cls.sche_init),
-        (
-            make_composer,
-            [getattr(optim, n) for n in COMPOSER_NAMES if n.endswith("Scheduler")][1:],
-            lambda cls: cls,
-        ),
+        (make_composer, [getattr(optim, n) for n in COMPOSER_NAMES if n.endswith("Scheduler")][1:], lambda cls: cls),
         (make_trainer_schedule, [CosineLrScheduler, WSDLrScheduler], lambda cls: cls),
     ]
     for make, classes, signature in families:
         for cls in dict.fromkeys(classes):
-            for parameter in inspect.signature(signature(cls)).parameters.values():
-                kind = type(parameter.default)
-                if kind in (int, float) or (parameter.default is parameter.empty and parameter.annotation is float):
-                    for label, value in NONSENSE.items():
-                        yield pytest.param(
-                            make, cls, parameter.name, value, id=f"{cls.__name__}-{parameter.name}-{label}"
-                        )
-                elif kind is bool:
-                    yield pytest.param(make, cls, parameter.name, "false", id=f"{cls.__name__}-{parameter.name}-flag")
+            yield pytest.param(make, cls, signature(cls), id=cls.__name__)
 
 
-@pytest.mark.parametrize(("make", "cls", "name", "value"), list(walk()))
-def test_nonsense_is_rejected_by_name(make, cls, name, value):
+def nonsense_for(parameter):
+    """Return the values that an argument must reject, by kind."""
+    kind = type(parameter.default)
+    if kind in (int, float) or (parameter.default is parameter.empty and parameter.annotation is float):
+        return NONSENSE
+    return {"flag": "false"} if kind is bool else {}
+
+
+@pytest.mark.parametrize(("make", "cls", "function"), list(walk()))
+def test_nonsense_is_rejected_by_name(make, cls, function):
     make(cls)  # without the nonsense it works
-    with pytest.raises((ValueError, TypeError), match=name.replace("adam_", "")):
-        make(cls, **{name: value})
+    for name, parameter in inspect.signature(function).parameters.items():
+        for label, value in nonsense_for(parameter).items():
+            try:
+                make(cls, **{name: value})
+            except (ValueError, TypeError) as error:
+                assert name.replace("adam_", "") in str(error), f"{name}={label}"
+            else:
+                pytest.fail(f"{name}={label} was accepted")
+
+
+def test_every_kind_of_argument_is_walked_over():
+    met = [nonsense_for(p) for case in walk() for p in inspect.signature(case.values[2]).parameters.values()]
+    assert len([kind for kind in met if kind]) > 100 and {"flag": "false"} in met
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
