@@ -66,7 +66,7 @@ def test_it_acts_at_its_events_and_asking_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "ScaleSchedule"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_that_was_broken_off_ends_as_one_that_was_not(name, accumulation, tmp_path):
     make = lambda **kw: conv_run(CASES[name][0](), **kw)
     scheduler = None if name == "ScheduleFree" else lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9)

@@ -70,17 +70,21 @@ def nonsense_for(parameter):
     return {"flag": "false"} if kind is bool else {}
 
 
+def refusal_of(make, cls, name, value):
+    """Return what is said to an argument, nothing where it is accepted."""
+    try:
+        make(cls, **{name: value})
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(("make", "cls", "function"), list(walk()))
 def test_nonsense_is_rejected_by_name(make, cls, function):
     make(cls)  # without the nonsense it works
     for name, parameter in inspect.signature(function).parameters.items():
         for label, value in nonsense_for(parameter).items():
-            try:
-                make(cls, **{name: value})
-            except (ValueError, TypeError) as error:
-                assert name.replace("adam_", "") in str(error), f"{name}={label}"
-            else:
-                pytest.fail(f"{name}={label} was accepted")
+            assert name.replace("adam_", "") in refusal_of(make, cls, name, value), f"{name}={label}"
 
 
 def test_every_kind_of_argument_is_walked_over():

@@ -273,6 +273,7 @@ def test_the_trainer_compiles_the_loss_too():
 # The benchmark.
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_benchmark_runs_in_small_and_every_variant_learns_the_same(tmp_path, capsys):
     from benchmarks import gpt2

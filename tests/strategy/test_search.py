@@ -760,6 +760,7 @@ def broken_loss(batch, logits):
     raise RuntimeError("the loss of a test fails")
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_in_itself_is_reported_as_such():
     plan = search(
         make_task(loss_func=broken_loss),

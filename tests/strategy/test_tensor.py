@@ -52,7 +52,7 @@ def test_inferred_plans_follow_the_plain_model_on_two(world2, plans):
     check_against_plain(world2(follow_all, plans), plans)
 
 
-@in_parts(ON_FOUR, {"tensor x fsdp", "tensor x sequence", "pieces of four, checkpoint", "pieces x data"})
+@in_parts(ON_FOUR, {"tensor x sequence", "pieces x data"})
 def test_inferred_plans_follow_the_plain_model_on_four(world4, plans):
     check_against_plain(world4(follow_all, plans), plans)
 

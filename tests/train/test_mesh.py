@@ -103,15 +103,15 @@ def history_of(trainer):
     return {name: list(trainer.run_history.get_metric_values(name)) for name in trainer.run_history.get_metric_names()}
 
 
-def run(strategy, watched=True):
-    """Train twice, evaluate and predict, with everything that counts over ranks; return what a user sees."""
+def run(strategy, watched=True, times=2):
+    """Train, evaluate and predict, with everything that counts over ranks; return what a user sees."""
     losses = StepLosses()
     looks = {"train_metrics": {"accuracy": accuracy}} if watched else {}
     limit = LimitEvalStepsCallback(2, limit_intermediate_only=True)
     trainer = make_trainer(
         strategy, callbacks=[losses, limit], metrics={"accuracy": accuracy, **counting_metric()}, **looks
     )
-    for _ in range(2):
+    for _ in range(times):
         train(trainer, eval_dataset=texts(13), reset_run_history=False)
     history, config = history_of(trainer), trainer.run_config
     outputs = trainer.predict(texts(7), per_device_batch_size=2)
@@ -156,7 +156,7 @@ def test_two_processes_follow_the_plain_run(world2):
 
 @pytest.mark.parametrize("plan", [TENSOR_DATA, pytest.param(SEQUENCE_DATA, marks=pytest.mark.slow)])
 def test_four_processes_follow_the_plain_run(world4, plan):
-    expected, others = run(None), world4(run, plan)
+    expected, others = run(None, times=1), world4(run, plan, times=1)
     for found in others:
         check_against_plain(found, others, expected)
         assert found["ranks"] == 2
@@ -191,19 +191,19 @@ def test_ranks_of_one_group_change_a_batch_alike(world2):
                 torch.testing.assert_close(found[name], value, rtol=0, atol=1e-3, msg=name)
 
 
-def save_and_resume(plan, folder):
+def save_and_resume(plan, folder, epochs=2, cut=7):
     """Return the weights of a run and of the same run cut inside an accumulation window, and what a file of weights holds."""
     results = []
     for place, parts in (
         ("whole", [{}]),
-        ("cut", [{"max_duration": "7ba", "num_epochs": None}, {"resume_from": "auto"}]),
+        ("cut", [{"max_duration": f"{cut}ba", "num_epochs": None}, {"resume_from": "auto"}]),
     ):
         for part in parts:
             trainer = make_trainer(plan, dropout=0.3)
-            settings = {"num_epochs": 2, "checkpoint_dir": folder / place, "keep_checkpoints": None, **part}
+            settings = {"num_epochs": epochs, "checkpoint_dir": folder / place, "keep_checkpoints": None, **part}
             train(trainer, **settings)
         results.append((weights_of(trainer), history_of(trainer)))
-        assert trainer.state.clock.batch == 12
+        assert trainer.state.clock.batch == 6 * epochs
     trainer.save_checkpoint(folder / "weights.pt")
     held = torch.load(folder / "weights.pt", weights_only=True)["model_state_dict"]
     clear_data_ranks()
@@ -232,13 +232,13 @@ def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan, caplo
 @pytest.mark.parametrize("plan", [TENSOR_ZERO, pytest.param(TENSOR_DATA, marks=pytest.mark.slow)])
 def test_a_run_on_columns_of_a_mesh_is_saved_once_and_goes_on_exactly(world4, tmp_path, plan):
     """Parameters outside the tensor plan are sharded in each column anew: equal ones are written by the first column."""
-    answers = world4(save_and_resume, plan, tmp_path)
+    answers = world4(save_and_resume, plan, tmp_path, epochs=1, cut=3)
     for (weights, history), (resumed, same), held in answers:
         assert history == same
         for key, value in weights.items():
             assert torch.equal(resumed[key], value) and torch.equal(held[key], value), key
     trainer = make_trainer(None, dropout=0.3)
-    train(trainer, num_epochs=2, resume_from=tmp_path / "whole" / "checkpoint-ep2-ba12")
+    train(trainer, num_epochs=1, resume_from=tmp_path / "whole" / "checkpoint-ep1-ba6")
     for key, value in weights_of(trainer).items():  # nothing is left to train: these are the weights that were saved
         torch.testing.assert_close(value, answers[0][0][0][key], rtol=0, atol=1e-6)
 

@@ -53,7 +53,7 @@ def run(folder=None, pull=None, dropout=0.0, accumulation=2, optimizer=torch.opt
     return seen.rows, weights(model), list(history.get_metric_values("train_loss_epoch"))
 
 
-@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in (3, 8))])
 def test_two_processes_resume_bit_for_bit(world2, tmp_path, at):
     expected = world2(run, dropout=0.3)
     world2(run, tmp_path, pull=at, dropout=0.3)
@@ -84,8 +84,14 @@ def run_in(size, worlds, *args, **kwargs):
     return run(*args, **kwargs) if size == 1 else worlds[size](run, *args, **kwargs)[0]
 
 
-@pytest.mark.parametrize("at", [4, 7])  # after the first batch of a short window, and after two of three
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize(  # after the first batch of a short window, and after two of three
+    ("before", "after", "at"),
+    [
+        (2, 1, 7),
+        (2, 4, 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 1, 4), (1, 2, 4), (1, 2, 7), (2, 4, 7)]),
+    ],
+)
 def test_another_number_of_processes_goes_on_inside_a_window(world2, world4, tmp_path, before, after, at):
     worlds, settings = {2: world2, 4: world4}, {"accumulation": 3}
     _, theirs, all_losses = run(optimizer=torch.optim.SGD, **settings)
@@ -119,7 +125,7 @@ def test_sharded_gradients_of_a_window_stay_with_their_ranks(world2, tmp_path, c
     assert trainer.last_checkpoint.name == "checkpoint-ep0-ba2"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2)])
 def test_sums_of_losses_go_on_inside_a_window(world2, tmp_path, before, after):
     worlds, settings = {2: world2}, {"accumulation": 3, "loss": nn.CrossEntropyLoss(reduction="sum")}
     _, theirs, _ = run(optimizer=torch.optim.SGD, **settings)
