@@ -247,7 +247,7 @@ print(number)
 """
 
 
-@pytest.mark.parametrize("num_saves", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_saves", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_reader_in_another_process_always_finds_a_checkpoint_while_one_is_replaced(tmp_path, monkeypatch, num_saves):
     def save(number):
         replaced, renewed = (

@@ -186,13 +186,14 @@ def test_a_cpu_is_measured_in_a_moment():
     assert "link" not in found
 
 
-def test_children_measure_the_machine_and_its_link_once(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_children_measure_the_machine_and_its_link_once(monkeypatch, size):
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": size}.items():
+        monkeypatch.setenv(name, str(value))
     started = torch.get_rng_state()
     machine = profile_machine(CPU, time_limit=200)
     assert machine.evidence == "measured" and machine.kind == "cpu"
-    assert 0 < machine.intra.latency < 1 and machine.intra.bandwidth > 1e5
+    assert size == 1 or (0 < machine.intra.latency < 1 and machine.intra.bandwidth > 1e5)
     assert 0 < machine.free <= machine.memory
     assert torch.equal(torch.get_rng_state(), started)
     monkeypatch.setattr(machines, "_measured", lambda *_: pytest.fail("measured twice"))
@@ -266,6 +267,7 @@ def test_a_failed_trial_teaches_nothing(measured):
 # The benchmark that goes with it.
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_predictions_runs_without_a_device(capsys):
     rows = memory_prediction.main(["--smoke"])
     assert {row["way"] for row in rows} == set(memory_prediction.WAYS)

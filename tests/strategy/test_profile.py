@@ -278,7 +278,9 @@ class GrowingDeepest(Deepest):
     forward = Growing.forward
 
 
-@pytest.mark.parametrize(("kind", "is_uniform"), [(Deepest, True), (GrowingDeepest, False)])
+@pytest.mark.parametrize(
+    ("kind", "is_uniform"), [(Deepest, True), pytest.param(GrowingDeepest, False, marks=pytest.mark.slow)]
+)
 def test_what_blocks_do_and_keep_is_found_from_few_of_them_where_they_are_alike(kind, is_uniform, monkeypatch):
     monkeypatch.setattr(profiling, "LEAST_SECONDS", 100.0)  # however busy the machine is
     few = ModelProfiler(gpt_task(model_fn=kind))

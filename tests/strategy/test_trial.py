@@ -140,6 +140,7 @@ def test_where_only_the_machine_counts_a_small_process_was_not_meant(tmp_path, m
     assert memory_kills.resident_bytes_of(os.getpid()) > 50 << 20
 
 
+@pytest.mark.slow
 def test_a_pool_goes_on_after_a_failed_plan_and_a_registered_method_travels():
     register_method(Liar)
     try:
@@ -280,6 +281,7 @@ def test_two_ranks_agree_when_one_hangs(world2):
     assert found["sleeps_on_rank_1"][0] == "timeout" and "nothing was heard for 4 s" in found["sleeps_on_rank_1"][1]
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_when_one_dies_or_is_slow(world2):
     found = agreed_on_two_ranks(world2, "dawdles_on_rank_1")
     assert found["dead"] == ("error", "rank 1: the process ended with exit code 7 in phase 'check'")
