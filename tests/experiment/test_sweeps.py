@@ -316,7 +316,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("pool", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["inline", "pool"])
 def test_a_killed_sweep_is_completed_by_resuming(tmp_path, executor):
     script = tmp_path / "script.py"
     processes = ", num_processes=2" if executor == "pool" else ""

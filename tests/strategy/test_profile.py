@@ -551,6 +551,7 @@ def test_a_run_that_is_stopped_at_any_operation_ends_in_closed_forms(monkeypatch
         assert profile.evidence == "modelled" and "stopped after 1.0 s" in " ".join(profile.notes)
 
 
+@pytest.mark.slow
 def test_a_model_compiles_as_before_after_a_profile():
     """Torch remembers which kernels it found while the rules of an accelerator held."""
     profile_model(gpt_task())

@@ -249,6 +249,7 @@ def run_sharded_t5():
     return run_t5(["parallel_mode", "fsdp"])[:2]
 
 
+@pytest.mark.slow
 def test_a_sharded_hugging_face_model_generates_what_a_whole_one_does(world2):
     values, predicted, *_ = run_t5()
     for ours, our_predicted in world2(run_sharded_t5):
