@@ -8,7 +8,7 @@ from drivetrain.experiment.cli.verbs import run_command
 from drivetrain.strategy.value import Strategy
 
 HERE = "tests.experiment.planned"
-QUICKLY = ["--time-limit", "5", "--device", "h100-80g"]
+QUICKLY = ["--time-limit", "1", "--device", "h100-80g"]
 
 
 def plan(*words):
