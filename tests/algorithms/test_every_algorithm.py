@@ -203,7 +203,7 @@ def test_alone_it_resumes_and_evaluates_as_if_nothing_had_happened(name, tmp_pat
     check_resume((name,), tmp_path)
 
 
-@pytest.mark.parametrize("other", ["SAM", "SelectiveBackprop"])
+@pytest.mark.parametrize("other", ["SAM", pytest.param("SelectiveBackprop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_next_to_an_extra_pass_it_resumes_exactly(name, other, tmp_path):
     if name != other:

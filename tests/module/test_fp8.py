@@ -161,6 +161,7 @@ def check_compiled_gradients(device, recipe, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does that
+@pytest.mark.slow
 def test_compiled_gradients_are_those_of_the_library_s_kernel(monkeypatch):
     monkeypatch.setattr(fp8, "supports_fp8", lambda device: True)  # torch's kernel for CPUs, where this one has it
     try:

@@ -30,10 +30,13 @@ def fail_once_then_gather(offset: int) -> tuple:
     return attempt, nested, all_gather_values(get_rank() + offset)
 
 
-def test_group_restarts_after_a_failure_and_returns_results_by_rank():
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@forks
+def test_group_restarts_after_a_failure_and_returns_results_by_rank(start):
+    work = fail_once_then_gather if start == "spawn" else lambda offset: fail_once_then_gather(offset)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     variables = dict(os.environ)
-    assert launch(fail_once_then_gather, 2, args=(10,), max_restarts=1) == [(1, [0], [10, 11]), (1, [1], [10, 11])]
+    assert launch(work, 2, args=(10,), max_restarts=1) == [(1, [0], [10, 11]), (1, [1], [10, 11])]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == handlers
     assert dict(os.environ) == variables
 

@@ -52,6 +52,7 @@ def _die_on(rank):
         os._exit(3)
 
 
+@pytest.mark.slow
 def test_failure_names_the_rank_and_the_next_call_finds_a_fresh_world(world2):
     with pytest.raises(RuntimeError, match=r"failed on ranks \[1\]") as caught:
         world2(_fail_on, 1, ValueError)

@@ -205,7 +205,7 @@ with signals.StopSignals():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_rank_that_waits_for_another_one_in_c_code_ends_after_the_grace_period(number):
     environment = {**os.environ, "DRIVETRAIN_STOP_GRACE": "0.2"}
     process = subprocess.Popen(

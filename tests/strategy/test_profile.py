@@ -443,6 +443,7 @@ def test_without_time_the_slow_parts_are_left_out_and_named():
     assert sum("out of time" in note for note in profile.notes) >= 4
 
 
+@pytest.mark.slow
 def test_parts_that_are_asked_for_one_after_another_give_the_same_profile(gpt):
     profiler = ModelProfiler(gpt_task())
     first = profiler.profile()

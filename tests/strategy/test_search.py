@@ -718,6 +718,7 @@ def test_a_small_budget_picks_smaller_batches_or_checkpoints_and_an_impossible_o
         search(task, memory_budget="1MiB", strict=True)
 
 
+@pytest.mark.slow
 def test_plans_for_other_hardware_need_neither_it_nor_a_measurement():
     plan = search(make_task(batch=1024), world=64, spec=H100, plan_only=True, excluded=frozenset())
     assert (
@@ -792,6 +793,7 @@ def search_on_all_ranks(limit):
         return plan.to_json(), str(error)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_every_number(world2):
     (first, error), (second, same_error) = world2(search_on_all_ranks, 60.0, timeout=200)
     assert first == second and error == same_error and "nope" in error

@@ -332,6 +332,7 @@ def test_a_pipeline_is_refused_at_once_with_the_reason():
     assert found.failure.startswith("the stages of a pipeline") and not found.memory
 
 
+@pytest.mark.slow
 def test_sharding_without_a_data_rank_to_share_with_is_left_out():
     for axes in ([("tensor", 2)], [("tensor", 2), ("zero", 1)]):
         plan = Strategy([("parallel_mode", axes), TENSOR, "fsdp"])

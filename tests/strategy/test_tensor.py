@@ -118,6 +118,7 @@ def test_models_on_the_meta_device_are_initialised_layer_by_layer_as_the_whole_m
             assert all(torch.equal(first[name], value) for name, value in plain.named_parameters())
 
 
+@pytest.mark.slow
 def test_sixteen_bits_stay_close_to_the_plain_model(world4):
     grid = ("parallel_mode", [("tensor", 2), ("data", 2)])
     plans = {

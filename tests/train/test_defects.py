@@ -133,6 +133,7 @@ def test_07_resuming_at_epoch_two_of_three_trains_one_epoch_more_bit_for_bit(tmp
     assert last_losses == all_losses[6:] and all(map(torch.equal, resumed, whole))
 
 
+@pytest.mark.slow
 def test_08_importing_and_building_touch_no_generator():
     code = (
         "import random, torch, numpy\n"

@@ -103,15 +103,15 @@ def history_of(trainer):
     return {name: list(trainer.run_history.get_metric_values(name)) for name in trainer.run_history.get_metric_names()}
 
 
-def run(strategy, watched=True, times=2):
-    """Train, evaluate and predict, with everything that counts over ranks; return what a user sees."""
+def run(strategy, watched=True):
+    """Train twice, evaluate and predict, with everything that counts over ranks; return what a user sees."""
     losses = StepLosses()
     looks = {"train_metrics": {"accuracy": accuracy}} if watched else {}
     limit = LimitEvalStepsCallback(2, limit_intermediate_only=True)
     trainer = make_trainer(
         strategy, callbacks=[losses, limit], metrics={"accuracy": accuracy, **counting_metric()}, **looks
     )
-    for _ in range(times):
+    for _ in range(2):
         train(trainer, eval_dataset=texts(13), reset_run_history=False)
     history, config = history_of(trainer), trainer.run_config
     outputs = trainer.predict(texts(7), per_device_batch_size=2)
@@ -154,9 +154,10 @@ def test_two_processes_follow_the_plain_run(world2):
             assert found["ranks"] == 1 and ("logits stay split" in found["notes"]) == (not watched)
 
 
-@pytest.mark.parametrize("plan", [TENSOR_DATA, pytest.param(SEQUENCE_DATA, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [TENSOR_DATA, SEQUENCE_DATA])
 def test_four_processes_follow_the_plain_run(world4, plan):
-    expected, others = run(None, times=1), world4(run, plan, times=1)
+    expected, others = run(None), world4(run, plan)
     for found in others:
         check_against_plain(found, others, expected)
         assert found["ranks"] == 2
