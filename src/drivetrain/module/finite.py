@@ -160,7 +160,7 @@ class StepGuard:
         self._late = readback
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
-        self._is_exchanged = self._is_large = self._is_judged_elsewhere = False
+        self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._is_quick = False
         self._flagged = False
         self._found, self._unscaled = torch.zeros(()), torch.ones(())  # for the test on a CPU, made once
         self._statistics: list[Tensor] = []
@@ -181,6 +181,7 @@ class StepGuard:
         self.has_statistics = bool(self._statistics)
         on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
         self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
+        self._is_quick = self.is_immediate and not self._is_large
 
     def open(self) -> None:
         """Keep running statistics as they are: a batch that is left out must not stay in them."""
@@ -213,6 +214,19 @@ class StepGuard:
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
+        if (
+            self._is_quick and norm is None
+        ):  # the rest of this method in few words, for models so small that calls count
+            gradients = [
+                p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            try:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._unscaled)
+                if not self._found.item() and self._rejected is False:
+                    self.in_a_row = 0
+                    return True
+            except RuntimeError:  # sparse, complex, or none at all
+                self._is_quick = False
         if self._is_judged_elsewhere:
             return not self._rejected or self._decide(REJECTED)  # a flag on the device is waited for
         if norm is not None:
