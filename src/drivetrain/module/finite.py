@@ -39,7 +39,8 @@ class NonFinitePolicy:
     """Updates between two copies of the state to roll back to."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "action", ALIASES.get(self.action, self.action))
+        if isinstance(self.action, str):
+            object.__setattr__(self, "action", ALIASES.get(self.action, self.action))
         check_choice("nonfinite", self.action, get_args(Action))
         check_count("limit", self.limit)
         check_count("every", self.every)
