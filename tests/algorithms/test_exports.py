@@ -114,6 +114,7 @@ def test_aliases_are_the_same_functions():
     assert cf.cutout is cf.cutout_batch and cf.colout is cf.colout_batch and cf.augment_and_mix is cf.augmix_image
 
 
+@pytest.mark.slow
 def test_importing_everything_loads_no_optional_package_and_changes_no_random_state():
     program = """
 import random, signal, sys, torch

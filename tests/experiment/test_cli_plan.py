@@ -42,6 +42,7 @@ def test_nothing_fits_is_status_three_with_the_shortfall(tmp_path, capsys):
     assert "short by" in told and not file.exists()
 
 
+@pytest.mark.slow
 def test_a_trainer_gets_the_plan_of_its_own_loop(capsys):
     assert plan(f"{HERE}:trainer", "--world-size", "2", *QUICKLY, "--json") == 0
     data = json.loads(capsys.readouterr().out)

@@ -132,6 +132,7 @@ def test_checkpointed_blocks_compile_and_give_the_same_gradients():
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
+@pytest.mark.slow
 def test_the_recompile_limit_makes_room_for_blocks_of_many_shapes():
     import torch._dynamo
 

@@ -26,6 +26,7 @@ def test_every_method_is_in_the_guide():
     assert not [name for name in method_names() if f"`{name}`" not in text]
 
 
+@pytest.mark.slow
 def test_the_example_learns_and_its_plan_is_reused(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("example_auto_accelerate", ROOT / "examples" / "auto_accelerate.py")
     module = importlib.util.module_from_spec(spec)

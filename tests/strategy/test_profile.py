@@ -278,6 +278,7 @@ class GrowingDeepest(Deepest):
     forward = Growing.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_uniform"), [(Deepest, True), pytest.param(GrowingDeepest, False, marks=pytest.mark.slow)]
 )

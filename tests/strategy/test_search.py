@@ -671,6 +671,7 @@ def simulated_plan():
         return search()
 
 
+@pytest.mark.slow
 def test_a_search_without_time_measures_nothing_and_says_simulated():
     model = make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -686,6 +687,7 @@ def test_a_search_without_time_measures_nothing_and_says_simulated():
     assert Strategy.from_json(plan.to_json()).search == plan.search
 
 
+@pytest.mark.slow
 def test_without_a_loss_the_plan_stays_simulated():
     plan = search(make_task(loss_func=None), time_limit=5)
     assert plan.evidence in ("simulated", "modelled") and any("no loss_func" in reason for reason in plan.reasons)

@@ -254,6 +254,7 @@ def test_a_sharded_model_on_1024_ranks_has_the_sizes_that_arithmetic_gives():
     assert found.memory["gathered"] + found.memory["temporary"] < 5 * 4 * size / 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "methods",
     [

@@ -157,6 +157,7 @@ def test_a_pool_goes_on_after_a_failed_plan_and_a_registered_method_travels():
     assert cut.outcome == "ok" and 0 < cut.steps < 10**6 and f"{cut.steps} of 1000000 steps" in " ".join(cut.notes)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when_small():
     class Local(trial_tasks.Net):
         pass

@@ -115,6 +115,7 @@ def test_wrong_wishes_raise_before_anything_happens(kwargs, error, message):
         call(**kwargs)
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_finetuned_within_its_methods():
     start = [("checkpoint", {"mode": "full"}), ("micro_batch", 2)]
     status, result, plan = call(load_strategy=start, finetune_strategy=True, excluded=None)

@@ -230,6 +230,7 @@ def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan, caplo
     assert trainer.state.clock.batch == 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [TENSOR_ZERO, pytest.param(TENSOR_DATA, marks=pytest.mark.slow)])
 def test_a_run_on_columns_of_a_mesh_is_saved_once_and_goes_on_exactly(world4, tmp_path, plan):
     """Parameters outside the tensor plan are sharded in each column anew: equal ones are written by the first column."""
