@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.apply import Application
 from drivetrain.strategy.effects import Effects, Kernels
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.search.candidates import Candidate
@@ -38,6 +38,6 @@ class FlushDenormals(Method):
     def label(self, config: FlushConfig) -> str:
         return "flush"
 
-    def apply(self, ctx: PlanContext, config: FlushConfig) -> None:
+    def apply(self, ctx: Application, config: FlushConfig) -> None:
         torch.set_flush_denormal(config.is_on)
         ctx.note("flush_denormals: holds for the whole process")

@@ -219,7 +219,7 @@ def test_graph_breaks_are_counted_and_named():
         )
         batch = next(iter(result.dataloader))
         result.loss_func(batch, result.model(**batch)).backward()
-        assert any(note.startswith(expected) for note in result.context.notes), result.context.notes
+        assert any(note.startswith(expected) for note in result.notes), result.notes
 
 
 @compiler_noise

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.context.context import Context
 from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
@@ -14,7 +15,7 @@ from drivetrain.core.errors import (
     UnsupportedMethodError,
 )
 from drivetrain.module.pipeline_schedule import PipelineOutput
-from drivetrain.strategy.apply import PlanContext, shape
+from drivetrain.strategy.apply import Application, shape
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.dry_run import DryRun, try_plan
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -254,9 +255,9 @@ def settings_without_effect():
     mode = ("parallel_mode", {"axes": [("pipe", 2), ("data", 2)], "bucket_cap_mb": 1, "static_graph": True})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result, plan = start([mode, ("pipeline_parallel", {"chunks": 2})], find_unused_parameters=True)
+        _, plan = start([mode, ("pipeline_parallel", {"chunks": 2})], find_unused_parameters=True)
     told = [str(item.message) for item in caught if "settings of DDP" in str(item.message)]
-    return told, [note for note in result.context.notes if "settings of DDP" in note], plan.explain(200)
+    return told, [note for note in plan.reasons if "settings of DDP" in note], plan.explain(200)
 
 
 def test_settings_of_ddp_beside_a_pipeline_are_said_to_have_no_effect(world4):
@@ -277,7 +278,7 @@ def dry_runs():
 
         def make(trial, resolved=resolved, extra=extra):
             recipe = OptimizerRecipe(build=torch.optim.AdamW, settings={"lr": 0.05})
-            ctx = shape(PlanContext(trial, resolved, recipe, tasks.loss_func))
+            ctx = shape(Application(Context(model=trial), resolved, recipe, tasks.loss_func))
             finish(ctx, None, plan_batch(8, 1, 4 if "micro_batch" in str(extra) else None))
             return ctx
 

@@ -15,8 +15,9 @@ from drivetrain.core.errors import BatchSizeError, ConfigError, UnknownMethodErr
 from drivetrain.strategy.search import find
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
-from drivetrain.train.trainer_search import make_task, wishes_of
+from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 from tests.strategy.tasks import ADAM, loss_func, make_data, make_model, plain_losses
 from tests.strategy.test_search import make_quick
 from tests.train.tasks import make_data as make_pairs
@@ -224,7 +225,7 @@ def test_the_task_computes_the_trainers_own_loss(form):
         callbacks=(), device="cpu", seed=1,
     )  # fmt: skip
     trainer.train(data, num_epochs=1, per_device_batch_size=8, train_dataloader_kwargs={"num_workers": 0})
-    task, obstacle = make_task(trainer)
+    task, obstacle = make_task(request_of(trainer))
     assert obstacle is None and task.global_batch_size == 8
     batch = task.batch(8)
     ours = task.loss(batch, task.call(trainer.model, batch))
@@ -238,12 +239,12 @@ def test_the_task_computes_the_trainers_own_loss(form):
 
 def test_what_the_trainer_says_bounds_its_plan():
     trainer = auto_trainer(precision="bf16")
-    trainer.settings = type("Settings", (), {"microbatch_size": 4})()
-    wishes = wishes_of(trainer)
-    assert wishes.included == (("amp_native", "bf16"),) and {"micro_batch", "tensor_parallel"} <= wishes.excluded
+    trainer.settings = TrainSettings(num_epochs=1, microbatch_size=4)
+    found = constraints_of(request_of(trainer))
+    assert found.included == (("amp_native", "bf16"),) and {"micro_batch", "tensor_parallel"} <= found.excluded
     exact = auto_trainer(precision="fp32")
-    exact.settings = type("Settings", (), {"microbatch_size": None})()
-    assert wishes_of(exact).numerics == "exact"
+    exact.settings = TrainSettings(num_epochs=1)
+    assert constraints_of(request_of(exact)).numerics == "exact"
 
 
 def test_data_that_reading_would_use_up_is_refused():

@@ -17,8 +17,9 @@ from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, num_data_ranks
 from drivetrain.strategy.stepping import _all_finite
 from drivetrain.train.callbacks import LimitEvalStepsCallback, TrainerCallback
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
-from drivetrain.train.trainer_search import wishes_of
+from drivetrain.train.trainer_search import constraints_of, request_of
 from tests.strategy.tasks import VOCAB, TinyGPT
 
 TENSOR = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]
@@ -284,14 +285,14 @@ def test_what_cannot_work_is_refused_before_the_first_step(world2):
 
 
 def test_the_search_may_use_what_the_loop_can_do():
-    def wishes(**kwargs):
+    def excluded(**kwargs):
         trainer = make_trainer("auto", **kwargs)
-        trainer.settings = type("Settings", (), {"microbatch_size": None})()
-        return wishes_of(trainer).excluded
+        trainer.settings = TrainSettings(num_epochs=1)
+        return constraints_of(request_of(trainer)).excluded
 
-    assert wishes().isdisjoint({"chunked_cross_entropy", "cpu_offload"})
-    assert {"tensor_parallel", "sequence_parallel", "pipeline_parallel"} <= wishes()
-    looks = wishes(train_metrics={"accuracy": accuracy})
+    assert excluded().isdisjoint({"chunked_cross_entropy", "cpu_offload"})
+    assert {"tensor_parallel", "sequence_parallel", "pipeline_parallel"} <= excluded()
+    looks = excluded(train_metrics={"accuracy": accuracy})
     assert "chunked_cross_entropy" in looks and "cpu_offload" not in looks
     with pytest.raises(ConflictError, match="train_metrics"):
         train(make_trainer(["chunked_cross_entropy"], train_metrics={"accuracy": accuracy}))

@@ -6,7 +6,7 @@ kind; the kinds are listed in `table.py`, and each of the methods below is one w
 """
 
 from collections.abc import ItemsView
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
@@ -22,6 +22,16 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import is_distributed, is_master
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import reseed_rank
+
+
+class StateLayout(Protocol):
+    """How a session that a plan has spread over ranks is saved and restored."""
+
+    def save(self, context: "Context", full: bool) -> dict[str, Any]:
+        """Return the state of every item."""
+
+    def own_part(self, context: "Context", state: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank takes of a saved state."""
 
 
 class Context(ItemHolder):
@@ -40,6 +50,7 @@ class Context(ItemHolder):
     """Patterns over paths of the state that differ from rank to rank, such as `"window.*"`; generators always do."""
 
     _excluded: frozenset[str] = frozenset()
+    _layout: "StateLayout | None" = None
     _has_own_stream = False
 
     def __init__(self, **items: Any):
@@ -97,7 +108,7 @@ class Context(ItemHolder):
         Tensors are those of the session, not copies. `full` gathers sharded tensors on the CPU of rank 0: call it on all ranks; the
         others get an empty dict.
         """
-        state = Saving(self, full).pack(self, "")
+        state = Saving(self, full).pack(self, "") if self._layout is None else self._layout.save(self, full)
         return {} if full and not is_master() else state
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
@@ -106,6 +117,8 @@ class Context(ItemHolder):
         With `strict`, everything that is missing, unexpected or does not fit is raised in one StateError before anything is
         changed. Without, what fits is restored and the report lists the rest.
         """
+        if self._layout is not None:
+            state = self._layout.own_part(self, state)
         loading = Loading(self, strict)
         return loading.finish(loading.fit(self, state, ""))
 

@@ -11,7 +11,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".device_spec": ["DeviceSpec"],
         ".search.find": ["SearchConstraints", "find_plan"],
         ".search.cost": ["Cost"],
-        ".apply": ["PlanContext", "shape"],
+        ".apply": ["Application", "shape"],
         ".resolve": ["ResolvedPlan", "resolve_plan"],
         "drivetrain.module.replacements": ["register_replace_pair"],
         "drivetrain.module.tensor_parallel": ["register_tp_plan"],

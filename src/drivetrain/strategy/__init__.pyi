@@ -12,7 +12,7 @@ from drivetrain.strategy.device_spec import DeviceSpec as DeviceSpec
 from drivetrain.strategy.search.find import SearchConstraints as SearchConstraints
 from drivetrain.strategy.search.find import find_plan as find_plan
 from drivetrain.strategy.search.cost import Cost as Cost
-from drivetrain.strategy.apply import PlanContext as PlanContext
+from drivetrain.strategy.apply import Application as Application
 from drivetrain.strategy.apply import shape as shape
 from drivetrain.strategy.resolve import ResolvedPlan as ResolvedPlan
 from drivetrain.strategy.resolve import resolve_plan as resolve_plan
@@ -33,7 +33,7 @@ __all__ = [
     "SearchConstraints",
     "find_plan",
     "Cost",
-    "PlanContext",
+    "Application",
     "shape",
     "ResolvedPlan",
     "resolve_plan",

@@ -24,7 +24,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import PlanContext, prepared_input
+from drivetrain.strategy.apply import Application, prepared_input
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
@@ -48,7 +48,7 @@ VERIFY_SECONDS = 300.0
 class DryRun:
     """What a trial needs, as callables: `strategy` knows neither loaders nor loops."""
 
-    make: Callable[[nn.Module], PlanContext]
+    make: Callable[[nn.Module], Application]
     """Applies the plan to a model and returns the finished context."""
     batch: Any
     """A few samples as a loader would yield them, the same on all ranks."""

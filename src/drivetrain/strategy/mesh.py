@@ -5,7 +5,7 @@ Only `data` stretches to fill the world.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
@@ -61,6 +61,11 @@ def resize_axes(axes: Mapping[str, int], world: int) -> dict[str, int]:
     if rest > 1 or "data" in axes:
         result["data"] = rest
     return result
+
+
+def mesh_size(mesh: Iterable[tuple[str, int]]) -> int:
+    """Return how many processes a mesh has, given as pairs of axis and size."""
+    return math.prod(size for _, size in mesh)
 
 
 def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> Any:

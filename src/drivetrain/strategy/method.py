@@ -20,7 +20,7 @@ from torch import nn
 from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, unknown_name
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.batching import BatchPlan
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
@@ -308,7 +308,7 @@ class Method:
         """Return when the method acts in this place."""
         return self.stage
 
-    def apply(self, ctx: "PlanContext", config: Any) -> None:
+    def apply(self, ctx: "Application", config: Any) -> None:
         """Change the context."""
 
     def reason(self, config: Any) -> str:

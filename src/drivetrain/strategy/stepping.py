@@ -27,13 +27,13 @@ from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
 
 
 class Stepping:
     """The window of one plan, and what it does to losses and gradients."""
 
-    def __init__(self, ctx: "PlanContext", batch: BatchPlan | None):
+    def __init__(self, ctx: "Application", batch: BatchPlan | None):
         self.model = ctx.model
         self.batch = batch
         self.window = AccumulationWindow(1 if batch is None else batch.accumulation, num_data_ranks())
@@ -308,28 +308,29 @@ class PlannedLoader(SmartDataLoader[Any]):
         self._stepping = stepping
 
 
-def finish(ctx: "PlanContext", loader: Any = None, batch: BatchPlan | None = None) -> None:
+def finish(ctx: "Application", loader: Any = None, batch: BatchPlan | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
         parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
         for part in parts:
             autocast_forward(unwrap(part), ctx.device.type, ctx.autocast_dtype)
-    ctx.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
-    if ctx.scaler is None and ctx.scaler_dtype is torch.float16:
+    scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(ctx.device)
+    if scaler is not None:
+        ctx.context.scaler = scaler  # type: ignore[attr-defined]
+    elif ctx.scaler_dtype is torch.float16:
         warn_unscaled_float16(f"float16 on {ctx.device} has no gradient scaler")
     if isinstance(loader, SmartDataLoader) and not isinstance(loader, PlannedLoader):
         batch, loader = _planned(ctx, loader)
-    for change in ctx.loss_changes:
-        ctx.loss_func = None if ctx.loss_func is None else change(ctx.loss_func)
     ctx.stepping = Stepping(ctx, batch)
     if isinstance(loader, PlannedLoader):
         loader.attach(ctx.stepping)
-    ctx.loader = loader
+    if loader is not None:
+        ctx.context.loader = loader  # type: ignore[attr-defined]
     if ctx.optimizer is not None:
         ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
 
 
-def _planned(ctx: "PlanContext", loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
+def _planned(ctx: "Application", loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
     """Return the batch plan of a user's own loader, and the loader that follows it."""
     split, size = ctx.plan.batch_split, loader.global_batch_size
     if split == (None, None):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.strategy.apply import PlanContext, prepared_input, shape
+from drivetrain.context.context import Context
+from drivetrain.strategy.apply import Application, prepared_input, shape
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.resolve import ResolvedPlan
@@ -93,14 +94,16 @@ class TrainingTask:
         model: nn.Module,
         resolved: ResolvedPlan,
         batch: BatchPlan | None,
-        make_loader: Callable[[PlanContext], Any] | None = None,
-    ) -> PlanContext:
-        """Apply a plan to a model and what trains it: the context whose `stepping` and `optimizer` a loop uses.
+        make_loader: Callable[[Application], Any] | None = None,
+    ) -> Application:
+        """Apply a plan to a model and what trains it; `stepping` and `optimizer` of the result are those that a loop uses.
 
         `make_loader` is called when the mesh is there, so that a loader knows its share.
         """
         run = None if self.samples is None else self.run_samples
-        ctx = PlanContext(model, resolved, self.recipe(), self.loss_func, self.prepare_input, run)
+        context = Context(model=model, optimizer=None, loader=None, lr_scheduler=None, scaler=None)
+        context._device = resolved.site.device
+        ctx = Application(context, resolved, self.recipe(), self.loss_func, self.prepare_input, run)
         if self.find_unused_parameters:
             ctx.ddp_settings["find_unused_parameters"] = True
         shape(ctx)

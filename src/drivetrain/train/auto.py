@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from drivetrain.context.context import Context
 from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
@@ -29,18 +30,19 @@ from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import PlanContext, check_model
+from drivetrain.strategy.apply import Application, check_model
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.dry_run import Outcome, verify_plan
 from drivetrain.strategy.fingerprint import changes_since, fingerprint
 from drivetrain.strategy.loading import make_loader
+from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import refuse_pickle_name
 from drivetrain.strategy.registry import expand_names, group_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.wishes import Wishes
-from drivetrain.strategy.stepping import PlannedScheduler
+from drivetrain.strategy.search.constraints import SearchConstraints
+from drivetrain.strategy.stepping import PlannedOptimizer, PlannedScheduler
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.nesting import refuse_inside_trial
 from drivetrain.strategy.value import Failure, Strategy
@@ -65,9 +67,14 @@ class AutoAccelerateResult(NamedTuple):
     args: dict[str, Any]
 
     @property
-    def context(self) -> PlanContext:
+    def context(self) -> Context:
         """The session as one object, which moves, saves and restores."""
         return self.args["context"]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the plan's methods found out when they were applied and in the first steps."""
+        return self.args["notes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +158,7 @@ def auto_accelerate(
         model, optim_func, dict(optim_args or {}), optim_param_func, dataset, dict(dataloader_args or {}), loss_func, prepare_input,
         model_input_format, distributed_sampler_cls, lr_scheduler_cls, dict(lr_scheduler_args or {}), options,
     )  # fmt: skip
-    wishes: Wishes | None = None
+    wishes: SearchConstraints | None = None
     if given is None or finetune_strategy or given.is_tunable():
         request.require_data()
         wishes = _wishes(options, included, excluded, given)
@@ -190,12 +197,12 @@ def _options(kargs: Mapping[str, Any]) -> Options:
 
 def _wishes(
     options: Options, included: Iterable[Any] | None, excluded: Iterable[str] | None, start: Strategy | None
-) -> Wishes:
+) -> SearchConstraints:
     """Return what is asked of the search, checked."""
     unwanted = frozenset(excluded or ())
     if options.find_unused_parameters:
         unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
-    return Wishes(
+    return SearchConstraints(
         time_limit=120.0 if options.time_limit is None else options.time_limit,
         numerics=options.numerics,
         memory_budget=options.memory_budget,
@@ -298,12 +305,12 @@ class _Request:
                 "('amp_native', 'bf16'), 'compile', 'fused_optimizer']."
             )
 
-    def search(self, wishes: Wishes) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+    def search(self, wishes: SearchConstraints) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Find a plan and apply it."""
         from drivetrain.strategy.search.find import find_plan
 
         device, world, start = self._device(), self.world, wishes.start
-        if start is not None and start.mesh is not None and _size_of(start.mesh) != world:
+        if start is not None and start.mesh is not None and mesh_size(start.mesh) != world:
             wishes = replace(wishes, start=start.rescale(world))
         tell = print if self.options.verbose else None
         plan = find_plan(self.task, device=device, world=world, constraints=wishes, on_progress=tell)
@@ -319,7 +326,7 @@ class _Request:
         """Check, try and apply a plan."""
         options, world = self.options, self.world
         rescaled: tuple[str, ...] = ()
-        if plan.mesh is not None and _size_of(plan.mesh) != world:
+        if plan.mesh is not None and mesh_size(plan.mesh) != world:
             plan = replace(plan.rescale(world), fingerprint=plan.fingerprint)
             rescaled = plan.reasons[-1:]
         device = self._device()
@@ -354,9 +361,9 @@ class _Request:
         """Apply a plan to the caller's own model."""
         make = None if self.dataset is None or batch is None else partial(self._make_loader, batch)
         ctx = self.task.shaped(self.model, resolved, batch, make)
-        if ctx.optimizer is not None and self.scheduler_cls is not None:
+        if isinstance(ctx.optimizer, PlannedOptimizer) and self.scheduler_cls is not None:
             inner = self.scheduler_cls(ctx.optimizer.inner, **self.scheduler_args)
-            ctx.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)
+            ctx.context.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)  # type: ignore[attr-defined]
         plan = replace(
             plan,
             mesh=resolved.axes[::-1],
@@ -406,29 +413,31 @@ class _Request:
 
     # Applying it.
 
-    def _make_loader(self, batch: BatchPlan, ctx: PlanContext) -> Any:
+    def _make_loader(self, batch: BatchPlan, ctx: Application) -> Any:
         arguments = {**self._loader_defaults(ctx), **self.loader_args}
         return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
-    def _loader_defaults(self, ctx: PlanContext) -> dict[str, Any]:
+    def _loader_defaults(self, ctx: Application) -> dict[str, Any]:
         defaults = loaders.default_kwargs(ctx, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         return {"pin_memory": defaults["pin_memory"], "num_workers": 0 if is_stream else defaults["num_workers"]}
 
-    def _result(self, ctx: PlanContext, batch: BatchPlan | None) -> AutoAccelerateResult:
+    def _result(self, ctx: Application, batch: BatchPlan | None) -> AutoAccelerateResult:
+        items = dict(ctx.context.items())
         return AutoAccelerateResult(
             model=ctx.model,
             optim=ctx.optimizer,
-            dataloader=ctx.loader,
+            dataloader=items["loader"],
             loss_func=None if self.loss_func is None else ctx.stepping.loss,
             prepare_input=ctx.prepared,
-            lr_scheduler=ctx.lr_scheduler,
+            lr_scheduler=items["lr_scheduler"],
             args={
                 "use_optim_backward": False,
                 "requires_set_gradient_accumulation_boundary": False,
                 "micro_batch_size": None if batch is None else batch.micro,
                 "gradient_accumulation": 1 if batch is None else batch.accumulation,
-                "context": ctx,
+                "context": ctx.context,
+                "notes": ctx.notes,
             },
         )
 
@@ -468,7 +477,7 @@ def read_samples(dataset: Any, collate: Any = None, count: int = SAMPLES) -> Any
     return next(iter(DataLoader(dataset, batch_size=count, collate_fn=collate)))
 
 
-def watch_memory(ctx: PlanContext, plan: Strategy) -> None:
+def watch_memory(ctx: Application, plan: Strategy) -> None:
     """After the second update, compare the real peak with the prediction, once, and warn where it is far above."""
     memory = (plan.predicted or {}).get("memory")
     inner: Any = getattr(ctx.optimizer, "inner", None)
@@ -501,10 +510,3 @@ class _MemoryWatch:
                 DrivetrainWarning,
                 stacklevel=2,
             )
-
-
-def _size_of(mesh: Iterable[tuple[str, int]]) -> int:
-    size = 1
-    for _, axis_size in mesh:
-        size *= axis_size
-    return size

@@ -1,7 +1,7 @@
 """What a Trainer holds, and the hooks that users override: what happens at each place of the loop, one method each."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -22,6 +22,9 @@ from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import uncompiled
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.tracking import LossTracker, RunHistory
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
 
 
 class TrainerHooks:
@@ -51,6 +54,8 @@ class TrainerHooks:
     _own_loss: Callable[..., Any] | None = None
     _generate: Mapping[str, Any] | None = None  # the arguments of the model's generate; None: nothing is generated
     _watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
+    plan: "Strategy | None" = None  # as it was applied to the state
+    _planned_model: Any = None  # the model as the plan left it, in its DDP shell
     _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
     # ------------------------------------------------------------------ what the trainer holds

@@ -85,6 +85,12 @@ class MetricSet:
         for name, function in self._plain.items():
             self._means[name].update(function(outputs, targets), batch_size)
 
+    def join(self, group: Any) -> None:
+        """Combine metrics of torchmetrics over the ranks of a process group only."""
+        for metric in self._stateful.values():
+            for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
+                single.process_group = group
+
     def compute(self) -> dict[str, float]:
         """Return every metric over all batches of all ranks; each rank must call this."""
         values: dict[str, float] = {}

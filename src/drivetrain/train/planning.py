@@ -1,14 +1,13 @@
-"""`Trainer(strategy=...)`: the plan shapes the trainer's state, by the same code that shapes a hand-written loop's Context.
+"""`Trainer(strategy=...)`: the plan is applied to the Trainer's State by the same code as to a hand-written loop's Context.
 
-The Trainer has its own loop, so what concerns the loop is handed to it: the precision becomes the runtime's, micro-batches the
-settings'. Where ranks share samples (tensor and sequence axes) the loop counts, gathers and draws by data ranks. Model and optimizer are
-transformed here, before weights are loaded; a second `train()` finds them transformed already and only puts the DDP shell back.
+The Trainer has its own loop, so what concerns the loop is returned to it: precision, gradient scaler, micro-batches. Where ranks share
+samples (tensor and sequence axes) the loop counts, gathers and draws by data ranks. Model and optimizer are transformed before weights are
+loaded; a second `train()` finds them transformed already and only restores the DDP shell.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,70 +17,99 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
-from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, num_data_ranks
-from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import PlanContext, change_tensors, check_model, shape
+from drivetrain.strategy.apply import Application, apply_to_called_model, check_model
+from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
 from drivetrain.train.closures import requires_closure
-from drivetrain.train.metrics import _is_torchmetrics
-from drivetrain.train.resuming import ddp_settings
-from drivetrain.train.trainer_search import NEED_TORCH_OPTIMIZER, SAME_AS_ALGORITHM, looks_at_outputs, search_plan
+from drivetrain.train.metrics import MetricSet
+from drivetrain.train.settings import TrainSettings
+from drivetrain.train.trainer_search import (
+    NEED_TORCH_OPTIMIZER,
+    SAME_AS_ALGORITHM,
+    PlanRequest,
+    request_of,
+    search_plan,
+)
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 _FILE = "strategy.json"
 
 
-def apply_strategy(trainer: Any) -> None:
-    """Apply the trainer's plan to its model and optimizer; without a plan, do nothing."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedLoop:
+    """What a plan asks of the Trainer's loop, beyond what it did to the State."""
+
+    plan: Strategy
+    """The plan as it was applied."""
+    precision: Precision | None = None
+    scaler_dtype: torch.dtype | None = None
+    """What gradients are computed in, where the plan decides whether they are scaled."""
+    microbatch_size: int | None = None
+
+
+def apply_strategy(trainer: "Trainer") -> None:
+    """Apply the trainer's plan to its State; without a plan, do nothing."""
     if trainer.strategy is None:
         return
-    shell = getattr(trainer, "_planned_model", None)
+    shell = trainer._planned_model
     if shell is not None and unwrap(shell) is unwrap(trainer.model):
         trainer.model = shell  # an earlier run applied the plan and took the shell off at its end
         return
-    model = trainer.model
-    check_model(model, "Trainer(strategy=)")
-    is_auto = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
-    plan = _automatic(trainer) if is_auto else _given_plan(trainer.strategy)
-    world = get_num_processes()
-    if plan.mesh is not None and _size(plan) != world:
-        plan = plan.rescale(world)
-    resolved = resolve_plan(plan, model=model, device=trainer.device, world=world, strict=trainer.strict)
-    _check(trainer, resolved)
-    optimizer = trainer.optimizer if isinstance(trainer.optimizer, torch.optim.Optimizer) else None
-    recipe = None if optimizer is None else recipe_of(optimizer, model)
-    # Without a loss function to tell it about, a found tensor plan leaves the head whole, and the outputs are what guests expect.
-    has_split_head = resolved.site.axis("tensor") > 1 and not looks_at_outputs(trainer)
-    loss_func = trainer.loss_func if has_split_head or resolved.site.axis("tensor") == 1 else None
-    ctx = PlanContext(model, resolved, recipe, loss_func, sample=_sample_runner(trainer))
-    ctx.output_position = 0
-    ctx.ddp_settings.update(ddp_settings(trainer))
-    shape(ctx)
+    planned = apply_to_state(request_of(trainer))
     loaders.keep_data_ranks(trainer)
-    _join_metrics(trainer)
-    if ctx.input_changes:
-        unwrap(ctx.model).register_forward_pre_hook(ChangeInputs(ctx.input_changes), with_kwargs=True)
-    if is_fully_sharded(ctx.model):
-        ctx.model.register_forward_hook(_reshard)
-    trainer.model = trainer._planned_model = ctx.model
-    if optimizer is not None:
-        trainer.optimizer = ctx.optimizer
-    if trainer.loss_func is not None:
-        for change in ctx.loss_changes:
-            trainer.loss_func = change(trainer.loss_func)
-    _hand_over(trainer, ctx)
-    trainer.plan = replace(
+    _join_metrics(trainer._eval_metrics, trainer._train_metrics)
+    trainer._planned_model, trainer.plan = trainer.model, planned.plan
+    trainer._form = None  # how a batch meets the model depends on the loss function
+    runtime = trainer._accelerator
+    if planned.precision is not None:
+        runtime.precision = planned.precision
+    if planned.scaler_dtype is not None:
+        scaled = Precision(name="plan", autocast_dtype=planned.scaler_dtype)
+        runtime.scaler = scaled.make_scaler(torch.device(trainer.device))
+    if planned.microbatch_size is not None and trainer.settings is not None:
+        trainer.settings = replace(trainer.settings, microbatch_size=planned.microbatch_size)
+
+
+def apply_to_state(request: PlanRequest) -> PlannedLoop:
+    """Find or read the plan, check it against the loop, and apply it to the State."""
+    model = request.state.model
+    check_model(model, "Trainer(strategy=)")
+    is_auto = isinstance(request.strategy, str) and request.strategy == "auto"
+    plan = _automatic(request) if is_auto else _given_plan(request.strategy)
+    world = get_num_processes()
+    if plan.mesh is not None and mesh_size(plan.mesh) != world:
+        plan = plan.rescale(world)
+    resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
+    _check(request, resolved)
+    optimizer = request.torch_optimizer
+    recipe = None if optimizer is None else recipe_of(optimizer, model)
+    app = Application(request.state, resolved, recipe, sample=_sample_runner(request))
+    app.output_position, app.outputs_are_read = 0, request.outputs_are_read
+    app.ddp_settings.update(request.ddp_settings)
+    apply_to_called_model(app)
+    autocast = app.autocast_dtype
+    plan = replace(
         plan,
         mesh=resolved.axes[::-1],
-        reasons=tuple(dict.fromkeys((*plan.reasons, *resolved.reasons, *ctx.notes))),
+        reasons=tuple(dict.fromkeys((*plan.reasons, *resolved.reasons, *app.notes))),
         dropped=resolved.dropped,
     )
-    _keep(trainer)
+    if request.folder is not None and request.writes_files and is_master():
+        plan.save(request.folder / _FILE)
+    return PlannedLoop(
+        plan=plan,
+        precision=next((p for p in PRECISIONS.values() if p.autocast_dtype is autocast), None) if autocast else None,
+        scaler_dtype=app.scaler_dtype,
+        microbatch_size=_microbatch_size(resolved, request.settings),
+    )
 
 
 def _given_plan(strategy: Any) -> Strategy:
@@ -89,29 +117,28 @@ def _given_plan(strategy: Any) -> Strategy:
         return Strategy.load(strategy)
 
 
-def _automatic(trainer: Any) -> Strategy:
+def _automatic(request: PlanRequest) -> Strategy:
     """Return the plan of the run that is resumed, or find one."""
-    folder = _folder(trainer)
-    if trainer.settings is not None and trainer.settings.resume_from is not None and folder is not None:
-        kept = Path(folder) / _FILE
+    if request.settings is not None and request.settings.resume_from is not None and request.folder is not None:
+        kept = request.folder / _FILE
         if kept.is_file():
             return Strategy.load(kept)
-    return search_plan(trainer)
+    return search_plan(request)
 
 
-def _sample_runner(trainer: Any) -> Callable[[nn.Module], Any] | None:
+def _sample_runner(request: PlanRequest) -> Callable[[nn.Module], Any] | None:
     """Return what calls a model with a few samples of the training data, or None where they cannot be had without a loader's help."""
-    source = trainer.train_dataset
-    dataset, collate = getattr(source, "dataset", source), getattr(source, "collate_fn", trainer.collate_fn)
+    source = request.dataset
+    dataset, collate = getattr(source, "dataset", source), getattr(source, "collate_fn", request.collate)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
 
     def run(model: nn.Module) -> Any:
         random_state, mode = capture_rng(), model.training
         batch = next(iter(DataLoader(dataset, batch_size=min(8, len(dataset)), collate_fn=collate)))
-        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        batch = move_to_device(place, batch)
-        args, kwargs = trainer._find_form(batch, model, trainer.loss_func is not None).arguments(batch)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        batch = move_to_device(device, batch)
+        args, kwargs = request.find_form(batch, model, request.state.loss_fn is not None).arguments(batch)
         model.eval()
         try:
             with torch.no_grad():
@@ -123,35 +150,17 @@ def _sample_runner(trainer: Any) -> Callable[[nn.Module], Any] | None:
     return run
 
 
-class ChangeInputs:
-    """Changes the tensors that a model is called with."""
-
-    def __init__(self, changes: list[Any]):
-        self.changes = changes
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return change_tensors(args, self.changes), change_tensors(kwargs, self.changes)
-
-
-def _reshard(model: nn.Module, args: Any, outputs: Any) -> None:
-    """Let go of gathered parameters when no backward will: the optimizer, the next run and a checkpoint look for the sharded ones."""
-    if not torch.is_grad_enabled():
-        for module in model.modules():
-            if is_fully_sharded(module):
-                module.reshard()  # type: ignore[operator]
-
-
-def _check(trainer: Any, resolved: ResolvedPlan) -> None:
-    """Refuse what the Trainer says otherwise, or cannot do."""
+def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
+    """Reject what the Trainer was told otherwise, or cannot do."""
     names = {method.name for _, method, _ in resolved.steps}
-    for algorithm in trainer._algorithms:
+    for algorithm in request.algorithms:
         same = SAME_AS_ALGORITHM.get(type(algorithm).__name__)
         if same in names:
             raise ConflictError(
                 f"the algorithm {type(algorithm).__name__} and the method {same} of the plan do the same. Leave one of them out."
             )
-    if trainer._requested_precision is not None and names & {"amp_native", "half", "fp8"}:
-        wanted = parse_precision(trainer._requested_precision)
+    if request.precision is not None and names & {"amp_native", "half", "fp8"}:
+        wanted = parse_precision(request.precision)
         amp = resolved.config("amp_native")
         asked = None if amp is None else {"bfloat16": "bf16", "float16": "fp16"}.get(amp.dtype)
         if wanted.name != asked:
@@ -159,35 +168,35 @@ def _check(trainer: Any, resolved: ResolvedPlan) -> None:
                 f"Trainer(precision={wanted.name!r}) and the plan's {', '.join(sorted(names & {'amp_native', 'half', 'fp8'}))} differ. "
                 "Give one of them."
             )
-    if not isinstance(trainer.optimizer, torch.optim.Optimizer) and names & set(NEED_TORCH_OPTIMIZER):
+    if request.torch_optimizer is None and names & set(NEED_TORCH_OPTIMIZER):
         raise ConfigError(
             f"{', '.join(sorted(names & set(NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, and the Trainer has a "
-            f"{type(trainer.optimizer).__name__}."
+            f"{type(request.optimizer).__name__}."
         )
-    if "chunked_cross_entropy" in names and trainer._has_train_metrics:
+    if "chunked_cross_entropy" in names and request.has_train_metrics:
         raise ConflictError(
             "train_metrics compare the model's outputs, and with chunked_cross_entropy a model that trains returns what its last layer is "
             "given. Leave one of them out; metrics= of evaluations work."
         )
     micro = resolved.config("micro_batch")
-    if micro is not None and trainer.settings is not None and trainer.settings.microbatch_size is not None:
+    if micro is not None and request.settings is not None and request.settings.microbatch_size is not None:
         raise ConfigError(
-            f"train(microbatch_size={trainer.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
+            f"train(microbatch_size={request.settings.microbatch_size!r}) and the plan's micro_batch both split the batch. Give one of "
             "them."
         )
-    if trainer.settings is not None:
-        check_graphs(names, trainer.settings, splits=micro is not None)
+    if request.settings is not None:
+        check_graphs(names, request.settings, splits=micro is not None)
     if resolved.site.axis("pipe") > 1:
         raise UnsupportedMethodError(
             "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen. Use "
             "auto_accelerate with a loop of your own for pipeline parallelism."
         )
     if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
-        _check_shared_samples(trainer, resolved)
+        _check_shared_samples(request, resolved)
 
 
-def check_graphs(names: set[str], settings: Any, splits: bool) -> None:
-    """Refuse recorded kernels with accumulation: the next recording would write over gradients that are still to be added to."""
+def check_graphs(names: set[str], settings: TrainSettings, splits: bool) -> None:
+    """Reject recorded kernels with accumulation: the next recording would write over gradients that are still to be added to."""
     accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
     if "cuda_graphs" in names and accumulates:
         raise UnsupportedMethodError(
@@ -196,25 +205,25 @@ def check_graphs(names: set[str], settings: Any, splits: bool) -> None:
         )
 
 
-def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
-    """Refuse what would go wrong where several ranks work on the same samples."""
-    sequence, optimizer, runtime = resolved.config("sequence_parallel"), trainer.optimizer, trainer._accelerator
+def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
+    """Reject what would go wrong where several ranks work on the same samples."""
+    sequence, optimizer = resolved.config("sequence_parallel"), request.torch_optimizer
     if sequence is not None and sequence.batch_sp_processing_fn is not None:
         raise UnsupportedMethodError(
             "sequence_parallel: batch_sp_processing_fn gives each rank a part of the batch, and the Trainer's hooks, losses and metrics "
             "see whole batches. Leave it out, so that the blocks run on pieces, or use auto_accelerate with a loop of your own."
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None:
         raise UnsupportedMethodError(
-            f"a tensor or sequence axis needs a torch optimizer, and the Trainer has a {type(optimizer).__name__}, whose units average "
-            "gradients over all processes. Use one torch optimizer, or a data axis."
+            f"a tensor or sequence axis needs a torch optimizer, and the Trainer has a {type(request.optimizer).__name__}, whose units "
+            "average gradients over all processes. Use one torch optimizer, or a data axis."
         )
     if resolved.site.axis("tensor") == 1:
         return
     dtypes = [
         m.chosen_dtype(config, resolved.site.device) for _, m, config in resolved.steps if hasattr(m, "chosen_dtype")
     ]
-    if runtime.scaler is not None or torch.float16 in dtypes:
+    if request.has_scaler or torch.float16 in dtypes:
         raise UnsupportedMethodError(
             "float16 with scaled gradients is not supported with a tensor axis: an overflow on one rank must be seen by all. Use bf16."
         )
@@ -224,58 +233,26 @@ def _check_shared_samples(trainer: Any, resolved: ResolvedPlan) -> None:
             "tensor axis, whole and in parts, are not. Use another optimizer, or a data axis."
         )
     tensor = resolved.config("tensor_parallel")
-    if tensor is not None and tensor.loss_parallel is True and looks_at_outputs(trainer):
+    if tensor is not None and tensor.loss_parallel is True and request.outputs_are_read:
         raise UnsupportedMethodError(
             "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, and train_metrics, an algorithm, a "
             "callback or an overridden hook looks at them. Leave loss_parallel out."
         )
 
 
-def _join_metrics(trainer: Any) -> None:
+def _join_metrics(*sets: MetricSet) -> None:
     """Let metrics of torchmetrics join the data ranks only, where other ranks hold the same samples."""
-    if num_data_ranks() == get_num_processes():
-        return
-    for metrics in (trainer._eval_metrics, trainer._train_metrics):
-        for metric in metrics._stateful.values():
-            for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
-                single.process_group = data_group()
+    if num_data_ranks() != get_num_processes():
+        for metrics in sets:
+            metrics.join(data_group())
 
 
-def _hand_over(trainer: Any, ctx: PlanContext) -> None:
-    """Tell the loop about precision and micro-batches."""
-    runtime, resolved = trainer._accelerator, ctx.plan
-    if ctx.autocast_dtype is not None:
-        runtime.precision = next(p for p in PRECISIONS.values() if p.autocast_dtype is ctx.autocast_dtype)
-    if ctx.scaler_dtype is not None:
-        runtime.scaler = Precision(name="plan", autocast_dtype=ctx.scaler_dtype).make_scaler(
-            torch.device(trainer.device)
-        )
-    micro = resolved.config("micro_batch")
-    if micro is not None and trainer.settings is not None and (micro.size or micro.accumulation):
-        settings = trainer.settings
-        ranks = resolved.data_ranks
-        rows = settings.per_device_batch_size
-        if settings.global_batch_size is not None:
-            rows = settings.global_batch_size // ranks
-        size = micro.size if micro.size is not None else max(1, -(-rows // micro.accumulation))
-        trainer.settings = replace(settings, microbatch_size=size)
-
-
-def _keep(trainer: Any) -> None:
-    """Write the plan beside the run's other files."""
-    folder = _folder(trainer)
-    if folder is not None and trainer.writes_files and is_master():
-        trainer.plan.save(Path(folder) / _FILE)
-
-
-def _folder(trainer: Any) -> Any:
-    """Return where the run's files are, None where it keeps none."""
-    run = current_run()
-    return Path(run.folder) if run is not None else trainer.settings.checkpoint_dir if trainer.settings else None
-
-
-def _size(plan: Strategy) -> int:
-    size = 1
-    for _, axis in plan.mesh:
-        size *= axis
-    return size
+def _microbatch_size(resolved: ResolvedPlan, settings: TrainSettings | None) -> int | None:
+    """Return the rows of a micro-batch that the plan asks for, or None."""
+    size, accumulation = resolved.batch_split
+    if settings is None or not (size or accumulation):
+        return None
+    rows = settings.per_device_batch_size
+    if settings.global_batch_size is not None:
+        rows = settings.global_batch_size // resolved.data_ranks
+    return size if size is not None else max(1, -(-rows // (accumulation or 1)))

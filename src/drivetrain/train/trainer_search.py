@@ -4,29 +4,38 @@ A trial runs in another process, where there is no Trainer. What the default hoo
 loss function, and travels; hooks that somebody overrides may do anything, so nothing is tried then, and the plan says so.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, PlanInfeasible
 from drivetrain.core.event import Event
-from drivetrain.module.precision import parse_precision
+from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
+from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.fingerprint import fingerprint
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.registry import method_names
-from drivetrain.strategy.search.wishes import Wishes
+from drivetrain.strategy.search.constraints import SearchConstraints
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.nesting import refuse_inside_trial
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import read_samples
 from drivetrain.train.batches import BatchForm, WholeForm, carried_loss
+from drivetrain.train.resuming import ddp_settings
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.setup import is_overridden
+
+if TYPE_CHECKING:
+    from drivetrain.core.plugin import Algorithm
+    from drivetrain.train.trainer import Trainer
 
 SAME_AS_ALGORITHM = {"TorchCompile": "native_dynamo", "ChannelsLast": "channels_last", "FP8Linear": "fp8"}
 """Algorithms that do what a method does; asking for both is a conflict."""
@@ -67,54 +76,124 @@ class LossByForm:
         return loss
 
 
-def search_plan(trainer: Any) -> Strategy:
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What planning needs to know of a Trainer that is about to train."""
+
+    state: State
+    """Model, loss and optimizer, which the plan changes."""
+    settings: TrainSettings | None
+    device: torch.device
+    strategy: Any = None
+    """The plan in any form that `Strategy.load` reads, or "auto"."""
+    strict: bool = False
+    time_limit: float | None = None
+    precision: str | Precision | None = None
+    """As it was requested; None leaves it to the plan."""
+    has_scaler: bool = False
+    dataset: Any = None
+    """What `train()` was given: a dataset, or a loader."""
+    collate: Callable[[list[Any]], Any] | None = None
+    loader: Any = None
+    """The training loader, where it was made already."""
+    find_form: Callable[[Any, Any, bool], BatchForm]
+    outputs_are_read: bool = False
+    """Whether anything but the loss function reads the model's outputs in training."""
+    has_train_metrics: bool = False
+    overridden_hook: str | None = None
+    """A hook that a trial would have to call, and that is not the Trainer's own."""
+    ddp_settings: Mapping[str, bool] = field(default_factory=dict)
+    folder: Path | None = None
+    """Where the run's files are; None where it keeps none."""
+    writes_files: bool = False
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer as it was given, or None."""
+        return self.state.optimizers[0] if self.state.optimizers else None
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, where it is one that a plan can make again."""
+        return self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
+
+    @property
+    def algorithms(self) -> "Sequence[Algorithm]":
+        """The algorithms of the run."""
+        return self.state.algorithms
+
+
+def request_of(trainer: "Trainer") -> PlanRequest:
+    """Return what planning needs to know of a Trainer."""
+    settings, run = trainer.settings, current_run()
+    folder = Path(run.folder) if run is not None else settings.checkpoint_dir if settings is not None else None
+    return PlanRequest(
+        state=trainer.state,
+        settings=settings,
+        device=torch.device(trainer.device),
+        strategy=trainer.strategy,
+        strict=trainer.strict,
+        time_limit=trainer.strategy_time_limit,
+        precision=trainer._requested_precision,
+        has_scaler=trainer._accelerator.scaler is not None,
+        dataset=trainer.train_dataset,
+        collate=trainer.collate_fn,
+        loader=getattr(trainer, "_train_dataloader", None),
+        find_form=trainer._find_form,
+        outputs_are_read=_reads_outputs(trainer),
+        has_train_metrics=trainer._has_train_metrics,
+        overridden_hook=_overridden_hook(trainer),
+        ddp_settings=ddp_settings(trainer),
+        folder=None if folder is None else Path(folder),
+        writes_files=trainer.writes_files,
+    )
+
+
+def search_plan(request: PlanRequest) -> Strategy:
     """Return the best plan for what the Trainer is about to do; its model, loader and random states stay as they are."""
     from drivetrain.strategy.search.find import find_plan
 
     refuse_inside_trial("Trainer(strategy='auto')")
-    task, obstacle = make_task(trainer)
-    device = torch.device(trainer.device)
-    plan = find_plan(task, device=device, world=get_num_processes(), constraints=wishes_of(trainer), on_progress=None)
+    task, obstacle = make_task(request)
+    world = get_num_processes()
+    plan = find_plan(task, device=request.device, world=world, constraints=constraints_of(request), on_progress=None)
     if plan.failure is not None:
         raise PlanInfeasible(f"strategy='auto': {plan.failure.message}")
-    mark = fingerprint(trainer.model, device, get_num_processes(), task.global_batch_size)
+    mark = fingerprint(request.state.model, request.device, world, task.global_batch_size)
     notes = [] if obstacle is None else [f"search: no plan was tried, because {obstacle}"]
-    if trainer._algorithms:
+    if request.algorithms:
         notes.append("search: plans were compared without the Trainer's algorithms")
     return replace(plan, fingerprint=mark, reasons=(*plan.reasons, *notes))
 
 
-def wishes_of(trainer: Any) -> Wishes:
+def constraints_of(request: PlanRequest) -> SearchConstraints:
     """Return what a plan for the Trainer's loop may hold: its own settings win, and all processes are data ranks."""
-    limit = trainer.strategy_time_limit
     excluded, included = set(_NOT_IN_THE_LOOP), []
-    for algorithm in trainer._algorithms:
+    for algorithm in request.algorithms:
         if (same := SAME_AS_ALGORITHM.get(type(algorithm).__name__)) is not None:
             excluded.add(same)
     numerics = "mixed"
-    if trainer._requested_precision is not None:
-        name = parse_precision(trainer._requested_precision).name
+    if request.precision is not None:
+        name = parse_precision(request.precision).name
         included += [("amp_native", name)] if name in ("bf16", "fp16") else []
         numerics = "mixed" if included else "exact"
-    optimizer = trainer.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
-        excluded |= set(NEED_TORCH_OPTIMIZER)  # it cannot be made anew, or would lose its state
-    if trainer.settings.microbatch_size is not None:
+    optimizer = request.torch_optimizer
+    if optimizer is None or optimizer.state:
+        excluded |= set(NEED_TORCH_OPTIMIZER)  # it cannot be made again, or would lose its state
+    if request.settings is not None and request.settings.microbatch_size is not None:
         excluded.add("micro_batch")
-    if looks_at_outputs(trainer):
+    if request.outputs_are_read:
         excluded.add("chunked_cross_entropy")  # a model that trains returns no logits then
-    known = set(method_names())
-    return Wishes(
-        time_limit=120.0 if limit is None else limit,
+    return SearchConstraints(
+        time_limit=120.0 if request.time_limit is None else request.time_limit,
         numerics=numerics,
-        excluded=frozenset(excluded & known),
+        excluded=frozenset(excluded & set(method_names())),
         included=tuple(included),
-        strict=trainer.strict,
+        strict=request.strict,
     )
 
 
-def looks_at_outputs(trainer: Any) -> bool:
-    """Say whether anybody but the loss function is shown the model's outputs in training."""
+def _reads_outputs(trainer: "Trainer") -> bool:
     engine = trainer.engine
     return (
         trainer._has_train_metrics
@@ -124,53 +203,53 @@ def looks_at_outputs(trainer: Any) -> bool:
     )
 
 
-def make_task(trainer: Any) -> tuple[TrainingTask, str | None]:
+def _overridden_hook(trainer: "Trainer") -> str | None:
+    from drivetrain.train.trainer import Trainer
+
+    own = (name for name in _HOOKS if getattr(type(trainer), name, None) is not getattr(Trainer, name, None))
+    return next(own, None)
+
+
+def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     """Return the training as a value, and why it cannot be tried, or None where it can."""
-    samples = _samples(trainer)
-    obstacle = why_not_tried(trainer)
-    form = trainer._find_form(samples, trainer.model, trainer.loss_func is not None)
+    samples, model, loss_func = _samples(request), request.state.model, request.state.loss_fn
+    obstacle = None
+    if request.overridden_hook is not None:
+        obstacle = f"the Trainer overrides {request.overridden_hook}, which runs only in the Trainer itself"
+    form = request.find_form(samples, model, loss_func is not None)
     if obstacle is None and isinstance(form, WholeForm):
         obstacle = "the model computes its own loss(outputs, batch), which a trial's model cannot be asked for"
-    optimizer = trainer.optimizer
     settings: dict[str, Any] = {}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        recipe = recipe_of(optimizer, trainer.model)
+    if request.torch_optimizer is not None:
+        recipe = recipe_of(request.torch_optimizer, model)
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
     elif obstacle is None:
-        obstacle = f"the optimizer is a {type(optimizer).__name__}, which a trial cannot make anew"
-    loss = None if obstacle is not None else LossByForm(form, trainer.loss_func)
+        obstacle = f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot make again"
     task = TrainingTask(
-        model=trainer.model, call=CallByForm(form), loss_func=loss, samples=samples,
-        global_batch_size=global_batch(trainer), **settings,
-    )  # fmt: skip
+        model=model,
+        call=CallByForm(form),
+        loss_func=None if obstacle is not None else LossByForm(form, loss_func),
+        samples=samples,
+        global_batch_size=_global_batch(request),
+        **settings,
+    )
     return task, obstacle
 
 
-def why_not_tried(trainer: Any) -> str | None:
-    """Return which overridden hook stands in the way of trials, or None."""
-    from drivetrain.train.trainer import Trainer
-
-    own = [name for name in _HOOKS if getattr(type(trainer), name, None) is not getattr(Trainer, name, None)]
-    if own:
-        return f"the Trainer overrides {own[0]}, which runs only in the Trainer itself"
-    return None
-
-
-def global_batch(trainer: Any) -> int:
+def _global_batch(request: PlanRequest) -> int:
     """Return how many samples all processes take in one pass of the loop."""
-    settings = trainer.settings
-    if settings.global_batch_size is not None:
+    settings = request.settings
+    if settings is not None and settings.global_batch_size is not None:
         return settings.global_batch_size
-    loader = trainer._train_dataloader
-    size = getattr(loader, "batch_size", None) or settings.per_device_batch_size
+    size = getattr(request.loader, "batch_size", None) or (settings or TrainSettings()).per_device_batch_size
     return size * num_data_ranks()
 
 
-def _samples(trainer: Any) -> Any:
+def _samples(request: PlanRequest) -> Any:
     """Return a few samples of the training data without touching the loader; random states stay as they are."""
-    source = trainer.train_dataset
+    source = request.dataset
     dataset, collate = (
-        (source.dataset, source.collate_fn) if isinstance(source, DataLoader) else (source, trainer.collate_fn)
+        (source.dataset, source.collate_fn) if isinstance(source, DataLoader) else (source, request.collate)
     )
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(

@@ -151,7 +151,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
     from drivetrain.strategy.fingerprint import fingerprint
     from drivetrain.strategy.search.find import find_plan
     from drivetrain.train.settings import TrainSettings
-    from drivetrain.train.trainer_search import make_task, wishes_of
+    from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 
     source = trainer._train_defaults["train_dataset"]
     if source is None:
@@ -159,12 +159,12 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
             f"{target} returned a Trainer without data. Make it with train_dataloader=, or return a dict of auto_accelerate's arguments."
         )
     per_process = getattr(source, "batch_size", None) or 8  # what train() takes where nothing is said
-    trainer.settings = TrainSettings(num_epochs=1, global_batch_size=size or per_process * world)
-    trainer.train_dataset = trainer._train_dataloader = source
-    task, _ = make_task(trainer)
+    settings = TrainSettings(num_epochs=1, global_batch_size=size or per_process * world)
+    request = replace(request_of(trainer), settings=settings, dataset=source, loader=source)
+    task, _ = make_task(request)
     spec = device if isinstance(device, DeviceSpec) else None
     place = choose_device("cpu" if spec is not None else device)
-    asked = replace(wishes_of(trainer), plan_only=True, spec=spec, **wishes)
+    asked = replace(constraints_of(request), plan_only=True, spec=spec, **wishes)
     plan = find_plan(task, device=place, world=world, constraints=asked)
     return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
 

@@ -11,7 +11,7 @@ from drivetrain.strategy.method import Method, Option, Site, Stage
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -104,7 +104,7 @@ class AmpNative(SixteenBits):
         effects.precision = effects.rate = config.dtype
         effects.arithmetic, effects.cast_width = "bfloat16", 2.0
 
-    def apply(self, ctx: "PlanContext", config: AmpConfig) -> None:
+    def apply(self, ctx: "Application", config: AmpConfig) -> None:
         ctx.autocast_dtype = ctx.scaler_dtype = self.chosen_dtype(config, ctx.device)
         ctx.skip_nonfinite = config.skip_if_nonfinite
 

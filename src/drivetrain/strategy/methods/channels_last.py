@@ -9,7 +9,7 @@ from drivetrain.module.layout import channels_last_input, to_channels_last
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -48,7 +48,7 @@ class ChannelsLast(Method):
                 f"channels_last: {type(site.model).__name__} has no Conv2d or Conv3d, so there is no layout to change. Leave it out."
             )
 
-    def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
+    def apply(self, ctx: "Application", config: NoConfig) -> None:
         count = to_channels_last(ctx.model)
         ctx.input_changes.append(channels_last_input)
         ctx.note(f"channels_last: {count} convolution kernels")

@@ -11,7 +11,7 @@ from drivetrain.strategy.effects import Recompute
 from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -113,7 +113,7 @@ class Checkpoint(Method):
         except ConfigError as error:
             raise MethodConfigError(str(error)) from error
 
-    def apply(self, ctx: "PlanContext", config: CheckpointConfig) -> None:
+    def apply(self, ctx: "Application", config: CheckpointConfig) -> None:
         names = checkpoint_blocks(
             ctx.model,
             selected(ctx.model, config.wrap_class),

@@ -16,7 +16,7 @@ from drivetrain.module.deferred_logits import DeferredLoss, defer_head, find_fin
 from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy(Method):
                 f"chunked_cross_entropy: {type(site.model).__name__} has no linear layer, so it does not end in one. Leave the method out."
             )
 
-    def apply(self, ctx: "PlanContext", config: ChunkedConfig) -> None:
+    def apply(self, ctx: "Application", config: ChunkedConfig) -> None:
         if ctx.loss_func is None:
             raise UnsupportedMethodError(
                 "chunked_cross_entropy changes the loss function, and none was given. Pass loss_func, or leave the method out."
@@ -116,7 +116,7 @@ class _Captured(Exception):
         self.arguments = args, kwargs
 
 
-def _model_arguments(ctx: "PlanContext") -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _model_arguments(ctx: "Application") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what the model is called with for a few samples; it does not run."""
 
     def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

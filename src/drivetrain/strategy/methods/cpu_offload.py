@@ -15,7 +15,7 @@ from drivetrain.strategy.method import Method, Option, Site, Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -91,7 +91,7 @@ class CpuOffload(Method):
                 "offload 'optimizer'."
             )
 
-    def apply(self, ctx: "PlanContext", config: OffloadConfig) -> None:
+    def apply(self, ctx: "Application", config: OffloadConfig) -> None:
         if any(name in ctx.plan.site.names for name in _SHARDED):
             return  # sharding has put everything on the host already
         if ctx.recipe is None:
@@ -104,12 +104,12 @@ class CpuOffload(Method):
             ctx.recipe_changes.append(lambda recipe: _train_on_host(recipe, ctx, config))
 
 
-def pins_memory(ctx: "PlanContext", config: OffloadConfig) -> bool:
+def pins_memory(ctx: "Application", config: OffloadConfig) -> bool:
     """Return whether host copies of a plan are pinned: there must be a device to read them."""
     return config.pin_memory and ctx.device.type == "cuda"
 
 
-def _train_on_host(recipe: OptimizerRecipe, ctx: "PlanContext", config: OffloadConfig) -> None:
+def _train_on_host(recipe: OptimizerRecipe, ctx: "Application", config: OffloadConfig) -> None:
     """Let the recipe make an optimizer of copies on the host."""
     inner = recipe.build
 

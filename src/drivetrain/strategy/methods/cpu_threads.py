@@ -11,7 +11,7 @@ from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.method import Method, Option, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -73,7 +73,7 @@ class CpuThreads(Method):
         share = cpu_share()
         return [CpuThreadsConfig(threads=count) for count in sorted({1, max(1, share // 2), share})]
 
-    def apply(self, ctx: "PlanContext", config: CpuThreadsConfig) -> None:
+    def apply(self, ctx: "Application", config: CpuThreadsConfig) -> None:
         torch.set_num_threads(config.threads or cpu_share())
         ctx.note("cpu_threads: holds for the whole process")
 

@@ -8,7 +8,7 @@ from drivetrain.strategy.method import Method, NoConfig, Option, Stage
 from drivetrain.strategy.registry import method_names
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -49,5 +49,5 @@ class CudaGraphs(Method):
         """Stand for itself and the compiler, which records the kernels that it makes."""
         return {self.name: None, _COMPILER: None}
 
-    def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
+    def apply(self, ctx: "Application", config: NoConfig) -> None:
         ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded again")

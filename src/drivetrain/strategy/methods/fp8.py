@@ -13,7 +13,7 @@ from drivetrain.strategy.methods.amp_native import AmpNative, sixteen_bits
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -85,7 +85,7 @@ class Fp8(Method):
                     f"{', '.join(linears[:12]) or 'none'}{', ...' if len(linears) > 12 else ''}."
                 )
 
-    def apply(self, ctx: "PlanContext", config: Fp8Config) -> None:
+    def apply(self, ctx: "Application", config: Fp8Config) -> None:
         settings: dict[str, Any] = {"recipe": config.recipe, "format": config.format, "include": config.include}
         names = convert_linears_to_fp8(ctx.model, min_features=config.min_features, skip=config.exclude, **settings)
         shown = f" ({', '.join(names)})" if 0 < len(names) <= 4 else ""

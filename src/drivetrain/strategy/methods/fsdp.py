@@ -15,7 +15,7 @@ from drivetrain.strategy.mesh import GRADIENT_AXES
 from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors, is_whole, selected
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -129,7 +129,7 @@ class Fsdp(Method):
         except ConfigError as error:
             raise MethodConfigError(str(error)) from error
 
-    def apply(self, ctx: "PlanContext", config: FsdpConfig) -> None:
+    def apply(self, ctx: "Application", config: FsdpConfig) -> None:
         shard_over_data(
             ctx,
             wrap=selected(ctx.model, config.wrap),
@@ -142,7 +142,7 @@ class Fsdp(Method):
 
 
 def shard_over_data(
-    ctx: "PlanContext",
+    ctx: "Application",
     *,
     wrap: Any = "auto",
     ignored: Any = (),

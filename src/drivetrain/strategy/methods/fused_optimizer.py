@@ -10,7 +10,7 @@ from drivetrain.strategy.effects import UNFUSED_UPDATE
 from drivetrain.strategy.method import Method, NoConfig, Option, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -41,7 +41,7 @@ class FusedOptimizer(Method):
     def label(self, config: NoConfig) -> str:
         return "fused"
 
-    def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
+    def apply(self, ctx: "Application", config: NoConfig) -> None:
         recipe = ctx.recipe
         if recipe is None:
             ctx.note("fused_optimizer: there is no optimizer")

@@ -13,7 +13,7 @@ from drivetrain.strategy.methods.cpu_offload import pins_memory
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -48,7 +48,7 @@ class Half(SixteenBits):
         effects.precision, effects.rate, effects.arithmetic = "half", "bfloat16", "bfloat16"
         effects.parameter_width, effects.cast_width = 2.0, 0.0
 
-    def apply(self, ctx: "PlanContext", config: HalfConfig) -> None:
+    def apply(self, ctx: "Application", config: HalfConfig) -> None:
         dtype = self.chosen_dtype(config, ctx.device)
         ctx.scaler_dtype = dtype
         is_sharded = any(name in ctx.plan.site.names for name in ("fsdp", "zero2"))
@@ -72,7 +72,7 @@ class CastFloats:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-def _train_copies(recipe: OptimizerRecipe, ctx: "PlanContext", originals: dict[str, Tensor]) -> None:
+def _train_copies(recipe: OptimizerRecipe, ctx: "Application", originals: dict[str, Tensor]) -> None:
     """Let the recipe make an optimizer of float32 copies."""
     from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
     from drivetrain.module.wrapping import named_clean_parameters

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from drivetrain.strategy.method import Method, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.batching import BatchPlan
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -65,7 +65,7 @@ class MicroBatch(Method):
                 )
         return values
 
-    def apply(self, ctx: "PlanContext", config: MicroBatchConfig) -> None:
+    def apply(self, ctx: "Application", config: MicroBatchConfig) -> None:
         splits = config.size is not None or config.accumulation is not None
         if splits and any(isinstance(module, _BatchNorm) for module in ctx.model.modules()):
             ctx.note("micro_batch: batch norms take their statistics from each micro-batch, not from the whole batch")

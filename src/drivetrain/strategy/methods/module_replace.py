@@ -8,7 +8,7 @@ from drivetrain.module.replacements import fuse_attention, pair_names, replace_p
 from drivetrain.strategy.method import Method, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
 
 _ATTENTION = "sdpa"
 
@@ -49,7 +49,7 @@ class ModuleReplace(Method):
         values["pairs"] = tuple((name, kwargs or ()) for name, kwargs in pairs)
         return values
 
-    def apply(self, ctx: "PlanContext", config: ModuleReplaceConfig) -> None:
+    def apply(self, ctx: "Application", config: ModuleReplaceConfig) -> None:
         wanted = None if config.pairs is None else {name: dict(kwargs) for name, kwargs in config.pairs}
         attention: tuple[list[str], list[str]] = ([], [])
         if wanted is None or wanted.pop(_ATTENTION, None) is not None:

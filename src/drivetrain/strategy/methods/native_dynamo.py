@@ -15,7 +15,7 @@ from drivetrain.strategy.effects import Kernels
 from drivetrain.strategy.method import Method, Option, Site, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -116,7 +116,7 @@ class NativeDynamo(Method):
         by_block = config.scope == "block" or (config.scope == "auto" and shards)
         return Stage.COMPILE_BLOCKS if by_block else Stage.COMPILE_MODEL
 
-    def apply(self, ctx: "PlanContext", config: CompileConfig) -> None:
+    def apply(self, ctx: "Application", config: CompileConfig) -> None:
         settings: dict[str, Any] = {"backend": config.backend, "fullgraph": config.fullgraph}
         settings |= {key: value for key in ("mode", "dynamic") if (value := getattr(config, key)) is not None}
         if "cuda_graphs" in ctx.plan.site.names:

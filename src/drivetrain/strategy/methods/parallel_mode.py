@@ -11,7 +11,7 @@ from drivetrain.strategy.mesh import AXES, AXIS_ALIASES, Axes
 from drivetrain.strategy.method import Method, Site, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.batching import BatchPlan
     from drivetrain.strategy.search.candidates import Candidate
 
@@ -115,7 +115,7 @@ class ParallelMode(Method):
                     f"parallel_mode: there is a {axis!r} axis of size {site.axis(axis)} but no {method} in the plan. Add it."
                 )
 
-    def apply(self, ctx: "PlanContext", config: ParallelModeConfig) -> None:
+    def apply(self, ctx: "Application", config: ParallelModeConfig) -> None:
         if config.sync_batchnorm and ctx.plan.data_ranks > 1:
             ctx.model = nn.SyncBatchNorm.convert_sync_batchnorm(ctx.model)
         for name in ("static_graph", "find_unused_parameters"):

@@ -20,7 +20,7 @@ from drivetrain.core.errors import (
 from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -151,7 +151,7 @@ class PipelineParallel(Method):
             raise self.bad("schedule", schedule, f"{expected} for {stages} stages on {ranks} ranks")
         return stages, schedule, config.microbatches or 2 * ranks
 
-    def apply(self, ctx: "PlanContext", config: PipelineConfig) -> None:
+    def apply(self, ctx: "Application", config: PipelineConfig) -> None:
         """Cut the model and put this rank's stages in its place."""
         import torch.distributed as dist
 
@@ -192,7 +192,7 @@ class PipelineParallel(Method):
         )
 
 
-def _refuse(ctx: "PlanContext", schedule: str) -> None:
+def _refuse(ctx: "Application", schedule: str) -> None:
     """Refuse what pipelines cannot do beside other methods, the same on all ranks."""
     if getattr(ctx.plan.config("native_dynamo"), "scope", None) == "model":
         raise ConflictError(
@@ -216,7 +216,7 @@ def _refuse(ctx: "PlanContext", schedule: str) -> None:
             )
 
 
-def _refuse_open_blocks(ctx: "PlanContext", split: Any) -> None:
+def _refuse_open_blocks(ctx: "Application", split: Any) -> None:
     """Refuse methods that work on blocks where a block is no step of a stage any more, so that they would do nothing."""
     from drivetrain.module.blocks import repeated_blocks
 
@@ -230,7 +230,7 @@ def _refuse_open_blocks(ctx: "PlanContext", split: Any) -> None:
             )
 
 
-def _sample_arguments(ctx: "PlanContext") -> dict[str, Any] | None:
+def _sample_arguments(ctx: "Application") -> dict[str, Any] | None:
     """Return the arguments of the model's forward for a few samples, by name, or None without data."""
     import inspect
 
@@ -256,7 +256,7 @@ class _Seen(Exception):
     """Ends a call whose arguments are all that is wanted."""
 
 
-def _allow_empty_groups(ctx: "PlanContext") -> None:
+def _allow_empty_groups(ctx: "Application") -> None:
     """Let parameter groups be empty on ranks whose stages have none of their parameters."""
     recipe = ctx.recipe
     assert recipe is not None

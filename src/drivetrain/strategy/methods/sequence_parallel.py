@@ -25,7 +25,7 @@ from drivetrain.strategy.method import Method, Site, Stage, as_selectors, is_who
 from drivetrain.strategy.profile.values import divides_heads
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -144,7 +144,7 @@ class SequenceParallel(Method):
         inside = {child for _, module in found for child in module.modules() if child is not module}
         return [(name, module) for name, module in found if module not in inside]
 
-    def apply(self, ctx: "PlanContext", config: SequenceParallelConfig) -> None:
+    def apply(self, ctx: "Application", config: SequenceParallelConfig) -> None:
         from drivetrain.module.sequence_parallel import split_sequence
 
         group = ctx.mesh.get_group("sequence")

@@ -12,7 +12,7 @@ from drivetrain.strategy.profile.values import divides_heads
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -156,11 +156,13 @@ class TensorParallel(Method):
             )
         return with_head or expanded, remarks
 
-    def apply(self, ctx: "PlanContext", config: TensorParallelConfig) -> None:
+    def apply(self, ctx: "Application", config: TensorParallelConfig) -> None:
         from drivetrain.module.distributed_tensors import synchronise
 
         place = replace(ctx.plan.site, model=ctx.whole_model)
-        expanded, remarks = self._expanded(config, place, has_loss=ctx.loss_func is not None)
+        expanded, remarks = self._expanded(
+            config, place, has_loss=ctx.loss_func is not None and not ctx.outputs_are_read
+        )
         pieces = self._pieces(expanded, place) if config.sequence_parallel else None
         expanded = ctx.held(expanded)
         mesh = ctx.mesh["tensor"] if ctx.mesh.ndim > 1 else ctx.mesh
@@ -180,7 +182,7 @@ class TensorParallel(Method):
         for remark in remarks:
             ctx.note(f"tensor_parallel: {remark}")
 
-    def _run_on_pieces(self, ctx: "PlanContext", mesh: Any, pieces: Any) -> None:
+    def _run_on_pieces(self, ctx: "Application", mesh: Any, pieces: Any) -> None:
         """Let the blocks that this rank holds run on pieces of the sequence."""
         from drivetrain.module.sequence_pieces import run_on_pieces
 
@@ -200,7 +202,7 @@ class TensorParallel(Method):
 class _Initialising:
     """Gives the modules of a model on the meta device memory one by one, and all ranks the same values."""
 
-    def __init__(self, ctx: "PlanContext", mesh: Any):
+    def __init__(self, ctx: "Application", mesh: Any):
         self.ctx, self.mesh = ctx, mesh
         self.param_init_fn = getattr(ctx.plan.config("fsdp") or ctx.plan.config("zero2"), "param_init_fn", None)
 

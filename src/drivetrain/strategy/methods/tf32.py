@@ -8,7 +8,7 @@ import torch
 from drivetrain.strategy.method import Method, Option, Stage
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.scope import Scope
 
@@ -49,7 +49,7 @@ class Tf32(Method):
             return "it needs a CUDA device of compute capability 8.0 or newer"
         return None
 
-    def apply(self, ctx: "PlanContext", config: Tf32Config) -> None:
+    def apply(self, ctx: "Application", config: Tf32Config) -> None:
         # The older switch sets the newer one too; the newer alone makes reading the older an error, and the compiler reads it.
         torch.set_float32_matmul_precision("high")
         backends: Any = torch.backends

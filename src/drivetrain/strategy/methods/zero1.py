@@ -12,7 +12,7 @@ from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 from drivetrain.strategy.methods.fsdp import Fsdp, sharding_options
 
 if TYPE_CHECKING:
-    from drivetrain.strategy.apply import PlanContext
+    from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.scope import Scope
@@ -49,7 +49,7 @@ class Zero1(Method):
                 "zero1 and tensor_parallel cannot be used together. Use fsdp or zero2 with tensor_parallel."
             )
 
-    def apply(self, ctx: "PlanContext", config: NoConfig) -> None:
+    def apply(self, ctx: "Application", config: NoConfig) -> None:
         recipe = ctx.recipe
         if recipe is None:
             raise ConflictError(

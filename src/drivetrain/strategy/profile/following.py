@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.module.wrapping import unwrap
-from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.profile.fake_world import GradientBuckets
 from drivetrain.strategy.profile.step_memory import StepMemory
@@ -21,7 +21,7 @@ class Update:
     def __init__(
         self,
         task: TrainingTask,
-        ctx: PlanContext,
+        ctx: Application,
         batch: BatchPlan,
         buckets: Sequence[GradientBuckets] = (),
         before_pass: Callable[[], None] = lambda: None,

@@ -42,12 +42,11 @@ from drivetrain.strategy.search.measure import PLENTY, Clock, Measuring, measuri
 from drivetrain.strategy.search.problem import PlanningProblem
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import Space, build_space
-from drivetrain.strategy.search.wishes import Wishes
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Evidence, Strategy
 
-__all__ = ["SearchConstraints", "Wishes", "find_plan"]
+__all__ = ["SearchConstraints", "find_plan"]
 
 _SIMULATED, _SIMULATED_IF_MEASURED = 8, 4
 """Plans that are simulated at most; fewer where most will be measured and none comes near the budget."""

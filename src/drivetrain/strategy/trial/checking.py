@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import unwrap
-from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.apply import Application
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.trial.values import OutcomeKind, Yardstick
 
@@ -63,7 +63,7 @@ def check_size(plan: ResolvedPlan, available: int) -> int:
 
 
 def planned_loss_and_norm(
-    ctx: PlanContext, batch: Any, call: Callable[..., Any], training: bool
+    ctx: Application, batch: Any, call: Callable[..., Any], training: bool
 ) -> tuple[float, float]:
     """Return loss and gradient norm of a planned model for what a loader yields; its gradients are cleared afterwards.
 
@@ -108,7 +108,7 @@ def verdict(
     return "ok", numbers
 
 
-def train_window(ctx: PlanContext, batch: Any, call: Callable[..., Any]) -> Tensor:
+def train_window(ctx: Application, batch: Any, call: Callable[..., Any]) -> Tensor:
     """Make one update as a hand-written loop does, from as many micro-batches as the plan has; return the last loss."""
     for _ in range(ctx.stepping.window.length):
         inputs = ctx.prepared(batch)

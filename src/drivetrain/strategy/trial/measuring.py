@@ -21,7 +21,7 @@ from drivetrain.module.buffers import buffers_kept
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.runtime.seeds import capture_rng, same_rng
-from drivetrain.strategy.apply import PlanContext
+from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.registry import find_method
@@ -194,7 +194,7 @@ class _Trial:
         is_same = drift <= _STEADY * max(1.0, abs(loss)) and same_rng(random, capture_rng())
         return {"training_loss": loss, "training_norm": norm, "training_drift": drift} if is_same else {}
 
-    def _check(self, ctx: PlanContext, expected: Yardstick | None, samples: int, batch: BatchPlan) -> None:
+    def _check(self, ctx: Application, expected: Yardstick | None, samples: int, batch: BatchPlan) -> None:
         check = self.task.batch(samples)
         as_trained = (
             self.is_compiled and expected is not None and bool(expected.is_steady) and batch.micro % samples == 0
@@ -227,7 +227,7 @@ class _Trial:
 
     # Fast.
 
-    def _train(self, ctx: PlanContext, batch: Any) -> None:
+    def _train(self, ctx: Application, batch: Any) -> None:
         ctx.model.train()
         self._tidy()
         batch = self._at_hand(batch)
@@ -254,7 +254,7 @@ class _Trial:
             return batch
         return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)
 
-    def _timed_by_clock(self, ctx: PlanContext, batch: Any) -> None:
+    def _timed_by_clock(self, ctx: Application, batch: Any) -> None:
         for index in range(self.order.steps):
             begin = time.perf_counter()
             loss = train_window(ctx, batch, self.task.call)
@@ -262,7 +262,7 @@ class _Trial:
                 torch.accelerator.synchronize()
             self._tell_step(index, time.perf_counter() - begin, plain_number(loss))
 
-    def _timed_by_events(self, ctx: PlanContext, batch: Any) -> None:
+    def _timed_by_events(self, ctx: Application, batch: Any) -> None:
         """Read each step's time one step later, so that the host runs ahead of the device as it does in training."""
         steps = self.order.steps
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]

@@ -1,0 +1,230 @@
+"""How the state of a session that a plan has spread over ranks is saved and restored: as that of the whole model where that is asked for.
+
+Each rank of a pipeline saves its own stages, which is enough to resume on the same mesh. For any other mesh the stages are joined on rank
+0, under the user's own names, and each rank takes its share of such a state when it loads one.
+
+Next to a tensor axis, `fully_shard` cuts a parameter that no plan splits over the data ranks alone: every tensor rank has a complete set of
+shards, each on a mesh of its own. To whoever saves them these would be different tensors of one name. So they are shown as what they
+are, shards with copies, on one mesh of all ranks, and taken back from there when a state is loaded. Nothing is sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from drivetrain.context.codec import pack, unpack
+from drivetrain.context.context import Context
+from drivetrain.context.optimizers import save_optimizer
+from drivetrain.context.saving import Saving
+from drivetrain.context.table import parameter_names
+from drivetrain.core.errors import StateError
+from drivetrain.module.clean_state import clean_state_dict
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.pipeline_schedule import PipelinedModel
+from drivetrain.runtime.ranks import is_master
+from drivetrain.strategy.method import Site
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STAGES = "pipeline_stages"
+"""Where the state of one rank says which stages it holds."""
+COPIES = "copies"
+"""The name of the tensor axis in the mesh on which such tensors are shown; it tells them from those that a plan splits."""
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """What a plan leaves with the Context that it was applied to."""
+
+    mesh: "DeviceMesh | None" = None
+    copies: "DeviceMesh | None" = None
+    """The mesh on which parameters that are sharded once for each tensor rank are saved."""
+
+    def save(self, context: Context, full: bool) -> dict[str, Any]:
+        """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
+        model = getattr(context, "model", None)
+        if isinstance(model, PipelinedModel):
+            state = Saving(context, full=False).pack(context, "")
+            return joined_state(context, state) if full else {**state, STAGES: _stages(model)}
+        state = Saving(context, full).pack(context, "")
+        return state if full or self.copies is None else with_copies(state, self.copies)
+
+    def own_part(self, context: Context, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank takes of a saved state; of a whole model's, a pipeline takes its own stages."""
+        model = getattr(context, "model", None)
+        state = check_stages(model, state)
+        if isinstance(model, PipelinedModel):
+            state = own_share(context, state)
+        if self.copies is not None:
+            assert self.mesh is not None
+            state = without_copies(state, self.mesh)
+        return state
+
+
+def joined_state(context: Context, state: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's state with model and optimizer of all stages, on rank 0; the others take part and get nothing."""
+    pipeline = context.model  # type: ignore[attr-defined]
+    assert isinstance(pipeline, PipelinedModel)
+    own: dict[str, Any] = {"model": dict(clean_state_dict(pipeline))}
+    optimizer = getattr(context, "optimizer", None)
+    if optimizer is not None:
+        own["optimizer"] = save_optimizer(optimizer, parameter_names(context))
+        if not all("param_names" in group for group in own["optimizer"]["param_groups"]):
+            raise StateError(
+                f"the state of {type(optimizer.inner).__name__} does not know its parameters by name, so the stages of the pipeline "
+                "cannot be joined. Save each rank's state_dict() and resume on the same mesh."
+            )
+    own = tree_map_only(Tensor, _full, own)
+    if 0 not in dist.get_process_group_ranks(pipeline.group):
+        return {}
+    stages: list[Any] | None = [None] * dist.get_world_size(pipeline.group) if is_master() else None
+    dist.gather_object(own, stages, dst=0, group=pipeline.group)
+    if stages is None:
+        return {}
+    state = {**state, "model": pack({name: value for stage in stages for name, value in stage["model"].items()})}
+    if optimizer is not None:
+        state["optimizer"] = pack(_joined_optimizer([stage["optimizer"] for stage in stages]))
+    return tree_map_only(Tensor, _full, state)
+
+
+def _stages(pipeline: PipelinedModel) -> dict[str, Any]:
+    return {"own": list(pipeline.own), "starts": list(pipeline.split.starts)}
+
+
+def check_stages(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without the note of its stages; stages that are not this rank's are refused."""
+    saved = state.get(STAGES)
+    if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
+        now = (
+            "the model is whole now"
+            if not isinstance(model, PipelinedModel)
+            else f"this rank has {_said(_stages(model))} now"
+        )
+        raise StateError(
+            f"this state holds one rank's part of a pipeline, {_said(saved)}, and {now}. It resumes on the mesh and with the split it was "
+            "saved under. For another plan, save context.state_dict(full=True), called on all ranks, which joins the stages."
+        )
+    return {name: value for name, value in state.items() if name != STAGES}
+
+
+def _said(stages: Mapping[str, Any]) -> str:
+    own = ", ".join(map(str, stages["own"]))
+    return f"stage {own} of {len(stages['starts']) + 1} (cut before {', '.join(stages['starts'])})"
+
+
+def own_share(context: Context, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without what belongs to stages of other ranks; one that has only this rank's stages stays as it is."""
+    pipeline = context.model  # type: ignore[attr-defined]
+    assert isinstance(pipeline, PipelinedModel)
+    others = pipeline.all_names - set(clean_state_dict(pipeline))
+    result = dict(state)
+    if isinstance(state.get("model"), Mapping):
+        model = unpack(state["model"])
+        result["model"] = pack({name: value for name, value in model.items() if name not in others})
+    if isinstance(state.get("optimizer"), Mapping):
+        result["optimizer"] = pack(_share_of_optimizer(unpack(state["optimizer"]), others))
+    return result
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full = tensor.detach()
+    return (full.full_tensor() if is_dtensor(full) else full).cpu()  # type: ignore[attr-defined]
+
+
+def _joined_optimizer(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one optimizer state of several, with parameters numbered anew in the order of groups, then stages."""
+    counts = {len(stage["param_groups"]) for stage in stages}
+    if len(counts) > 1:
+        raise StateError(
+            f"the optimizers of the pipeline's stages have {sorted(counts)} parameter groups. Return the same groups on every rank, empty "
+            "ones where a stage has none of the parameters."
+        )
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for members in zip(*(stage["param_groups"] for stage in stages)):
+        group = {**members[0], "params": [], "param_names": []}
+        for stage, member in zip(stages, members):
+            for key, name in zip(member["params"], member["param_names"]):
+                group["params"].append(number)
+                group["param_names"].append(name)
+                if key in stage["state"]:
+                    joined["state"][number] = stage["state"][key]
+                number += 1
+        joined["param_groups"].append(group)
+    return joined
+
+
+def _share_of_optimizer(saved: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
+    groups, dropped = [], set()
+    for group in saved.get("param_groups", ()):
+        names = group.get("param_names")
+        if names is None or len(names) != len(group["params"]):
+            return saved
+        kept = []
+        for key, name in zip(group["params"], names):
+            if name in others or name.removeprefix("model.") in others:
+                dropped.add(key)
+            else:
+                kept.append((key, name))
+        groups.append({**group, "params": [key for key, _ in kept], "param_names": [name for _, name in kept]})
+    state = {key: value for key, value in saved["state"].items() if key not in dropped}
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
+    """Return the mesh of all ranks with its tensor axis renamed, or None where nothing needs it; every rank must call this."""
+    if mesh is None or site.axis("tensor") in (1, site.world) or site.axis("pipe") > 1:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    names = tuple(COPIES if name == "tensor" else name for name in mesh.mesh_dim_names or ())
+    return DeviceMesh(site.device.type, mesh.mesh, mesh_dim_names=names)
+
+
+def with_copies(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """Return a state whose shards of single tensor ranks are shown on the mesh of all."""
+
+    shown: dict[int, Tensor] = {}  # a tied parameter stays one tensor
+
+    def show(tensor: Tensor) -> Tensor:
+        if not is_dtensor(tensor):
+            return tensor
+        own = tensor.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
+        if "tensor" in own or not set(own) <= set(mesh.mesh_dim_names):
+            return tensor
+        from torch.distributed.tensor import Replicate
+
+        layouts = dict(zip(own, tensor.placements))  # type: ignore[attr-defined]
+        if id(tensor) not in shown:
+            shown[id(tensor)] = _placed(tensor, mesh, [layouts.get(name, Replicate()) for name in mesh.mesh_dim_names])
+        return shown[id(tensor)]
+
+    return tree_map_only(Tensor, show, state)
+
+
+def without_copies(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """Return a state whose tensors with copies are those of this tensor rank again."""
+
+    def take(tensor: Tensor) -> Tensor:
+        if not is_dtensor(tensor) or COPIES not in (tensor.device_mesh.mesh_dim_names or ()):  # type: ignore[attr-defined]
+            return tensor
+        layouts = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements))  # type: ignore[attr-defined]
+        names = [name for name in mesh.mesh_dim_names if name != "tensor"]
+        kept = [name for name in names if mesh[name].size() > 1] or names
+        return _placed(tensor, mesh[tuple(kept)], [layouts[name] for name in kept])
+
+    return tree_map_only(Tensor, take, state)
+
+
+def _placed(tensor: Any, mesh: Any, layouts: list[Any]) -> Any:
+    """Return the same local tensor in another layout of the same whole."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor.to_local(), mesh, layouts, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
