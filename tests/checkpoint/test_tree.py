@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drivetrain.checkpoint.tree import DEPTH_LIMIT, flatten, parse_structure, tensor_names, unflatten
+from drivetrain.checkpoint.tree import flatten, parse_structure, tensor_names, unflatten
+from drivetrain.context.codec import DEPTH_LIMIT
 from drivetrain.core.errors import CheckpointError
 
 plain = st.one_of(

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.context.codec import TAG, is_packed_generator, pack, unpack
+from drivetrain.context.codec import is_packed_generator, pack, unpack
+from drivetrain.context.coders import TAG
 from drivetrain.core.errors import StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time

@@ -90,17 +90,17 @@ def test_selective_recomputes_no_matrix_product_and_full_recomputes_all():
 def test_attention_scores_are_recomputed_but_their_products_with_values_are_kept():
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from drivetrain.module.checkpointing import _keep_expensive
+    from drivetrain.module.checkpointing import keep_expensive
 
     queries, keys = torch.zeros(2, 64, 8), torch.zeros(2, 8, 64)
     bmm = torch.ops.aten.bmm.default
-    assert _keep_expensive(None, bmm, queries, keys) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert _keep_expensive(None, bmm, torch.zeros(2, 64, 64), queries) is CheckpointPolicy.MUST_SAVE
+    assert keep_expensive(None, bmm, queries, keys) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_expensive(None, bmm, torch.zeros(2, 64, 64), queries) is CheckpointPolicy.MUST_SAVE
     assert (
-        _keep_expensive(None, torch.ops.aten.baddbmm.default, queries, queries, keys)
+        keep_expensive(None, torch.ops.aten.baddbmm.default, queries, queries, keys)
         is CheckpointPolicy.PREFER_RECOMPUTE
     )
-    assert _keep_expensive(None, torch.ops.aten.relu.default, queries) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert keep_expensive(None, torch.ops.aten.relu.default, queries) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_offload_packs_the_inputs_of_blocks(monkeypatch):

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.errors import CheckpointError
-from drivetrain.runtime.collectives import control_group
+from drivetrain.runtime.collectives import control_group, gather_objects
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ class Exchange:
         """Return what every rank said, in order of rank."""
         if self.group is None:
             return [value]
-        import torch.distributed as dist
-
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self.group)
-        return said
+        return gather_objects(value, self.group)
 
     def first(self, ask: Callable[[], Any]) -> Any:
         """Return rank 0's answer on every rank, or raise its error on every rank: its view of the files counts."""

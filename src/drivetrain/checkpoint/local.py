@@ -15,14 +15,14 @@ an error.
 import random
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.layout import Manifest, rank_file
-from drivetrain.checkpoint.tree import IsLocal, Path, dotted, flatten, parse_structure, unflatten
+from drivetrain.checkpoint.tree import IsLocal, flatten, parse_structure, unflatten
 from drivetrain.context.codec import is_packed_generator, pack, unpack
 from drivetrain.context.coders import tag_of
 from drivetrain.core.errors import CheckpointError, ResumeError
@@ -45,10 +45,10 @@ def local_test(source: object) -> IsLocal:
     """Return the test for values of `source` that belong to one rank alone."""
     patterns = (*getattr(source, "rank_local", ()), *getattr(source, "_rank_local", ()))
 
-    def is_local(path: Path, value: object) -> bool:
+    def is_local(path: str, value: object) -> bool:
         if is_packed_generator(value):
             return True
-        return bool(patterns) and any(fnmatchcase(dotted(path), pattern) for pattern in patterns)
+        return bool(patterns) and any(fnmatchcase(path, pattern) for pattern in patterns)
 
     return is_local
 
@@ -65,7 +65,7 @@ def rank_tensors(local: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str,
     return flat.tensors, {_KEY: flat.to_json().decode()}
 
 
-def read_rank(folder: FilePath, rank: int) -> RankState:
+def read_rank(folder: Path, rank: int) -> RankState:
     """Read the file of one rank."""
     from safetensors import SafetensorError, safe_open
 
@@ -83,7 +83,7 @@ def read_rank(folder: FilePath, rank: int) -> RankState:
 
 
 def state_for_rank(
-    folder: FilePath, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge] | None = None
+    folder: Path, manifest: Manifest, rank: int, size: int, merges: Mapping[str, Merge] | None = None
 ) -> RankState:
     """Return what this rank continues with."""
     if size == manifest.world_size:

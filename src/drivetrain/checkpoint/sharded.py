@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.tree import flatten
+from drivetrain.core.containers import join_path
 from drivetrain.core.errors import CheckpointError
 
 
@@ -122,21 +123,17 @@ def _optimizer_parameters(structure: Any) -> Iterator[tuple[str, dict[str, str]]
         elif isinstance(value, dict):
             for key, item in value.items():
                 inner = value[key] if key in ("$tuple", "$dict", "$ordered") else None
-                waiting += _members(path, inner) if inner is not None else [(_joined(path, key), item)]
+                waiting += _members(path, inner) if inner is not None else [(join_path(path, key), item)]
         elif isinstance(value, list):
-            waiting += [(_joined(path, index), item) for index, item in enumerate(value)]
+            waiting += [(join_path(path, index), item) for index, item in enumerate(value)]
 
 
 def _members(path: str, inner: list[Any]) -> list[tuple[str, Any]]:
     """Return the members of a tagged tuple or of a tagged mapping (a list of pairs)."""
     pairs = [pair for pair in inner if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int)]
     if len(pairs) == len(inner):
-        return [(_joined(path, key), item) for key, item in pairs]
-    return [(_joined(path, index), item) for index, item in enumerate(inner)]
-
-
-def _joined(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)
+        return [(join_path(path, key), item) for key, item in pairs]
+    return [(join_path(path, index), item) for index, item in enumerate(inner)]
 
 
 class _TensorsOnly(DefaultLoadPlanner):

@@ -1,55 +1,72 @@
-"""Turning values into plain containers and tensors, and back, without pickle and without importing a class.
+"""Values as plain data and back, without pickle and without importing a class: one table of kinds for two forms.
 
-`torch.load(weights_only=True)` accepts dicts, lists, tuples, numbers, strings and tensors; those stay as they
-are. Everything else that people keep in a training session (paths, enums, arrays, generators, sets, dataclasses)
-becomes a dict with a tag, `{"__drivetrain__": "path", "value": "data/train"}`. `unpack` gives back the value that was
-packed.
+The *state form* is what `torch.load(weights_only=True)` accepts: dicts, lists, tuples, numbers, strings and tensors stay as they are.
+Everything else that people keep in a training session (paths, enums, arrays, generators, sets, dataclasses) becomes a dict with a
+tag, `{"__drivetrain__": "path", "value": "data/train"}`.
 
-A tag never names code to run. Enums, namedtuples and dataclasses are rebuilt only with a class the program itself has
+The *JSON form* holds a value in state form, for files. What JSON lacks is an object with a key that begins with `$`, such as
+`{"$tuple": [...]}`. A dict with such keys of its own, or with keys that are not text, becomes a `$dict` of pairs, so that nothing can be
+mistaken for a tag. Tensors are left to the caller, who stores them under a name.
+
+A tag never names code to run. Enums, namedtuples and dataclasses are built only with a class the program itself has
 at hand: one found in the `live` value, or declared with `torch.serialization.add_safe_globals`.
 """
 
-import copy
-import dataclasses
+import math
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from drivetrain.context.coders import GENERATOR_TAGS, TAG, VALUE_CODERS, class_name, tag_of, tagged, value_coder
-from drivetrain.core.errors import StateError
+from drivetrain.context.coders import (
+    CODERS,
+    CODERS_BY_TAG,
+    GENERATORS,
+    JSON_CODERS,
+    JSON_CODERS_BY_TAG,
+    NOT_STATE,
+    PLAIN,
+    TAG,
+    Content,
+    class_name,
+    tag_of,
+    tagged,
+)
+from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple, join_path
+from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, Timestamp, TimeUnit
 
-PLAIN = frozenset({type(None), bool, int, float, complex, str})
-"""Types that are kept as they are."""
-NOT_STATE = "not state"
-"""The tag of a value without state, so that positions and names stay as they were."""
+DEPTH_LIMIT = 100
+"""Levels of nesting in the JSON form."""
 
 _OWN_CLASSES: tuple[type, ...] = (Time, TimeUnit, Timestamp, Event)
-_CODERS_BY_TAG = {coder.tag: coder for coder in VALUE_CODERS}
+_LONGEST_DECIMAL = 2**10_000  # Python does not read decimals of more than 4,300 digits
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError)
 
 Special = Callable[[Any, str], Any]
 """Packs what has its own way of being saved, given the value and its path; NotImplemented leaves it to the codec."""
+T = TypeVar("T")
 
 
 def pack(
-    value: Any, *, path: str = "", special: Special | None = None, tensor: Callable[[torch.Tensor], Any] | None = None
+    value: object, *, path: str = "", special: Special | None = None, tensor: Callable[[Tensor], Any] | None = None
 ) -> Any:
     """Return `value` as plain tagged containers and tensors; tensors are detached, not copied.
 
     >>> pack({"root": Path("data"), "sizes": (1, 2)})
     {'root': {'__drivetrain__': 'path', 'value': 'data'}, 'sizes': (1, 2)}
     """
-    return Packer(special, tensor or torch.Tensor.detach).pack(value, path)
+    return Packer(special, tensor or Tensor.detach).pack(value, path)
 
 
-def unpack(packed: Any, live: Any = None) -> Any:
+def unpack(packed: object, live: object = None) -> Any:
     """Return the value that was packed; enums, namedtuples and dataclasses take their class from `live`.
 
     >>> unpack(pack({"root": Path("data"), "sizes": {3, 4}}))
@@ -58,51 +75,71 @@ def unpack(packed: Any, live: Any = None) -> Any:
     return Unpacker(classes_in(live)).unpack(packed)
 
 
-def is_packed_generator(packed: Any) -> bool:
+def is_packed_generator(packed: object) -> bool:
     """Return whether a packed value is the state of a random generator, which differs from rank to rank."""
-    return tag_of(packed) in GENERATOR_TAGS
-
-
-def join_path(path: str, name: object) -> str:
-    """Return the path of a part: `join_path("history", 0)` is `"history.0"`."""
-    return f"{path}.{name}" if path else str(name)
+    return tag_of(packed) in GENERATORS
 
 
 class Packer:
-    """One packing: remembers which containers it is inside of, so that a cycle is an error and not a hang."""
+    """One packing into the state form. It remembers which containers it is inside of, so that a cycle is an error and not a hang."""
 
-    def __init__(self, special: Special | None, tensor: Callable[[torch.Tensor], Any]):
+    plain: ClassVar[frozenset[type]] = PLAIN
+    depth_limit: ClassVar[int] = sys.maxsize
+
+    def __init__(self, special: Special | None, tensor: Callable[[Tensor], Any]):
         self.special, self.tensor = special, tensor
         self._inside: set[int] = set()
 
     def pack(self, value: Any, path: str) -> Any:
         """Return one value, at one path, as plain data and tensors."""
-        if type(value) in PLAIN:
+        if type(value) in self.plain:
             return value
-        if isinstance(value, torch.Tensor):
-            return self.tensor(value)
-        if id(value) in self._inside:
-            raise StateError(f"{path or 'the value'}: a {type(value).__name__} contains itself and cannot be saved.")
+        if id(value) in self._inside or len(self._inside) > self.depth_limit:
+            raise self._too_deep(value, path)
         self._inside.add(id(value))
         try:
             if self.special is not None and (result := self.special(value, path)) is not NotImplemented:
                 return result
-            return self._pack_known(value, path)
+            return self._pack_tensor(value, path) if isinstance(value, Tensor) else self._pack_known(value, path)
         finally:
             self._inside.discard(id(value))
 
+    def items(self, values: Iterable[Any], path: str) -> list[Any]:
+        """Return the items of a sequence, packed."""
+        return [
+            value if type(value) in self.plain else self.pack(value, join_path(path, index))
+            for index, value in enumerate(values)
+        ]
+
+    def entries(self, value: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """Return the entries of a mapping whose keys are kept as they are, packed."""
+        return {key: self.pack(item, join_path(path, key)) for key, item in value.items()}
+
+    def pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+        """Return the entries of a mapping as pairs, keys and values packed."""
+        return [(self.pack(key, path), self.pack(item, join_path(path, key))) for key, item in value.items()]
+
+    def _too_deep(self, value: object, path: str) -> Exception:
+        return StateError(f"{path or 'the value'}: a {type(value).__name__} contains itself and cannot be saved.")
+
+    def _pack_tensor(self, tensor: Tensor, path: str) -> Any:
+        return self.tensor(tensor)
+
     def _pack_known(self, value: Any, path: str) -> Any:
-        if coder := value_coder(value):
-            return tagged(coder.tag, self.pack(coder.pack(value), path))
+        if type(value) is list:
+            return self.items(value, path)
+        if coder := next((coder for coder in CODERS if coder.holds(value)), None):
+            return tagged(coder.tag, coder.pack(value, self, path))
+        if isinstance(value, OrderedDict):
+            return with_metadata(OrderedDict(self.entries(value, path)), value)
+        if isinstance(value, dict):
+            return self.entries(value, path)
+        if isinstance(value, list):
+            return self.items(value, path)
+        if isinstance(value, tuple):
+            return tuple(self.items(value, path))
         if isinstance(value, np.generic) and type(value.item()) in PLAIN:
             return value.item()
-        if is_namedtuple(value):
-            return tagged("namedtuple", self._fields(value, value._asdict(), path))
-        if is_dataclass(value):
-            return tagged("dataclass", self._fields(value, field_values(value), path))
-        for kind, pack_container in self._CONTAINERS.items():
-            if isinstance(value, kind):
-                return pack_container(self, value, path)
         if isinstance(value, str):  # a subclass of a plain type is saved as that type
             return str.__str__(value)
         for number in (int, float, complex):
@@ -113,102 +150,110 @@ class Packer:
             "and containers of them, or an object with state_dict() and load_state_dict()."
         )
 
-    def _many(self, values: Iterable[Any], path: str) -> list[Any]:
+
+class JsonPacker(Packer):
+    """One packing of a value in state form into the JSON form."""
+
+    plain = frozenset({type(None), bool, str})
+    depth_limit = DEPTH_LIMIT
+
+    def __init__(self, special: Special | None, tensor: Callable[[Tensor, str], Any]):
+        super().__init__(special, Tensor.detach)
+        self._name_tensor = tensor
+
+    def pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+        """Return the entries of a mapping as lists of two."""
+        if any(isinstance(key, Tensor) for key in value):
+            raise CheckpointError(f"{path}: a tensor is a key of this dict. Use a name or a number as the key.")
         return [
-            value if type(value) in PLAIN else self.pack(value, join_path(path, index))
-            for index, value in enumerate(values)
+            [self.pack(key, join_path(path, "key")), self.pack(item, join_path(path, key))]
+            for key, item in value.items()
         ]
 
-    def _fields(self, value: Any, fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-        packed = {name: self.pack(item, join_path(path, name)) for name, item in fields.items()}
-        return {"class": class_name(type(value)), "fields": packed}
+    def _too_deep(self, value: object, path: str) -> Exception:
+        return CheckpointError(f"{path[:60]}...: nested more than {DEPTH_LIMIT} levels deep, or containing itself.")
 
-    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[tuple[Any, Any]]:
-        return [(self.pack(key, path), self.pack(item, join_path(path, key))) for key, item in value.items()]
+    def _pack_tensor(self, tensor: Tensor, path: str) -> Any:
+        return self._name_tensor(tensor, path)
 
-    def _counter(self, value: "Counter[Any]", path: str) -> dict[str, Any]:
-        return tagged("counter", self._pairs(value, path))
-
-    def _ordered(self, value: "OrderedDict[Any, Any]", path: str) -> Any:
-        if not all(map(_is_plain_key, value)):
-            return tagged("ordered_dict", self._pairs(value, path))
-        return with_metadata(
-            OrderedDict((key, self.pack(item, join_path(path, key))) for key, item in value.items()), value
+    def _pack_known(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind is float and math.isfinite(value):
+            return value
+        if kind is int and -_LONGEST_DECIMAL < value < _LONGEST_DECIMAL:
+            return value
+        if kind is list:
+            return self.items(value, path)
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return self.entries(value, path)
+        if kind is OrderedDict:
+            metadata = getattr(value, "_metadata", None)  # a module's state: version numbers of its parts
+            extra = {} if metadata is None else {"metadata": self.pack(metadata, join_path(path, "_metadata"))}
+            return {"$ordered": self.pairs(value, path), **extra}
+        if coder := JSON_CODERS.get(kind):
+            return {f"${coder.tag}": coder.pack(value, self, path)}
+        raise CheckpointError(
+            f"{path or 'the state'} is a {class_name(kind)}, which a checkpoint cannot hold. Expected numbers, text, bytes, tensors, "
+            "and dicts, lists and tuples of them; give an object a state_dict() and load_state_dict(), or leave it out."
         )
-
-    def _dict(self, value: dict[Any, Any], path: str) -> dict[Any, Any]:
-        if TAG in value or not all(map(_is_plain_key, value)):
-            return tagged("dict", self._pairs(value, path))
-        return {key: self.pack(item, join_path(path, key)) for key, item in value.items()}
-
-    def _list(self, value: list[Any], path: str) -> list[Any]:
-        return self._many(value, path)
-
-    def _tuple(self, value: tuple[Any, ...], path: str) -> tuple[Any, ...]:
-        return tuple(self._many(value, path))
-
-    def _set(self, value: Any, path: str) -> dict[str, Any]:
-        # Sorted, because the order of a set differs from process to process and equal states should give equal files.
-        return tagged("frozenset" if isinstance(value, frozenset) else "set", self._many(sorted(value, key=repr), path))
-
-    def _deque(self, value: "deque[Any]", path: str) -> dict[str, Any]:
-        return tagged("deque", {"items": self._many(value, path), "maxlen": value.maxlen})
-
-    _CONTAINERS: dict[Any, Callable[..., Any]] = {
-        Counter: _counter,
-        OrderedDict: _ordered,
-        dict: _dict,
-        list: _list,
-        tuple: _tuple,
-        (set, frozenset): _set,
-        deque: _deque,
-    }
 
 
 class Unpacker:
-    """One unpacking, with the classes the program has at hand."""
+    """One unpacking of the state form, with the classes the program has at hand."""
 
-    def __init__(self, classes: Iterable[type] = (), tensor: Callable[[torch.Tensor], torch.Tensor] | None = None):
+    error: ClassVar[type[DrivetrainError]] = StateError
+    depth_limit: ClassVar[int] = sys.maxsize
+
+    def __init__(self, classes: Iterable[type] = (), tensor: Callable[[Tensor], Tensor] | None = None):
         self._tensor = tensor
         self._classes = {class_name(cls): cls for cls in (*_OWN_CLASSES, *classes)}
+        self._depth = 0
 
-    def unpack(self, packed: Any) -> Any:
+    def unpack(self, packed: Any, path: str = "") -> Any:
         """Return the value behind a packed one; a part that was not state is left out of a dict, and None elsewhere."""
         kind = type(packed)
         if kind in PLAIN or kind is bytes:  # other programs' files hold bytes as they are
             return packed
-        if isinstance(packed, torch.Tensor):
-            return packed if self._tensor is None else self._tensor(packed)
-        if kind is list:
-            return [self.unpack(item) for item in packed]
-        if kind is tuple:
-            return tuple([self.unpack(item) for item in packed])
-        if kind is OrderedDict:
-            return with_metadata(OrderedDict(self._entries(packed)), packed)
-        if kind is not dict:
-            raise StateError(
-                f"a {kind.__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
-            )
-        if TAG not in packed:
-            return dict(self._entries(packed))
+        if self._depth > self.depth_limit:
+            raise self.error(f"{path[:60]}...: nested more than {self.depth_limit} levels deep")
+        self._depth += 1
         try:
-            return self._unpack_tagged(packed[TAG], packed.get("value"))
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, StateError):
+            if kind is list:
+                return self.items(packed, path)
+            if kind is not dict:
+                return self._unpack_other(packed, path)
+            key = self._tag_key(packed)
+            return self.entries(packed, path) if key is None else self._open(key, packed, path)
+        finally:
+            self._depth -= 1
+
+    def _open(self, key: str, packed: dict[str, Any], path: str) -> Any:
+        try:
+            return self._unpack_tagged(key, packed, path)
+        except _DAMAGE as error:
+            if isinstance(error, self.error):
                 raise
-            raise StateError(f"a saved {packed[TAG]} is damaged ({type(error).__name__}: {error}).") from error
+            name = f"{path}: a saved" if path else "a saved"
+            tag = packed[TAG] if key == TAG else key
+            raise self.error(f"{name} {tag} is damaged ({type(error).__name__}: {error}).") from error
 
-    def _entries(self, packed: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-        return [(key, self.unpack(item)) for key, item in packed.items() if tag_of(item) != NOT_STATE]
+    def items(self, packed: Content, path: str) -> list[Any]:
+        """Return the items of a packed list."""
+        return [
+            item if type(item) in PLAIN else self.unpack(item, join_path(path, index))
+            for index, item in enumerate(packed)
+        ]
 
-    def _unpack_tagged(self, tag: Any, content: Any) -> Any:
-        if tag == NOT_STATE:
-            return None
-        if coder := _CODERS_BY_TAG.get(tag):
-            return coder.unpack(self.unpack(content), self.find_class)
-        if build := self._CONTAINERS.get(tag):
-            return build(self, content)
-        raise StateError(f"unknown tag {tag!r} in a saved value: it was written by a newer version, or is damaged.")
+    def entries(self, packed: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+        """Return the entries of a packed dict."""
+        return {
+            key: self.unpack(item, join_path(path, key)) for key, item in packed.items() if not self._leaves_out(item)
+        }
+
+    def pairs(self, content: Content, path: str) -> list[tuple[Any, Any]]:
+        """Return the entries of a mapping that is packed as pairs."""
+        entries = [(self.unpack(key, path), item) for key, item in content if not self._leaves_out(item)]
+        return [(key, self.unpack(item, join_path(path, key))) for key, item in entries]
 
     def find_class(self, name: str, purpose: str) -> type:
         """Return the class of that name among those at hand; the file only names it, it is never imported."""
@@ -223,73 +268,88 @@ class Unpacker:
             f"class in place before loading, or declare it: torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])."
         )
 
-    def _pairs(self, content: Any) -> list[tuple[Any, Any]]:
-        return [(self.unpack(key), self.unpack(item)) for key, item in content if tag_of(item) != NOT_STATE]
+    def _leaves_out(self, packed: object) -> bool:
+        return tag_of(packed) == NOT_STATE
 
-    def _namedtuple(self, content: dict[str, Any]) -> Any:
-        cls = self.find_class(content["class"], "namedtuple")
-        return cls(**{name: self.unpack(item) for name, item in content["fields"].items()})
+    def _tag_key(self, packed: dict[Any, Any]) -> str | None:
+        """Return the key that marks a dict as the packed form of another value, or None."""
+        return TAG if TAG in packed else None
 
-    def _dataclass(self, content: dict[str, Any]) -> Any:
-        cls = self.find_class(content["class"], "dataclass")
-        names = {field.name for field in dataclasses.fields(cls)}
-        if names != set(content["fields"]):
-            raise StateError(
-                f"a saved {class_name(cls)} has the fields {sorted(content['fields'])}, the class has {sorted(names)}."
-            )
-        value: Any = object.__new__(cls)
-        for name, item in content["fields"].items():
-            object.__setattr__(value, name, self.unpack(item))
-        return value
+    def _unpack_other(self, packed: Any, path: str) -> Any:
+        if isinstance(packed, Tensor):
+            return packed if self._tensor is None else self._tensor(packed)
+        if type(packed) is tuple:
+            return tuple(self.items(packed, path))
+        if type(packed) is OrderedDict:
+            return with_metadata(OrderedDict(self.entries(packed, path)), packed)
+        raise StateError(
+            f"a {type(packed).__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
+        )
 
-    _CONTAINERS: dict[str, Callable[..., Any]] = {
-        "counter": lambda self, content: Counter(dict(self._pairs(content))),
-        "ordered_dict": lambda self, content: OrderedDict(self._pairs(content)),
-        "dict": lambda self, content: dict(self._pairs(content)),
-        "set": lambda self, content: {self.unpack(item) for item in content},
-        "frozenset": lambda self, content: frozenset(self.unpack(item) for item in content),
-        "deque": lambda self, content: deque(map(self.unpack, content["items"]), maxlen=content["maxlen"]),
-        "namedtuple": _namedtuple,
-        "dataclass": _dataclass,
-    }
+    def _unpack_tagged(self, key: str, packed: dict[str, Any], path: str) -> Any:
+        tag = packed[key]
+        if tag == NOT_STATE:
+            return None
+        if coder := CODERS_BY_TAG.get(tag):
+            return coder.unpack(packed.get("value"), self, path)
+        raise StateError(f"unknown tag {tag!r} in a saved value: it was written by a newer version, or is damaged.")
 
 
-def with_metadata(target: Any, source: Any) -> Any:
+class JsonUnpacker(Unpacker):
+    """One unpacking of the JSON form into the state form: builtin containers and numbers, and what the caller has for further tags."""
+
+    error = CheckpointError
+    depth_limit = DEPTH_LIMIT
+
+    def __init__(self, given: Mapping[str, Callable[[dict[str, Any]], object]]):
+        super().__init__()
+        self._given = given
+        """For each further tag, what makes the value of a dict with that tag."""
+
+    def items(self, packed: Content, path: str) -> list[Any]:
+        """Return the items of a JSON array."""
+        if not isinstance(packed, list):
+            raise TypeError("expected a list")
+        return super().items(packed, path)
+
+    def pairs(self, content: Content, path: str) -> list[tuple[Any, Any]]:
+        """Return the entries of a mapping from its lists of two."""
+        if not isinstance(content, list):
+            raise TypeError("expected a list")
+        return super().pairs(content, path)
+
+    def _leaves_out(self, packed: object) -> bool:
+        return False
+
+    def _tag_key(self, packed: dict[str, Any]) -> str | None:
+        return next((key for key in packed if key.startswith("$")), None)
+
+    def _unpack_tagged(self, key: str, packed: dict[str, Any], path: str) -> Any:
+        if key in self._given:
+            return self._given[key](packed)
+        if key == "$ordered":
+            ordered = OrderedDict(self.pairs(packed[key], path))
+            if "metadata" in packed:
+                ordered._metadata = self.unpack(packed["metadata"], path)  # type: ignore[attr-defined]
+            return ordered
+        if len(packed) != 1:
+            raise ValueError(f"unexpected entries next to {key}")
+        return JSON_CODERS_BY_TAG[key].unpack(packed[key], self, path)
+
+
+def with_metadata(target: T, source: object) -> T:
     """Carry over the `_metadata` that torch hangs on a module's state."""
     if (metadata := getattr(source, "_metadata", None)) is not None:
-        target._metadata = metadata
+        target._metadata = metadata  # type: ignore[attr-defined]
     return target
 
 
-def is_namedtuple(value: Any) -> bool:
-    """Return whether a value is a namedtuple."""
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def is_dataclass(value: Any) -> bool:
-    """Return whether a value is an instance of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def field_values(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass instance that have been set."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
-
-
-def replace_fields(value: Any, changes: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass instance with fields changed, frozen or not, without running its constructor."""
-    clone = copy.copy(value)
-    for name, change in changes.items():
-        object.__setattr__(clone, name, change)
-    return clone
-
-
-def needs_class(value: Any) -> bool:
+def needs_class(value: object) -> bool:
     """Return whether a value can only be rebuilt with its class."""
     return isinstance(value, Enum) or is_namedtuple(value) or is_dataclass(value)
 
 
-def classes_in(live: Any) -> list[type]:
+def classes_in(live: object) -> list[type]:
     """Return the enum, namedtuple and dataclass classes found in a value and its containers."""
     found: dict[type, None] = {}
     seen: set[int] = set()
@@ -308,10 +368,6 @@ def classes_in(live: Any) -> list[type]:
         elif is_dataclass(value):
             waiting += field_values(value).values()
     return list(found)
-
-
-def _is_plain_key(key: Any) -> bool:
-    return all(map(_is_plain_key, key)) if type(key) is tuple else type(key) in PLAIN
 
 
 def _names_in_scripts(cls: type) -> set[str]:

@@ -1,48 +1,48 @@
-"""How single values become plain data: one entry per kind of value, each a tag, a test and two small functions.
+"""The table of kinds: how each kind of value becomes plain data and comes back. `codec.py` walks containers and uses it.
 
 Paths, enums, dates and torch's own descriptive types become text; arrays and the states of random generators become
-tensors. Containers are in `codec.py`, which walks them and uses this table for what is inside.
+tensors. Each row is a tag, a test and two small functions.
 """
 
 import base64
+import dataclasses
+import math
 import random
 import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from enum import Enum, Flag
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple
 from drivetrain.core.errors import StateError, unknown_name
+
+if TYPE_CHECKING:
+    from drivetrain.context.codec import Packer, Unpacker
 
 TAG = "__drivetrain__"
 """The key that marks a dict as the packed form of some other value."""
+NOT_STATE = "not state"
+"""The tag of a value without state, so that positions and names stay as they were."""
+PLAIN = frozenset({type(None), bool, int, float, complex, str})
+"""Types that the state form keeps as they are."""
 
-Inner = Callable[[Any], Any]
-FindClass = Callable[[str, str], type]
-"""Returns a class the program has at hand, given the name in the file and what it is needed for."""
-
-
-class Coder(NamedTuple):
-    """How values of one kind become plain data and come back."""
-
-    tag: str
-    holds: Callable[[Any], bool]
-    pack: Callable[[Any], Any]
-    """Returns the content of the tagged dict, to be packed further."""
-    unpack: Callable[[Any, FindClass], Any]
-    """Takes that content, unpacked."""
+Content = Any
+"""What follows a tag: data from a file, in which anything may be wrong."""
 
 
-def tagged(tag: str, value: Any) -> dict[str, Any]:
+def tagged(tag: str, value: object) -> dict[str, Any]:
     """Return the packed form of a value: a dict of two entries."""
     return {TAG: tag, "value": value}
 
 
-def tag_of(packed: Any) -> str | None:
+def tag_of(packed: object) -> str | None:
     """Return the tag of a packed value, or None for a plain one."""
     return packed.get(TAG) if type(packed) is dict else None
 
@@ -52,7 +52,31 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def enum_member(cls: type[Enum], content: dict[str, Any]) -> Enum:
+class Coder(NamedTuple):
+    """How values of one kind become plain data and come back."""
+
+    tag: str
+    holds: Callable[[Any], bool]
+    pack: "Callable[[Any, Packer, str], Content]"
+    unpack: "Callable[[Content, Unpacker, str], Any]"
+
+
+def value_coder(value: object) -> Coder | None:
+    """Return the row for a value that is not a container, or None when it has none."""
+    return next((coder for coder in VALUE_CODERS if coder.holds(value)), None)
+
+
+def _simple(tag: str, cls: type, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> Coder:
+    """Return the row of a class whose values become plain data by one function and come back by another."""
+    return Coder(
+        tag,
+        lambda value: isinstance(value, cls),
+        lambda value, packer, path: write(value),
+        lambda content, unpacker, path: read(content),
+    )
+
+
+def enum_member(cls: type[Enum], content: Content) -> Enum:
     """Return the member of an Enum that was saved."""
     if "value" in content:
         return cls(content["value"])
@@ -61,93 +85,39 @@ def enum_member(cls: type[Enum], content: dict[str, Any]) -> Enum:
     return cls[content["name"]]
 
 
-def _pack_enum(value: Enum) -> dict[str, Any]:
+def _pack_enum(value: Enum, packer: "Packer", path: str) -> dict[str, Any]:
     # Members are known by name, combinations of flags only by value.
-    stored = {"value": value.value} if isinstance(value, Flag) else {"name": value.name}
+    stored = {"value": packer.pack(value.value, path)} if isinstance(value, Flag) else {"name": value.name}
     return {"class": class_name(type(value)), **stored}
 
 
-def _unpack_enum(content: dict[str, Any], find_class: FindClass) -> Enum:
-    cls = find_class(content["class"], "Enum")
+def _unpack_enum(content: Content, unpacker: "Unpacker", path: str) -> Enum:
+    cls = unpacker.find_class(content["class"], "Enum")
     if not issubclass(cls, Enum):
         raise StateError(f"a saved Enum names {content['class']}, which is none.")
-    return enum_member(cls, content)
+    return enum_member(cls, unpacker.unpack(content, path))
 
 
-def _pack_array(value: np.ndarray) -> Any:
+def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> Any:
     try:
         owned = value.flags.writeable and min(value.strides, default=0) >= 0
-        return torch.from_numpy(value if owned else value.copy())
+        return packer.pack(torch.from_numpy(value if owned else value.copy()), path)
     except (
         TypeError,
         ValueError,
     ):  # text, dates, records, foreign byte order: torch has no such type, so the bytes are kept
-        raw = (
-            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
-            if value.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
-        return {"bytes": raw, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
+        stored = bytearray(value.tobytes())
+        raw = torch.frombuffer(stored, dtype=torch.uint8) if stored else torch.empty(0, dtype=torch.uint8)
+        described = {"bytes": raw, "dtype": np.lib.format.dtype_to_descr(value.dtype), "shape": list(value.shape)}
+        return packer.pack(described, path)
 
 
-def _unpack_array(content: Any, find_class: FindClass) -> np.ndarray:
-    if isinstance(content, torch.Tensor):
+def _unpack_array(content: Content, unpacker: "Unpacker", path: str) -> np.ndarray:
+    content = unpacker.unpack(content, path)
+    if isinstance(content, Tensor):
         return content.detach().cpu().numpy().copy()
     raw = content["bytes"].cpu().numpy().tobytes()
     return np.frombuffer(raw, dtype=np.lib.format.descr_to_dtype(content["dtype"])).reshape(content["shape"]).copy()
-
-
-def _unpack_generator(content: dict[str, Any], find_class: FindClass) -> torch.Generator:
-    generator = torch.Generator(device=content["device"])
-    generator.manual_seed(content["seed"])
-    generator.set_state(content["state"].cpu())
-    return generator
-
-
-def _is_numpy_generator(value: Any) -> bool:
-    # numpy loads its random part lazily; a value of its types cannot exist before that.
-    module = sys.modules.get("numpy.random")
-    return module is not None and isinstance(value, module.Generator)
-
-
-def _is_numpy_random_state(value: Any) -> bool:
-    module = sys.modules.get("numpy.random")
-    return module is not None and isinstance(value, module.RandomState)
-
-
-def _numpy_bits(kind: str) -> Any:
-    kinds = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-    if kind not in kinds:
-        raise StateError(unknown_name("numpy bit generator", kind, kinds))
-    return getattr(np.random, kind)()
-
-
-def _unpack_numpy_generator(content: dict[str, Any], find_class: FindClass) -> Any:
-    bits = _numpy_bits(content["bit_generator"])
-    bits.state = content
-    return np.random.Generator(bits)
-
-
-def _unpack_numpy_random_state(content: dict[str, Any], find_class: FindClass) -> Any:
-    state = np.random.RandomState(_numpy_bits(content["bit_generator"]))
-    state.set_state(content)
-    return state
-
-
-def _pack_random(value: random.Random) -> dict[str, Any]:
-    version, words, gauss = value.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
-
-
-def random_state(content: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what `random.Random.setstate` takes."""
-    return content["version"], tuple(content["words"].tolist()), content["gauss"]
-
-
-def _unpack_random(content: dict[str, Any], find_class: FindClass) -> random.Random:
-    generator = random.Random()
-    generator.setstate(random_state(content))
-    return generator
 
 
 def _unpack_dtype(text: str) -> torch.dtype:
@@ -157,12 +127,129 @@ def _unpack_dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def _to_text(value: bytes | bytearray) -> str:
+def _base64(value: bytes | bytearray) -> str:
     return base64.b64encode(value).decode()
 
 
-def _simple(tag: str, cls: type, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> Coder:
-    return Coder(tag, lambda value: isinstance(value, cls), write, lambda content, find_class: read(content))
+def _read_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+class Generators(NamedTuple):
+    """One kind of random generator."""
+
+    holds: Callable[[Any], bool]
+    state: Callable[[Any], Any]
+    make: Callable[[Content], Any]
+    """Returns a generator that a saved state fits."""
+    restore: Callable[[Any, Content], None]
+
+
+def _restore_torch(generator: torch.Generator, content: Content) -> None:
+    generator.manual_seed(
+        content["seed"]
+    )  # a CPU generator's state does not hold the number that initial_seed() returns
+    generator.set_state(content["state"].cpu())
+
+
+def _is_numpy_random(name: str) -> Callable[[object], bool]:
+    def holds(value: object) -> bool:
+        # numpy loads its random part lazily; a value of its types cannot exist before that.
+        module = sys.modules.get("numpy.random")
+        return module is not None and isinstance(value, getattr(module, name))
+
+    return holds
+
+
+def _numpy_bits(content: Content) -> Any:
+    kind, kinds = content["bit_generator"], ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+    if kind not in kinds:
+        raise StateError(unknown_name("numpy bit generator", kind, kinds))
+    return getattr(np.random, kind)()
+
+
+def _random_state(value: random.Random) -> dict[str, Any]:
+    version, words, gauss = value.getstate()
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+GENERATORS: dict[str, Generators] = {
+    "generator": Generators(
+        lambda value: isinstance(value, torch.Generator),
+        lambda value: {"device": str(value.device), "seed": value.initial_seed(), "state": value.get_state()},
+        lambda content: torch.Generator(device=content["device"]),
+        _restore_torch,
+    ),
+    "numpy_generator": Generators(
+        _is_numpy_random("Generator"),
+        lambda value: value.bit_generator.state,
+        lambda content: np.random.Generator(_numpy_bits(content)),
+        lambda generator, content: setattr(generator.bit_generator, "state", content),
+    ),
+    "numpy_random_state": Generators(
+        _is_numpy_random("RandomState"),
+        lambda value: value.get_state(legacy=False),
+        lambda content: np.random.RandomState(_numpy_bits(content)),
+        lambda generator, content: generator.set_state(content),
+    ),
+    "random": Generators(
+        lambda value: isinstance(value, random.Random) and not isinstance(value, random.SystemRandom),
+        _random_state,
+        lambda content: random.Random(),
+        lambda generator, content: generator.setstate(
+            (content["version"], tuple(content["words"].tolist()), content["gauss"])
+        ),
+    ),
+}
+
+
+def _generator_coder(tag: str, kind: Generators) -> Coder:
+    def unpack_generator(content: Content, unpacker: "Unpacker", path: str) -> Any:
+        content = unpacker.unpack(content, path)
+        generator = kind.make(content)
+        kind.restore(generator, content)
+        return generator
+
+    return Coder(tag, kind.holds, lambda value, packer, path: packer.pack(kind.state(value), path), unpack_generator)
+
+
+def _pack_fields(value: Any, packer: "Packer", path: str) -> dict[str, Any]:
+    fields = value._asdict() if is_namedtuple(value) else field_values(value)
+    return {"class": class_name(type(value)), "fields": packer.entries(fields, path)}
+
+
+def _unpack_namedtuple(content: Content, unpacker: "Unpacker", path: str) -> Any:
+    cls = unpacker.find_class(content["class"], "namedtuple")
+    return cls(**{name: unpacker.unpack(item, path) for name, item in content["fields"].items()})
+
+
+def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> Any:
+    cls: Any = unpacker.find_class(content["class"], "dataclass")
+    names = {field.name for field in dataclasses.fields(cls)}
+    if names != set(content["fields"]):
+        raise StateError(
+            f"a saved {class_name(cls)} has the fields {sorted(content['fields'])}, the class has {sorted(names)}."
+        )
+    value: Any = object.__new__(cls)
+    for name, item in content["fields"].items():
+        object.__setattr__(value, name, unpacker.unpack(item, path))
+    return value
+
+
+def _pack_set(value: "set[Any] | frozenset[Any]", packer: "Packer", path: str) -> list[Any]:
+    # Sorted, because the order of a set differs from process to process and equal states should give equal files.
+    return packer.items(sorted(value, key=repr), path)
+
+
+def _is_plain_key(key: object) -> bool:
+    return all(map(_is_plain_key, key)) if type(key) is tuple else type(key) in PLAIN
+
+
+def _needs_pairs(value: object) -> bool:
+    """Return whether a dict cannot be a dict of the state form: it has other keys, or the tag's."""
+    return isinstance(value, dict) and (
+        not all(map(_is_plain_key, value)) or (TAG in value and not isinstance(value, OrderedDict))
+    )
 
 
 VALUE_CODERS: tuple[Coder, ...] = (
@@ -170,47 +257,87 @@ VALUE_CODERS: tuple[Coder, ...] = (
     Coder(
         "ndarray", lambda value: isinstance(value, np.ndarray) and not value.dtype.hasobject, _pack_array, _unpack_array
     ),
-    _simple("bytes", bytes, _to_text, base64.b64decode),  # torch's restricted reader stumbles over empty bytes
-    _simple("bytearray", bytearray, _to_text, lambda text: bytearray(base64.b64decode(text))),
+    # In text, because torch's restricted reader cannot read empty bytes.
+    _simple("bytes", bytes, _base64, _read_base64),
+    _simple("bytearray", bytearray, _base64, lambda text: bytearray(_read_base64(text))),
     _simple("path", PurePath, str, Path),
     _simple("datetime", datetime, datetime.isoformat, datetime.fromisoformat),  # a datetime is a date: it comes first
     _simple("date", date, date.isoformat, date.fromisoformat),
     _simple("time", time, time.isoformat, time.fromisoformat),
     _simple(
-        "timedelta",
-        timedelta,
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda parts: timedelta(*parts),
+        "timedelta", timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda x: timedelta(*x)
     ),
     _simple("dtype", torch.dtype, lambda value: str(value).removeprefix("torch."), _unpack_dtype),
     _simple("device", torch.device, str, torch.device),
     _simple("size", torch.Size, list, torch.Size),
     _simple("range", range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    *(_generator_coder(tag, kind) for tag, kind in GENERATORS.items()),
+)
+"""Kinds of single values. In the order they are asked, here and below: subclasses come before their bases."""
+
+CODERS: tuple[Coder, ...] = (
+    *VALUE_CODERS,
+    Coder("namedtuple", is_namedtuple, _pack_fields, _unpack_namedtuple),
+    Coder("dataclass", is_dataclass, _pack_fields, _unpack_dataclass),
     Coder(
-        "generator",
-        lambda value: isinstance(value, torch.Generator),
-        lambda value: {"device": str(value.device), "seed": value.initial_seed(), "state": value.get_state()},
-        _unpack_generator,
+        "counter",
+        lambda value: isinstance(value, Counter),
+        lambda value, packer, path: packer.pairs(value, path),
+        lambda content, unpacker, path: Counter(dict(unpacker.pairs(content, path))),
     ),
-    Coder("numpy_generator", _is_numpy_generator, lambda value: value.bit_generator.state, _unpack_numpy_generator),
     Coder(
-        "numpy_random_state",
-        _is_numpy_random_state,
-        lambda value: value.get_state(legacy=False),
-        _unpack_numpy_random_state,
+        "ordered_dict",
+        lambda value: isinstance(value, OrderedDict) and _needs_pairs(value),
+        lambda value, packer, path: packer.pairs(value, path),
+        lambda content, unpacker, path: OrderedDict(unpacker.pairs(content, path)),
     ),
     Coder(
-        "random",
-        lambda value: isinstance(value, random.Random) and not isinstance(value, random.SystemRandom),
-        _pack_random,
-        _unpack_random,
+        "dict",
+        _needs_pairs,
+        lambda value, packer, path: packer.pairs(value, path),
+        lambda content, unpacker, path: dict(unpacker.pairs(content, path)),
+    ),
+    Coder(
+        "frozenset",
+        lambda value: isinstance(value, frozenset),
+        _pack_set,
+        lambda content, unpacker, path: frozenset(unpacker.items(content, path)),
+    ),
+    Coder(
+        "set",
+        lambda value: isinstance(value, set),
+        _pack_set,
+        lambda content, unpacker, path: set(unpacker.items(content, path)),
+    ),
+    Coder(
+        "deque",
+        lambda value: isinstance(value, deque),
+        lambda value, packer, path: {"items": packer.items(value, path), "maxlen": value.maxlen},
+        lambda content, unpacker, path: deque(unpacker.items(content["items"], path), maxlen=content["maxlen"]),
     ),
 )
-"""In the order they are asked: subclasses come before their bases."""
+"""What the state form does not keep as it is."""
 
-GENERATOR_TAGS = frozenset({"generator", "numpy_generator", "numpy_random_state", "random"})
+CODERS_BY_TAG = {coder.tag: coder for coder in CODERS}
 
+JSON_CODERS: dict[type, Coder] = {
+    float: _simple("float", float, repr, lambda text: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[text]),
+    int: _simple("int", int, hex, lambda text: int(text, 16)),
+    complex: Coder(
+        "complex",
+        lambda value: isinstance(value, complex),
+        lambda value, packer, path: packer.items([value.real, value.imag], path),
+        lambda content, unpacker, path: complex(*(float(part) for part in unpacker.items(content, path))),
+    ),
+    bytes: CODERS_BY_TAG["bytes"],
+    tuple: Coder(
+        "tuple",
+        lambda value: isinstance(value, tuple),
+        lambda value, packer, path: packer.items(value, path),
+        lambda content, unpacker, path: tuple(unpacker.items(content, path)),
+    ),
+    dict: CODERS_BY_TAG["dict"],
+}
+"""What the state form keeps and JSON does not, by type."""
 
-def value_coder(value: Any) -> Coder | None:
-    """Return the entry for a value, or None when it is of no kind listed here."""
-    return next((coder for coder in VALUE_CODERS if coder.holds(value)), None)
+JSON_CODERS_BY_TAG = {f"${coder.tag}": coder for coder in JSON_CODERS.values()}

@@ -9,17 +9,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.context.codec import (
-    NOT_STATE,
-    PLAIN,
+from drivetrain.context.coders import NOT_STATE, PLAIN, TAG, tag_of
+from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.core.containers import (
     field_values,
     is_dataclass,
     is_namedtuple,
     join_path,
     replace_fields,
+    same_tuple,
 )
-from drivetrain.context.coders import TAG, tag_of
-from drivetrain.context.kinds import Kind, Restore, keep
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
@@ -250,7 +249,7 @@ def _fit_fields(
 def _same_or_new(item: Any, children: list[Any]) -> Any:
     if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
         return item
-    return type(item)(*children) if is_namedtuple(item) else type(item)(children)
+    return same_tuple(item, children)
 
 
 def _set_fields(item: Any, values: dict[str, Any]) -> Any:

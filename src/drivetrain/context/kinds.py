@@ -7,7 +7,7 @@ handlers.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
     from drivetrain.context.saving import Saving
     from drivetrain.context.transforms import DataParallel, Move, Shard
-
-FaultKind = Literal["missing", "unexpected", "unfitting"]
-"""What can be wrong with a saved state: not there, not known here, or of another form."""
 
 Restore = Callable[[], Any]
 """Restores a saved state and returns the item; called only when everything fits."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.context.codec import NOT_STATE, Unpacker, classes_in, needs_class, pack, unpack
-from drivetrain.context.coders import tag_of, tagged
-from drivetrain.context.kinds import FaultKind, ItemHolder, Kind, Restore, keep
+from drivetrain.context.codec import Unpacker, classes_in, needs_class, pack, unpack
+from drivetrain.context.coders import NOT_STATE, tag_of, tagged
+from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import Names
 from drivetrain.context.table import (
     MODULE_KIND,
@@ -28,6 +28,7 @@ from drivetrain.context.table import (
     parameter_names,
 )
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
+from drivetrain.module.clean_state import FaultKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,12 @@
 returns new containers of the same types and leaves the given ones alone: a dataset may own them.
 """
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.context.codec import field_values, is_dataclass, replace_fields
+from drivetrain.core.containers import map_items
 
 Device = torch.device | str
 
@@ -49,23 +47,7 @@ def _move_other(value: Any, device: Device, non_blocking: bool) -> Any:
     if callable(getattr(value, "to", None)) and not isinstance(value, type):
         moved = value.to(device)
         return value if moved is None else moved
-    if isinstance(value, tuple):
-        items = [_move(item, device, non_blocking) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        moved = copy.copy(value)
-        moved[:] = [_move(item, device, non_blocking) for item in value]
-        return moved
-    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        moved = copy.copy(value)  # keeps the factory of a defaultdict and the attributes of a subclass
-        for key, item in value.items():
-            moved[key] = _move(item, device, non_blocking)
-        return moved
-    if is_dataclass(value):
-        return replace_fields(
-            value, {name: _move(item, device, non_blocking) for name, item in field_values(value).items()}
-        )
-    return value
+    return map_items(value, lambda item: _move(item, device, non_blocking))
 
 
 def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.context.codec import join_path
 from drivetrain.context.kinds import Kind, Restore, keep
+from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainWarning
 
 if TYPE_CHECKING:

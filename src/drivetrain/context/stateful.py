@@ -15,12 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.context.codec import NOT_STATE, join_path, with_metadata
-from drivetrain.context.coders import tag_of
-from drivetrain.context.kinds import FaultKind, ItemHolder, Kind, Restore, keep
+from drivetrain.context.codec import with_metadata
+from drivetrain.context.coders import NOT_STATE, tag_of
+from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import fit_optimizer, save_optimizer
 from drivetrain.context.values import ask
+from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DeviceError, DistributedError
+from drivetrain.module.clean_state import state_faults
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import (
     clean_state_dict,
@@ -109,7 +111,7 @@ class ModuleKind(Kind):
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
             return loading.unfit(path, item, saved, "expected the state of a module")
         state = with_metadata(loading.unpack(saved), saved)
-        for fault, name, reason in module_faults(item, state):
+        for fault, name, reason in state_faults(item, state):
             loading.note(fault, join_path(path, name), reason)
         loading.modules.append(lambda: load_clean_state_dict(item, state, strict=loading.strict))
         return keep(item)
@@ -121,24 +123,6 @@ def _ddp_shell(module: nn.Module) -> DistributedDataParallel | None:
 
 def _device_types(group: Any) -> set[str]:
     return {device.type for device in group._device_types}
-
-
-def module_faults(module: nn.Module, state: Mapping[str, Any]) -> list[tuple[FaultKind, str, str]]:
-    """Return what does not fit as (list, name, reason), by the rules of `load_clean_state_dict`, loading nothing."""
-    from drivetrain.module.clean_state import _fits, _loaded_in_own_way, _unfitting, _without_prefixes
-
-    bare = unwrap(module)
-    live = clean_state_dict(bare)
-    given = _without_prefixes(state, dict.fromkeys(live, ""))
-    is_own_business, may_reshape = _loaded_in_own_way(bare)
-    faults: list[tuple[FaultKind, str, str]] = [
-        ("missing", name, "") for name in live if name not in given and not is_own_business(name)
-    ]
-    faults += [("unexpected", name, "") for name in given if name not in live and not is_own_business(name)]
-    for name in given:
-        if name in live and not _fits(given[name], live[name]) and not may_reshape(name):
-            faults.append(("unfitting", name, _unfitting(name, given[name], live[name]).partition(": ")[2]))
-    return faults
 
 
 class OptimizerKind(Kind):

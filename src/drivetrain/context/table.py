@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.context.codec import PLAIN, join_path
+from drivetrain.context.coders import PLAIN
 from drivetrain.context.containers import DataclassKind, DictKind, ListKind, NamedTupleKind, SetKind, TupleKind
 from drivetrain.context.kinds import Kind
 from drivetrain.context.optimizers import Names
 from drivetrain.context.stateful import ContextKind, ModuleKind, ObjectKind, OptimizerKind
 from drivetrain.context.values import CodedKind, GeneratorKind, OtherKind, PlainKind, TensorKind
+from drivetrain.core.containers import join_path
 from drivetrain.module.wrapping import named_clean_parameters
 
 PLAIN_KIND, MODULE_KIND, OTHER_KIND = PlainKind(), ModuleKind(), OtherKind()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.context.codec import PLAIN
+from drivetrain.context.coders import PLAIN
 from drivetrain.context.kinds import Kind
 from drivetrain.context.moving import move_optimizer_state
 from drivetrain.context.table import MODULE_KIND, kind_of, walk

@@ -5,7 +5,6 @@ written in place instead.
 """
 
 import functools
-import random
 import types
 import warnings
 from enum import Enum
@@ -16,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.context.codec import NOT_STATE, PLAIN
-from drivetrain.context.coders import enum_member, random_state, tag_of, tagged, value_coder
+from drivetrain.context.coders import GENERATORS, NOT_STATE, PLAIN, enum_member, tag_of, tagged, value_coder
 from drivetrain.context.kinds import Kind, Restore
 from drivetrain.context.moving import move_tensor
 from drivetrain.core.errors import DrivetrainWarning
@@ -150,7 +148,7 @@ class GeneratorKind(Kind):
 
     def holds(self, item: Any) -> bool:
         coder = value_coder(item)
-        return coder is not None and coder.tag in _RESTORERS
+        return coder is not None and coder.tag in GENERATORS
 
     def has_state(self, item: Any) -> bool:
         return True
@@ -183,10 +181,10 @@ class GeneratorKind(Kind):
             return loading.unfit(path, item, saved, problem)
 
         if coder.tag == "generator" and torch.device(content["device"]).type != item.device.type:
-            return lambda: _begin_anew(item, content, path)
+            return lambda: _start_again(item, content, path)
 
         def restore() -> Any:
-            _RESTORERS[coder.tag](item, content)
+            GENERATORS[coder.tag].restore(item, content)
             return item
 
         return restore
@@ -196,7 +194,7 @@ class _SentToCpu(torch.Generator):
     """A generator of an accelerator that a move made again on the CPU; the move back makes it again there."""
 
 
-def _begin_anew(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
+def _start_again(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
     warnings.warn(
         f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it starts again from "
         f"its seed {content['seed']}.",
@@ -212,31 +210,6 @@ def _generator_problem(item: Any, content: dict[str, Any]) -> str | None:
     if bits is not None and content["bit_generator"] != type(bits).__name__:
         return f"saved from a {content['bit_generator']}, this one is a {type(bits).__name__}"
     return None
-
-
-def _restore_torch(item: torch.Generator, content: dict[str, Any]) -> None:
-    item.manual_seed(content["seed"])  # a CPU generator's state does not hold the number that initial_seed() returns
-    item.set_state(content["state"].cpu())
-
-
-def _restore_numpy(item: Any, content: dict[str, Any]) -> None:
-    item.bit_generator.state = content
-
-
-def _restore_numpy_legacy(item: Any, content: dict[str, Any]) -> None:
-    item.set_state(content)
-
-
-def _restore_random(item: random.Random, content: dict[str, Any]) -> None:
-    item.setstate(random_state(content))
-
-
-_RESTORERS = {
-    "generator": _restore_torch,
-    "numpy_generator": _restore_numpy,
-    "numpy_random_state": _restore_numpy_legacy,
-    "random": _restore_random,
-}
 
 
 class OtherKind(Kind):

@@ -91,10 +91,10 @@ def _is_on_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _selective_contexts() -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    return create_selective_checkpoint_contexts(_keep_expensive)
+    return create_selective_checkpoint_contexts(keep_expensive)
 
 
-def _keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+def keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep the results of matrix products, convolutions and attention; recompute what is element-wise."""
     from torch.utils.checkpoint import CheckpointPolicy
 

@@ -7,7 +7,7 @@ sharded ones. What does not fit is found before anything is changed and reported
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -15,6 +15,17 @@ from torch.nn.parameter import is_lazy
 from drivetrain.core.errors import StateError, nearest_name
 from drivetrain.module.distributed_tensors import fit_tensor
 from drivetrain.module.wrappers import clean_key, clean_name, unwrap
+
+FaultKind = Literal["missing", "unexpected", "unfitting"]
+"""What can be wrong with a saved state: not there, not known here, or of another form."""
+
+
+class StateFault(NamedTuple):
+    """One entry of a state that does not fit a module."""
+
+    kind: FaultKind
+    name: str
+    reason: str = ""
 
 
 def clean_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -47,22 +58,13 @@ def load_clean_state_dict(
     live = type(module).state_dict(module, keep_vars=True)
     real_keys = {clean_key(module, key): key for key in live}
     given = _without_prefixes(state, real_keys)
-    is_own_business, may_reshape = _loaded_in_own_way(module)
-    unfitting = [
-        name
-        for name in given
-        if name in real_keys and not _fits(given[name], live[real_keys[name]]) and not may_reshape(name)
-    ]
-    if strict:
-        faults = [f"{name}: missing" for name in real_keys if name not in given and not is_own_business(name)]
-        faults += [
-            _unexpected(name, real_keys) for name in given if name not in real_keys and not is_own_business(name)
-        ]
-        faults += [_unfitting(name, given[name], live[real_keys[name]]) for name in unfitting]
-        if faults:
-            raise StateError(
-                f"the state does not fit {type(module).__name__}; nothing was loaded.\n  " + "\n  ".join(faults)
-            )
+    faults = _faults(module, given, {name: live[key] for name, key in real_keys.items()})
+    if strict and faults:
+        raise StateError(
+            f"the state does not fit {type(module).__name__}; nothing was loaded.\n  "
+            + "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
+        )
+    unfitting = {fault.name for fault in faults if fault.kind == "unfitting"}
     loadable: OrderedDict[str, Any] = OrderedDict()
     for name, value in given.items():
         if name not in unfitting:
@@ -78,6 +80,31 @@ def load_clean_state_dict(
     return [clean_key(module, key) for key in result.missing_keys], [
         clean_key(module, key) for key in result.unexpected_keys
     ]
+
+
+def state_faults(module: nn.Module, state: Mapping[str, Any]) -> list[StateFault]:
+    """Return what `load_clean_state_dict` would raise about a state, loading nothing."""
+    bare = unwrap(module)
+    live = clean_state_dict(bare)
+    return _faults(bare, _without_prefixes(state, dict.fromkeys(live, "")), live)
+
+
+def _faults(module: nn.Module, given: Mapping[str, Any], live: Mapping[str, Any]) -> list[StateFault]:
+    is_own_business, may_reshape = _loaded_in_own_way(module)
+    faults = [StateFault("missing", name) for name in live if name not in given and not is_own_business(name)]
+    faults += [StateFault("unexpected", name) for name in given if name not in live and not is_own_business(name)]
+    for name, value in given.items():
+        if name in live and not _fits(value, live[name]) and not may_reshape(name):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            faults.append(StateFault("unfitting", name, f"given {found}, expected shape {tuple(live[name].shape)}"))
+    return faults
+
+
+def _fault_line(fault: StateFault, valid: Mapping[str, str]) -> str:
+    if fault.reason:
+        return f"{fault.name}: {fault.reason}"
+    near = nearest_name(fault.name, valid) if fault.kind == "unexpected" else None
+    return f"{fault.name}: {fault.kind}" + (f" (nearest: {near})" if near else "")
 
 
 def _without_prefixes(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -109,16 +136,6 @@ def _fits(value: Any, live: Any) -> bool:
     if is_lazy(live):  # takes the shape of whatever is loaded
         return True
     return not isinstance(live, Tensor) or (isinstance(value, Tensor) and value.shape == live.shape)
-
-
-def _unexpected(name: str, valid: Mapping[str, str]) -> str:
-    near = nearest_name(name, valid)
-    return f"{name}: unexpected" + (f" (nearest: {near})" if near else "")
-
-
-def _unfitting(name: str, value: Any, live: Tensor) -> str:
-    given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    return f"{name}: given {given}, expected shape {tuple(live.shape)}"
 
 
 def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callable[[str], bool]]:

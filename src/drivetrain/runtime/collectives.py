@@ -1,4 +1,4 @@
-"""What processes tell each other: values from rank 0, values of all ranks, rows of all ranks, a shared yes.
+"""What processes exchange: values from rank 0, values of all ranks, rows of all ranks, a shared yes.
 
 Without a process group every function returns what one process would see. Control messages travel over a gloo group on
 the CPU, so that they neither wait for the device nor mix with its traffic; tensors travel on their own device where the
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.core.containers import map_items
 from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
@@ -22,7 +23,7 @@ _control: tuple[object, dist.ProcessGroup] | None = None
 
 
 class _TensorSlot(NamedTuple):
-    """Where a tensor stood in a value, and what it takes to receive it."""
+    """Where a tensor was in a value, and what it takes to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -70,7 +71,7 @@ def agree_any(flag: bool) -> bool:
 
 
 def start_agree_any(flag: bool) -> Callable[[], bool]:
-    """Ask all ranks without waiting; the returned function waits and tells whether any of them said True.
+    """Ask all ranks without waiting; the returned function waits and returns whether any of them said True.
 
     Asked at the start of a step and read at its end, the answer is there by then and nobody waits.
     """
@@ -92,13 +93,23 @@ def all_gather_values(value: Any) -> list[Any]:
     group = control_group()
     if group is None:
         return [value]
-    return _gather_objects(value, group)
+    return gather_objects(value, group)
+
+
+def gather_objects(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
+    """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, _sendable(value), group=group)
+    for rank, item in enumerate(gathered):
+        if isinstance(item, _Unsendable):
+            raise DistributedError(f"all_gather_values: rank {rank} cannot send a {item.reason}")
+    return gathered
 
 
 def broadcast_from_master(value: Any) -> Any:
     """Return rank 0's value on every rank: the kind it was given, tensors on the same kind of device.
 
-    Numbers, strings, None and nested dicts, lists and tuples of them travel as they are; tensors may stand anywhere
+    Numbers, strings, None and nested dicts, lists and tuples of them travel as they are; tensors may be anywhere
     within. What other ranks pass does not matter.
     """
     group = control_group()
@@ -127,7 +138,7 @@ def gather_rows(tensor: Tensor) -> Tensor:
     if not is_distributed():
         return rows
     group = data_group()
-    kinds = _gather_objects((tuple(rows.shape), rows.dtype), group or control_group())
+    kinds = gather_objects((tuple(rows.shape), rows.dtype), group or control_group())
     filled = {(shape[1:], dtype) for shape, dtype in kinds if shape != (0,)}
     if len(filled) > 1:
         listing = ", ".join(f"rank {rank}: {list(shape)} {dtype}" for rank, (shape, dtype) in enumerate(kinds))
@@ -196,7 +207,7 @@ def _take_tensors(value: Any, found: list[Tensor]) -> Any:
             raise TypeError("only dense tensors travel; call to_dense(), or full_tensor() for a sharded one")
         found.append(value)
         return _TensorSlot(tuple(value.shape), value.dtype, value.device.type)
-    return _rebuild(value, lambda item: _take_tensors(item, found))
+    return map_items(value, lambda item: _take_tensors(item, found))
 
 
 def _put_tensors(value: Any) -> Any:
@@ -204,18 +215,7 @@ def _put_tensors(value: Any) -> Any:
     if isinstance(value, _TensorSlot):
         # Without a number, an accelerator's name means this process's current device.
         return _broadcast_tensor(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-    return _rebuild(value, _put_tensors)
-
-
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the members of a plain container, keeping its type; anything else stays as it is."""
-    if type(value) is dict:
-        return {key: change(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(change(item) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(change(item) for item in value))
-    return value
+    return map_items(value, _put_tensors)
 
 
 def _sendable(value: Any, prepare: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -227,12 +227,3 @@ def _sendable(value: Any, prepare: Callable[[Any], Any] = lambda value: value) -
         advice = "Send plain values, and build the object from them on every rank."
         return _Unsendable(f"{type(value).__name__} ({error}). {advice}")
     return prepared
-
-
-def _gather_objects(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, _sendable(value), group=group)
-    for rank, item in enumerate(gathered):
-        if isinstance(item, _Unsendable):
-            raise DistributedError(f"all_gather_values: rank {rank} cannot send a {item.reason}")
-    return gathered

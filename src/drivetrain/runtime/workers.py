@@ -53,7 +53,7 @@ def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, 
         raise SystemExit(128 + signal.SIGINT) from None  # torch would let it pass as a clean exit without a value
     except Exception as error:
         _end_soon()
-        if _lost_a_peer(error):
+        if is_lost_peer(error):
             time.sleep(LOST_PEER_DELAY)
         raise
     destroy_group()
@@ -69,7 +69,7 @@ def report_failure(error: BaseException, is_asked_to_end: Callable[[], bool]) ->
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or not isinstance(error, Exception):
         return
-    if not _lost_a_peer(error):
+    if not is_lost_peer(error):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -89,7 +89,8 @@ def _end_soon() -> None:
     faulthandler.dump_traceback_later(KILL_GRACE, exit=True)
 
 
-def _lost_a_peer(error: BaseException | None) -> bool:
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Return whether an error only reports that another process is gone."""
     while error is not None:
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
             return True

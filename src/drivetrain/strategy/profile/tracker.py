@@ -286,9 +286,9 @@ def _touched(tensor: Tensor) -> int:
 def _is_expensive(func: Any, args: Any) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from drivetrain.module.checkpointing import _keep_expensive
+    from drivetrain.module.checkpointing import keep_expensive
 
-    return _keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE
+    return keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE
 
 
 def saving_hooks(recorder: UnitRecorder) -> Any:

@@ -21,7 +21,7 @@ from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
-from drivetrain.runtime.workers import _lost_a_peer
+from drivetrain.runtime.workers import is_lost_peer
 from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import find_method, method_names, register_method
 from drivetrain.strategy.task import TrainingTask
@@ -137,7 +137,7 @@ class _Service:
 
     def _tell_failure(self, error: BaseException) -> None:
         kind, message = failure_of(error)
-        is_echo = kind == "error" and _lost_a_peer(error)
+        is_echo = kind == "error" and is_lost_peer(error)
         self.tell("failed", kind=kind, message=message, error_class=type(error).__name__, is_echo=is_echo)
 
     def _wait_for_end(self) -> None:
