@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DistributedError, StopTrainingError
+from drivetrain.train.agreement import STOP, StopVote
 from drivetrain.train.callbacks import TrainerCallback
-from drivetrain.train.stopping import STOP, StopVote
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -164,9 +164,9 @@ def leave_alone():
         vote.close()
         vote.open(0)
         return vote.close() == STOP
-    trainer._vote = vote
+    trainer.run.agreement.vote = vote
     with pytest.raises(DistributedError, match=r"rank 1: .*request_stop\(reason\)") as caught:
-        trainer._refuse_to_leave_alone(StopTrainingError("enough"))
+        trainer.run.agreement.check_leaves_together(StopTrainingError("enough"), "Trainer")
     return "enough" in str(caught.value)
 
 

@@ -78,7 +78,7 @@ def test_resuming_a_finished_run_with_a_larger_limit_goes_on(unbroken, tmp_path)
 def test_auto_without_a_checkpoint_starts_afresh_and_says_so(unbroken, tmp_path, capsys):
     trainer = build()
     run(trainer, tmp_path / "empty", resume_from="auto")
-    assert "starting afresh" in capsys.readouterr().out
+    assert "starting a new run" in capsys.readouterr().out
     assert all(map(torch.equal, weights(trainer.model), unbroken[0]))
 
 

@@ -14,7 +14,7 @@ from drivetrain.callbacks import TrainerCallback
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.runtime.signals import StopSignals
-from drivetrain.train import meeting, stopping
+from drivetrain.train import agreement
 from drivetrain.train.trainer import Trainer
 from tests.checkpoint.victim import Forked
 
@@ -91,11 +91,11 @@ class Interrupt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def interrupted_run(folder, seconds=stopping.WINDOW_SECONDS, length=4, rank=0) -> list[str]:
+def interrupted_run(folder, seconds=agreement.WINDOW_SECONDS, length=4, rank=0) -> list[str]:
     """Return the checkpoints of a run that a signal has ended inside an accumulation window."""
     torch.manual_seed(0)
-    model, before = nn.Linear(4, 2), meeting.WINDOW_SECONDS
-    meeting.WINDOW_SECONDS = seconds
+    model, before = nn.Linear(4, 2), agreement.WINDOW_SECONDS
+    agreement.WINDOW_SECONDS = seconds
     trainer = Trainer(
         model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[Interrupt(rank)]
     )
@@ -105,7 +105,7 @@ def interrupted_run(folder, seconds=stopping.WINDOW_SECONDS, length=4, rank=0) -
         with pytest.raises(SystemExit) as ended:
             trainer.train(data, gradient_accumulation_steps=length, **settings)
     finally:
-        meeting.WINDOW_SECONDS = before
+        agreement.WINDOW_SECONDS = before
     assert ended.value.code == 128 + signal.SIGTERM
     return [path.name for path in folder.glob("checkpoint-*")]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import DrivetrainWarning, ResumeError
 from drivetrain.module.clean_state import load_clean_state_dict
 from drivetrain.train import loaders
@@ -37,18 +38,19 @@ def recognizes(folder: Path) -> bool:
     )
 
 
-def restore(trainer: Any, folder: Path) -> None:
-    """Load the folder into a trainer whose next epoch is then the one the folder names."""
+def restore(state: State, folder: Path) -> None:
+    """Load the folder into a state whose next epoch is then the one the folder names."""
     _refuse_shards(folder)
     metadata = _read_metadata(folder)
     weights = _first_file(folder, WEIGHTS)
     if weights is None:
         raise ResumeError(f"{folder} holds no weights: expected {' or '.join(WEIGHTS)}. {WAY_OUT}")
     # Everything is read before anything is changed.
-    state = _read_tensors(weights)
-    parts = [("optimizer", folder / OPTIMIZER, trainer.optimizer), ("scaler", folder / SCALER, trainer.state.scaler)]
+    tensors = _read_tensors(weights)
+    optimizer, scheduler_of = (next(iter(held), None) for held in (state.optimizers, state.schedulers))
+    parts = [("optimizer", folder / OPTIMIZER, optimizer), ("scaler", folder / SCALER, state.scaler)]
     scheduler = _first_file(folder, SCHEDULERS)
-    parts.append(("scheduler", folder / SCHEDULERS[0] if scheduler is None else scheduler, trainer.scheduler))
+    parts.append(("scheduler", folder / SCHEDULERS[0] if scheduler is None else scheduler, scheduler_of))
     found = [(name, _read_tensors(path), holder) for name, path, holder in parts if path.is_file()]
     for name, _, holder in found:
         if holder is None and name != "scaler":  # a run in another precision needs no scaler
@@ -56,12 +58,12 @@ def restore(trainer: Any, folder: Path) -> None:
                 f"{folder} holds the state of the {name}, and the Trainer has none to give it to. Create the {name} as in the run that "
                 "wrote it, or load the weights alone with load_checkpoint."
             )
-    load_clean_state_dict(trainer.model, state)
+    load_clean_state_dict(state.model, tensors)
     for name, saved, holder in found:
         if holder is not None:
             _load_into(holder, saved, name, folder)
-    trainer.state.custom_entries = metadata
-    _set_clock(trainer, int(metadata["current_epoch"]) - 1)
+    state.custom_entries = metadata
+    _set_clock(state, int(metadata["current_epoch"]) - 1)
     if any(folder.glob("random_states_*.pkl")):
         warnings.warn(
             f"{folder}: random states are kept there as a pickle, which is not opened; shuffles and dropout go on with other numbers "
@@ -141,11 +143,11 @@ def _first_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _set_clock(trainer: Any, epochs: int) -> None:
-    """Stand at the start of an epoch; counts within the run follow from the loader's length, where it has one."""
-    clock, batches = trainer.state.clock, loaders.length(trainer._train_dataloader)
+def _set_clock(state: State, epochs: int) -> None:
+    """Begin at the start of an epoch; counts within the run follow from the loader's length, where it has one."""
+    clock, batches = state.clock, loaders.length(state.dataloader)
     clock.reset()
     clock.epoch = epochs
     if batches is not None:
         clock.batch = epochs * batches
-        clock.step = epochs * -(-batches // trainer.settings.gradient_accumulation_steps)
+        clock.step = epochs * -(-batches // state.accumulation_steps)

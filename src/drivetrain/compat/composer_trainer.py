@@ -115,7 +115,6 @@ class Trainer(NativeTrainer):
         if isinstance(model, ComposerModel):
             self._eval_metrics = _ModelMetrics(model, model.get_metrics(is_train=False))
             self._train_metrics = _ModelMetrics(model, model.get_metrics(is_train=True))
-            self._has_train_metrics = bool(self._train_metrics)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train with the settings that the constructor was given; arguments here come first."""
@@ -131,7 +130,7 @@ class Trainer(NativeTrainer):
 
     def eval(self, eval_dataloader: Any = None, **kwargs: Any) -> Any:
         """Evaluate on the given data, or on that of the constructor."""
-        given = self._train_defaults["eval_dataset"] if eval_dataloader is None else _evaluation(eval_dataloader)
+        given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
 
     def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -86,6 +86,12 @@ class State(Context):
     precision_config: Any
     device_train_microbatch_size: Any
     window_batches: Any
+    history: Any
+    epoch_loss: Any
+    gradients: Any
+    loggers: list[Any]
+    custom_entries: Any
+    _rank_local: dict[str, Callable[..., Any]]
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
 

@@ -17,6 +17,7 @@ class _DataRanks(NamedTuple):
     rank: int
     size: int
     group: "dist.ProcessGroup | None"
+    of_trainer: bool = False
 
 
 _data_ranks: _DataRanks | None = None
@@ -72,12 +73,20 @@ def data_group() -> "dist.ProcessGroup | None":
     return _data_ranks.group
 
 
-def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = None) -> None:
-    """Say that this process reads share `rank` of `size`, together with the other members of `group`."""
+def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = None, *, of_trainer: bool = False) -> None:
+    """Let this process read share `rank` of `size`, together with the other members of `group`.
+
+    `of_trainer` says that this holds for the runs of one Trainer only.
+    """
     global _data_ranks
     if not 0 <= rank < size:
         raise DistributedError(f"data rank {rank} of {size} is impossible: it must lie between 0 and {size - 1}.")
-    _data_ranks = _DataRanks(rank, size, group)
+    _data_ranks = _DataRanks(rank, size, group, of_trainer)
+
+
+def data_ranks_are_of_a_trainer() -> bool:
+    """Return whether the data ranks in force hold for the runs of one Trainer only."""
+    return _data_ranks is not None and _data_ranks.of_trainer
 
 
 def clear_data_ranks() -> None:

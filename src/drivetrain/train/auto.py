@@ -418,7 +418,7 @@ class _Request:
         return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
     def _loader_defaults(self, ctx: Application) -> dict[str, Any]:
-        defaults = loaders.default_kwargs(ctx, self.dataset, 1)
+        defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         return {"pin_memory": defaults["pin_memory"], "num_workers": 0 if is_stream else defaults["num_workers"]}
 

@@ -1,12 +1,13 @@
 """What must be true before the first step, and what a first batch must show."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import TimeUnit
@@ -14,20 +15,26 @@ from drivetrain.module.master_weights import served_parameters
 from drivetrain.train.arguments import check_optimizer_type, check_rates
 from drivetrain.train.items import LossCounting
 from drivetrain.train.loaders import EvaluationLoaders
+from drivetrain.train.run import Run
+from drivetrain.train.settings import RunLimits, TrainSettings
+
+if TYPE_CHECKING:
+    from drivetrain.train.evaluation import EvaluationLoop
 
 REQUIRED_OUTPUTS = ("loss", "model_outputs", "batch_size")
 
 
-def check_optimizer(trainer: Any) -> None:
+def check_optimizer(state: State, strict: bool) -> None:
     """Reject training without an optimizer, or with one that holds nothing of the model."""
-    optimizer, model = trainer.optimizer, trainer.model
-    if len(trainer.state.optimizers) > 1:
-        check_optimizer_type(trainer.state.optimizers)
-    if optimizer is None:
+    model = state.model
+    if len(state.optimizers) > 1:
+        check_optimizer_type(state.optimizers)
+    if not state.optimizers:
         raise ConfigError(
             "train() needs an optimizer and the Trainer was given none. Pass optimizer=torch.optim.AdamW(model.parameters(), ...) "
             "to the Trainer; evaluate() and predict() work without one."
         )
+    optimizer = state.optimizers[0]
     check_optimizer_type(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         check_rates(optimizer)
@@ -44,15 +51,14 @@ def check_optimizer(trainer: Any) -> None:
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
         message = f"{len(missing)} trainable parameters are in no optimizer and will not change: {shown}"
-        if trainer.strict:
+        if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
         warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
-def check_scheduler(trainer: Any) -> None:
-    """Refuse what cannot make a scheduler, and a scheduler made for another optimizer."""
-    given, optimizer = trainer.create_scheduler_fn, trainer.optimizer
-    if trainer._units is not None:
+def check_scheduler(given: Any, optimizer: Any, units: Any) -> None:
+    """Reject what cannot make a scheduler, and a scheduler made for another optimizer."""
+    if units is not None:
         raise ConfigError(
             "create_scheduler_fn was given, but the units of an OptimSet own their learning rates. Leave create_scheduler_fn out, "
             "or use a plain torch optimizer with it."
@@ -71,12 +77,14 @@ def check_scheduler(trainer: Any) -> None:
         )
 
 
-def check_schedule_length(trainer: Any) -> None:
+def check_schedule_length(scheduler: Any, run: Run) -> None:
     """Warn when a scheduler that knows its number of steps ends before the run does, or goes on after it."""
-    scheduler, config = trainer.scheduler, trainer.run_config
+    settings, config = run.require_settings(), run.config
     planned = getattr(scheduler, "total_steps", None) or getattr(scheduler, "total_iterations", None)
-    steps = _steps_of_schedule(trainer)
-    if not isinstance(planned, int) or steps is None or trainer.settings.fast_dev_run:
+    if not isinstance(planned, int) or config is None or settings.fast_dev_run:
+        return
+    steps = _steps_of_schedule(settings, run.agreement.limits, config.num_local_update_steps_per_epoch)
+    if steps is None:
         return
     if 0 <= planned - steps <= 1:  # one to spare is a habit, and moves the rate by next to nothing
         return
@@ -94,16 +102,14 @@ def check_schedule_length(trainer: Any) -> None:
     )
 
 
-def _steps_of_schedule(trainer: Any) -> int | None:
+def _steps_of_schedule(settings: TrainSettings, limits: RunLimits, updates_per_epoch: int | None) -> int | None:
     """Return how often the scheduler will have been stepped when the run ends, as far as that is known."""
-    epochs, per_epoch = trainer.settings.epochs, trainer.run_config.num_local_update_steps_per_epoch
-    if trainer.settings.scheduler_interval == "epoch":
-        return epochs if trainer._limits.end_inside_epochs is False else None
-    ends = [] if epochs is None or per_epoch is None else [epochs * per_epoch]
-    for end in trainer._limits.ends:
-        if end.unit is TimeUnit.STEP or (
-            end.unit is TimeUnit.BATCH and trainer.settings.gradient_accumulation_steps == 1
-        ):
+    epochs = settings.epochs
+    if settings.scheduler_interval == "epoch":
+        return None if limits.end_inside_epochs else epochs
+    ends = [] if epochs is None or updates_per_epoch is None else [epochs * updates_per_epoch]
+    for end in limits.ends:
+        if end.unit is TimeUnit.STEP or (end.unit is TimeUnit.BATCH and settings.gradient_accumulation_steps == 1):
             ends.append(int(end.value))
         elif end.unit is not TimeUnit.EPOCH:
             return None  # samples, tokens, time
@@ -114,8 +120,8 @@ class _NotCallable(ConfigError, TypeError):
     """A configuration error that is also the TypeError such code used to raise."""
 
 
-def check_batch_output(output: Any, trainer: Any) -> None:
-    """Refuse a loss hook's result that lacks what the loop needs, and hooks that hide events from their listeners."""
+def check_batch_output(output: Any, trainer: "EvaluationLoop") -> None:
+    """Reject a loss hook's result that lacks what the loop needs, and hooks that hide events from their listeners."""
     if not isinstance(output, Mapping):
         raise BatchOutputError(
             f"a loss hook returned {type(output).__name__}, expected a dict with {', '.join(REQUIRED_OUTPUTS)}. "
@@ -132,21 +138,22 @@ def check_batch_output(output: Any, trainer: Any) -> None:
         raise BatchOutputError(
             f"the loss is a {type(loss).__name__}, expected a scalar tensor. Do not call .item() on it in the hook."
         )
-    if not trainer.evaluating:
-        _check_hidden(trainer, Event.AFTER_FORWARD, trainer._saw_forward, "self.forward(...)", "self.model(...)")
+    if not trainer.run.is_evaluating:
+        step = trainer.run.loss
+        _check_hidden(trainer, Event.AFTER_FORWARD, step.saw_forward, "self.forward(...)", "self.model(...)")
         _check_hidden(
-            trainer, Event.BEFORE_LOSS, trainer._saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
+            trainer, Event.BEFORE_LOSS, step.saw_loss, "self.compute_loss(outputs, targets)", "self.loss_func(...)"
         )
 
 
-def warn_of_sample_weights(trainer: Any, counting: LossCounting, output: Mapping[str, Any]) -> None:
+def warn_of_sample_weights(trainer: "EvaluationLoop", counting: LossCounting, output: Mapping[str, Any]) -> None:
     """Warn where losses of parts are joined and it is not known what each is a mean over."""
-    window = trainer._window
+    window, microbatch_size = trainer.run.gradients.window, trainer.run.microbatch_size
     if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
         return
     parts = {
         f"gradient_accumulation_steps={window.length}": window.length > 1,
-        f"microbatch_size={trainer._microbatch_size}": trainer._microbatch_size is not None,
+        f"microbatch_size={microbatch_size}": microbatch_size is not None,
         f"{window.world} processes": window.world > 1,
     }
     warnings.warn(
@@ -158,7 +165,7 @@ def warn_of_sample_weights(trainer: Any, counting: LossCounting, output: Mapping
     )
 
 
-def _check_hidden(trainer: Any, event: Event, seen: bool, call: str, instead_of: str) -> None:
+def _check_hidden(trainer: "EvaluationLoop", event: Event, seen: bool, call: str, instead_of: str) -> None:
     if seen or not trainer.engine.has_algorithm_for(event):
         return
     names = ", ".join(type(plugin).__name__ for plugin in trainer.engine.listeners(event))
@@ -168,11 +175,9 @@ def _check_hidden(trainer: Any, event: Event, seen: bool, call: str, instead_of:
     )
 
 
-def check_loss(loss: Any, trainer: Any) -> None:
-    """Refuse a loss that cannot be back-propagated, unless a user's own `backward_step` knows what to do with it."""
-    from drivetrain.train.trainer import Trainer
-
-    if type(trainer).backward_step is not Trainer.backward_step or trainer._units is not None:
+def check_loss(loss: Any, trainer: "EvaluationLoop") -> None:
+    """Reject a loss that cannot be back-propagated, unless a user's own `backward_step` knows what to do with it."""
+    if trainer.overrides("backward_step") or trainer.run.units is not None:
         return
     if loss.numel() != 1:
         raise BatchOutputError(
@@ -185,25 +190,20 @@ def check_loss(loss: Any, trainer: Any) -> None:
         )
 
 
-def check_watched_metrics(trainer: Any) -> None:
-    """Refuse callbacks that watch an evaluation metric which will never be recorded."""
-    for callback in trainer.callback_handler:
+def check_watched_metrics(callbacks: Iterable[Any], eval_loader: Any) -> None:
+    """Reject callbacks that watch an evaluation metric which will never be recorded."""
+    for callback in callbacks:
         metric = getattr(callback, "watch_metric", None)
         is_compared = getattr(
             callback, "evaluate_during_training", True
         )  # an average may be saved without being compared
-        if (
-            isinstance(metric, str)
-            and is_compared
-            and (reason := _why_never_recorded(metric, trainer._eval_dataloader))
-        ):
+        if isinstance(metric, str) and is_compared and (reason := _why_never_recorded(metric, eval_loader)):
             raise ValueError(f"{type(callback).__name__} watches {metric!r}, {reason}")
 
 
-def check_plateau(trainer: Any) -> None:
-    """Refuse a scheduler that waits for an evaluation metric which will never be recorded."""
-    metric = trainer.settings.scheduler_metric
-    if reason := _why_never_recorded(metric, trainer._eval_dataloader):
+def check_plateau(metric: str, eval_loader: Any) -> None:
+    """Reject a scheduler that waits for an evaluation metric which will never be recorded."""
+    if reason := _why_never_recorded(metric, eval_loader):
         raise ConfigError(f"ReduceLROnPlateau watches scheduler_metric={metric!r}, {reason}")
 
 

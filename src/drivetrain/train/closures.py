@@ -168,7 +168,7 @@ class WindowRepeat:
         assert engine is not None
         accelerator, scaler = trainer._accelerator, trainer._accelerator.scaler
         fields = {name: getattr(state, name) for name in _STEP_FIELDS}
-        held = {name: vars(trainer)[name] for name in ("_fire", "_loss_tracker", "_train_metrics", "_logged")}
+        held = {name: getattr(trainer, name) for name in ("_fire", "_loss_tracker", "_train_metrics", "_logged")}
         source, loader = trainer._sample_source, gradients._loader
         window, synchronises = gradients.window.state_dict(), gradients.synchronises
         buffers, rng = _copies(trainer.model), capture_rng()

@@ -44,16 +44,6 @@ def check_generates(model: Any, is_overridden: bool) -> None:
         )
 
 
-@contextmanager
-def generating(trainer: Any, arguments: Mapping[str, Any] | None) -> Iterator[None]:
-    """Generate with these arguments meanwhile."""
-    before, trainer._generate = trainer._generate, arguments
-    try:
-        yield
-    finally:
-        trainer._generate = before
-
-
 def generation_inputs(form: BatchForm, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for `generate` that a batch holds: its inputs, without targets and what is made of them."""
     if isinstance(batch, Mapping):

@@ -1,62 +1,41 @@
 """What a Trainer holds, and the hooks that users override: what happens at each place of the loop, one method each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
-from drivetrain.core.engine import Fire
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.module.accumulation import AccumulationWindow
-from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.wrapping import unwrap
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, find_form, logits_of
-from drivetrain.train.closures import WindowRepeat
+from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, logits_of
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.generation import call_generate, generation_inputs
-from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import uncompiled
-from drivetrain.train.settings import TrainSettings
+from drivetrain.train.logbook import Logbook
+from drivetrain.train.names import RunNames
+from drivetrain.train.run import Run
 from drivetrain.train.tracking import LossTracker, RunHistory
 
 if TYPE_CHECKING:
     from drivetrain.strategy.value import Strategy
 
 
-class TrainerHooks:
+class TrainerHooks(RunNames):
     """The parts of a Trainer that the loop calls and users replace."""
 
+    run: Run
     state: State
-    settings: TrainSettings | None
-    run_history: RunHistory
-    _accelerator: TrainerRuntime
-    _gradients: Gradients
-    _repeat: WindowRepeat
-    _fire: Fire
-    _units: Any
+    runtime: TrainerRuntime
+    logbook: Logbook
     callback_handler: Any
     _scheduler_is_ours: bool
-    _stop: StopTrainingError | TrainingStopped | None
-    _logged: dict[str, LossTracker]
-    _form: BatchForm | None
-    _form_type: type | None
-    _after_forward: str
-    _before_loss: bool
-    _is_running = False
-    _first_batch = False
-    _in_region = False  # inside the default hook's own autocast region
-    _saw_forward = _saw_loss = False
-    _listens_before_loss = False
-    _own_loss: Callable[..., Any] | None = None
-    _generate: Mapping[str, Any] | None = None  # the arguments of the model's generate; None: nothing is generated
-    _watch: LossWatch | None = None  # follows the loss function of a compiled model's first batch
     plan: "Strategy | None" = None  # as it was applied to the state
     _planned_model: Any = None  # the model as the plan left it, in its DDP shell
-    _find_form = staticmethod(find_form)  # prediction has its own, which needs no targets
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -77,7 +56,7 @@ class TrainerHooks:
     @loss_func.setter
     def loss_func(self, loss_func: Any) -> None:
         self.state.loss_fn = loss_func
-        self._form = None  # how a batch meets the model depends on it
+        self.run.loss.form = None  # how a batch is passed to the model depends on it
 
     @property
     def optimizer(self) -> Any:
@@ -101,9 +80,36 @@ class TrainerHooks:
         self._scheduler_is_ours = False
 
     @property
+    def run_history(self) -> RunHistory:
+        """What is recorded, by metric."""
+        return self.logbook.history
+
+    @run_history.setter
+    def run_history(self, history: RunHistory) -> None:
+        self.logbook.history = history
+
+    @property
+    def last_checkpoint(self) -> Any:
+        """The checkpoint that the run was resumed from, or the last that it has written."""
+        return None if self.run.checkpoints is None else self.run.checkpoints.last
+
+    @property
     def writes_files(self) -> bool:
         """Whether this run may write: a development run leaves nothing behind."""
-        return not (self._is_running and self.settings is not None and self.settings.fast_dev_run)
+        settings = self.run.settings
+        return not (self.run.is_running and settings is not None and settings.fast_dev_run)
+
+    @property
+    def _accelerator(self) -> TrainerRuntime:
+        return self.runtime
+
+    @_accelerator.setter
+    def _accelerator(self, runtime: TrainerRuntime) -> None:
+        self.runtime = runtime
+
+    def overrides(self, name: str) -> bool:
+        """Return whether a subclass, or somebody on the instance, replaces a method of the Trainer."""
+        raise NotImplementedError  # `Trainer` knows its own methods
 
     @property
     def _window(self) -> AccumulationWindow:
@@ -112,36 +118,36 @@ class TrainerHooks:
     @property
     def device(self) -> Any:
         """Where the model and the batches live."""
-        return self._accelerator.device
+        return self.runtime.device
 
     def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
         """Ask for an orderly end at the next step boundary; all ranks will agree."""
         if not isinstance(reason, (StopTrainingError, TrainingStopped)):
             reason = StopTrainingError(str(reason))
-        self._stop = self._stop or reason
+        self.run.agreement.stop = self.run.agreement.stop or reason
 
     def log(self, name: str, value: Any, weight: float | None = None) -> None:
         """Keep a value on the device and record its weighted mean over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`."""
         output = self.state.batch_output
         if weight is None:  # inside a loss hook its output is not there yet
             weight = output["batch_size"] if isinstance(output, Mapping) else batch_size_of(None, self.state.batch)
-        tracker = self._logged.setdefault(name, LossTracker())
+        tracker = self.run.measures.logged.setdefault(name, LossTracker())
         tracker.update(value.detach() if isinstance(value, Tensor) else value, weight)
 
     def gather(self, tensor: Any, padding_value: Any = None) -> Any:
         """Join tensors of all processes along the first dimension; unequal lengths are exchanged, so nothing is padding."""
-        return self._accelerator.gather(tensor)
+        return self.runtime.gather(tensor)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per node."""
-        self._accelerator.print(*args, **kwargs)
+        self.runtime.print(*args, **kwargs)
 
     def get_model(self, keep_torch_compile: bool = True) -> Any:
         """Return the user's model without what the trainer wrapped around it.
 
         After a run that sharded it, its `state_dict()` and `save_pretrained()` gather the whole weights: call them on all ranks.
         """
-        return self._accelerator.unwrap_model(self.model, keep_torch_compile)
+        return self.runtime.unwrap_model(self.model, keep_torch_compile)
 
     # ------------------------------------------------------------------ hooks: the run
 
@@ -156,33 +162,35 @@ class TrainerHooks:
 
     def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
         """Return `loss`, `model_outputs` and `batch_size` of one training batch; may hold `num_items`, `losses` and more."""
-        form = self._form if type(batch) is self._form_type and self._form is not None else self._form_of(batch)
-        if self._accelerator.precision.autocast_dtype is None:
+        step = self.run.loss
+        form = step.form if type(batch) is step.form_type and step.form is not None else self._form_of(batch)
+        if self.runtime.precision.autocast_dtype is None:
             return form.run(self, batch)
-        self._in_region = True  # model and loss form one autocast region
+        step.in_region = True  # model and loss form one autocast region
         try:
-            with self._accelerator.autocast():
+            with self.runtime.autocast():
                 return form.run(self, batch)
         finally:
-            self._in_region = False
+            step.in_region = False
 
     def backward_step(self, loss: Tensor) -> None:
         """Back-propagate a loss that is already weighted for accumulation."""
-        if self._units is None:
-            self._accelerator.backward(loss)
+        run = self.run
+        if run.units is None:
+            self.runtime.backward(loss)
         else:
-            self._units.backward(self._gradients.named_losses(loss), weight=self._gradients.unit_weight)
+            run.units.backward(run.gradients.named_losses(loss), weight=run.gradients.unit_weight)
 
     def optimizer_step(self) -> None:
         """Update the parameters."""
-        if self._repeat.is_wanted:
-            self._repeat.step()
+        if self.run.repeat.is_wanted:
+            self.run.repeat.step()
         else:
-            self._accelerator.step(self.optimizer)
+            self.runtime.step(self.optimizer)
 
     def scheduler_step(self) -> None:
         """Move the learning rate on, unless the update was skipped."""
-        if self.state.schedulers and not self._accelerator.optimizer_step_was_skipped:
+        if self.state.schedulers and not self.runtime.optimizer_step_was_skipped:
             self.scheduler.step()
 
     def optimizer_zero_grad(self) -> None:
@@ -238,48 +246,48 @@ class TrainerHooks:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in the run's precision and let algorithms see its outputs."""
-        state = self.state
-        if self._accelerator.precision.autocast_dtype is None or self._in_region:
+        state, run = self.state, self.run
+        if self.runtime.precision.autocast_dtype is None or run.loss.in_region:
             outputs = state.model(*args, **kwargs)
         else:
-            with self._accelerator.autocast():
+            with self.runtime.autocast():
                 outputs = state.model(*args, **kwargs)
             outputs = loaders.to_float32(outputs)
         state.outputs = outputs
-        self._saw_forward = True
-        getattr(self._fire, self._after_forward)()
+        run.loss.saw_forward = True
+        getattr(run.fire, run.loss.after_forward)()
         return state.outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call `generate` of the model inside its wrappers, with the arguments of `generate=`, in the run's precision."""
         with (
-            self._accelerator.autocast(),
+            self.runtime.autocast(),
             uncompiled(),
         ):  # lengths change: compiled, each of them would be compiled again
-            return call_generate(self.model, args, {**kwargs, **(self._generate or {})})
+            return call_generate(self.model, args, {**kwargs, **(self.run.generate or {})})
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
         """Compute the loss of outputs and targets, after algorithms had their say about both."""
-        state = self.state
-        if self._before_loss:
-            self._saw_loss = True
-            if self._listens_before_loss:
+        state, step = self.state, self.run.loss
+        if step.before_loss:
+            step.saw_loss = True
+            if step.listens_before_loss:
                 form, before = self._form_of(state.batch), state.outputs
                 is_ours = form.targets(state.batch) is targets
-                self._fire.before_loss()
+                self.run.fire.before_loss()
                 targets = form.targets(state.batch) if is_ours else targets
                 outputs = outputs if state.outputs is before else form.predictions(state.outputs)
         loss_func = state.loss_fn
-        if self._first_batch:
+        if step.is_first:
             check_loss_inputs(loss_func, outputs, targets)
         if loss_func is not None:
-            if self._watch is None:
+            if step.watch is None:
                 loss = loss_func(outputs, targets)
             else:
-                with self._watch:
+                with step.watch:
                     loss = loss_func(outputs, targets)
-        elif self._own_loss is not None:
-            loss = self._own_loss(outputs, state.batch)
+        elif step.own_loss is not None:
+            loss = step.own_loss(outputs, state.batch)
         else:
             loss = carried_loss(outputs)
         return loss if type(loss) is Tensor else self._one_loss(loss)
@@ -292,10 +300,12 @@ class TrainerHooks:
         return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
 
     def _form_of(self, batch: Any) -> BatchForm:
-        """Return how batches of this type meet the model; decided when the type changes."""
-        if type(batch) is self._form_type and self._form is not None:
-            return self._form
-        self._form, self._form_type = self._find_form(batch, self.model, self.loss_func is not None), type(batch)
-        own = getattr(unwrap(self.model), "loss", None) if isinstance(self.model, nn.Module) else None
-        self._own_loss = own if isinstance(self._form, WholeForm) else None
-        return self._form
+        """Return how batches of this type are passed to the model; decided when the type changes."""
+        step, model = self.run.loss, self.model
+        if type(batch) is step.form_type and step.form is not None:
+            return step.form
+        form = step.form = step.find_form(batch, model, self.loss_func is not None)
+        step.form_type = type(batch)
+        own = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
+        step.own_loss = own if isinstance(form, WholeForm) else None
+        return form

@@ -133,9 +133,7 @@ def _has_equal_rows(items: LossItems, loader: Any) -> bool:
 
 def _hides_loss(trainer: Any, hook: Callable[[Any], Any]) -> bool:
     """Whether a user's own code computes the loss, which must not be called twice."""
-    from drivetrain.train.setup import is_overridden
-
-    return any(is_overridden(trainer, name) for name in (hook.__name__, "forward", "compute_loss"))
+    return any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
 
 
 def _probe(trainer: Any, batch: Any) -> LossItems:

@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from drivetrain.runtime.ranks import (
     clear_data_ranks,
     data_group,
     data_rank,
+    data_ranks_are_of_a_trainer,
     get_num_processes,
     is_distributed,
     num_data_ranks,
@@ -37,26 +38,25 @@ from drivetrain.train.arguments import check_dataset
 from drivetrain.train.batch_limits import DataLoaderSlice
 from drivetrain.train.settings import TrainSettings
 
-_told: tuple[Any, ...] | None = None
-"""Which samples the plan of the last trainer said that this rank reads; None: as many shares as processes."""
+if TYPE_CHECKING:
+    from drivetrain.train.accelerator import TrainerRuntime
+    from drivetrain.train.trainer import Trainer
 
 
-def keep_data_ranks(trainer: Any) -> None:
+def keep_data_ranks(trainer: "Trainer") -> None:
     """Remember which samples this rank reads by the trainer's plan, for all its runs."""
-    global _told
-    is_shared = num_data_ranks() != get_num_processes()
-    _told = trainer._data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
+    trainer._data_ranks = None
+    if num_data_ranks() != get_num_processes():
+        trainer._data_ranks = (data_rank(), num_data_ranks(), data_group())
+        use_data_ranks(trainer)
 
 
-def use_data_ranks(trainer: Any) -> None:
-    """Read the samples that the trainer's plan gives to this rank; what another trainer's plan said holds for that one only."""
-    global _told
-    own = getattr(trainer, "_data_ranks", None)
-    if own is not None:
-        set_data_ranks(*own)
-    elif _told is not None and _told == (data_rank(), num_data_ranks(), data_group()):
+def use_data_ranks(trainer: "Trainer") -> None:
+    """Read the samples that the trainer's plan gives to this rank; the plan of another trainer holds for that one only."""
+    if trainer._data_ranks is not None:
+        set_data_ranks(*trainer._data_ranks, of_trainer=True)
+    elif data_ranks_are_of_a_trainer():
         clear_data_ranks()
-    _told = own
 
 
 def is_ready_loader(data: Any) -> bool:
@@ -95,7 +95,7 @@ def map_loaders(function: Callable[[Any], Any], loader: Any) -> Any:
     return function(loader)
 
 
-def make_evaluation_loaders(trainer: Any, batch_size: int, kwargs: dict[str, Any] | None) -> Any:
+def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: dict[str, Any] | None) -> Any:
     """Return the loader of the evaluation data, or one for each of several sets given as a mapping of names."""
     data = trainer.eval_dataset
     if not isinstance(data, Mapping) or isinstance(data, Dataset) or find_columns(data) is not None:
@@ -114,12 +114,12 @@ def make_evaluation_loaders(trainer: Any, batch_size: int, kwargs: dict[str, Any
     return EvaluationLoaders(made)
 
 
-def default_kwargs(trainer: Any, dataset: Any, batch_size: int) -> dict[str, Any]:
+def default_kwargs(device: torch.device | str, dataset: Any, batch_size: int) -> dict[str, Any]:
     """Return the loader arguments that depend on the machine and the data."""
     local_processes = max(1, get_num_processes() // num_nodes())
     workers = 0 if isinstance(dataset, TensorDataset) else min(8, usable_cpus() // local_processes)
     return {
-        "pin_memory": torch.device(trainer.device).type == "cuda",
+        "pin_memory": torch.device(device).type == "cuda",
         "batch_size": batch_size,
         "num_workers": workers,
         "worker_init_fn": seed_worker,
@@ -162,20 +162,16 @@ def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> 
     return {**added, **(kwargs or {})} if added else None if kwargs is None else dict(kwargs)
 
 
-def prepare(trainer: Any, loader: Any, limit_batches: int | float | None, training: bool = False) -> Any:
+def prepare(device: torch.device | str, loader: Any, limit_batches: int | float | None) -> Any:
     """Make a loader deliver this rank's share to the device, and cut it to a limit."""
-    use_data_ranks(trainer)
     if isinstance(loader, EvaluationLoaders):
-        return map_loaders(lambda one: prepare(trainer, one, limit_batches), loader)
-    loader = deliver(loader, trainer.device)
+        return map_loaders(lambda one: prepare(device, one, limit_batches), loader)
+    loader = deliver(loader, device)
     plain = loader
     while isinstance(plain, DataLoaderSlice):
         plain = plain.dl
     if isinstance(plain, DataLoader) and not isinstance(plain, SmartDataLoader):
         guard_workers(plain)
-    if training:
-        _refuse_empty(trainer, loader)
-        _warn_of_single_use(trainer, loader)
     return limit(loader, limit_batches)
 
 
@@ -208,33 +204,31 @@ def _splits_itself(loader: DataLoader[Any]) -> bool:
     return True
 
 
-def _refuse_empty(trainer: Any, loader: Any) -> None:
-    if length(loader) != 0:
-        return
-    if loader is trainer.train_dataset or not isinstance(loader, SmartDataLoader):
-        warnings.warn(
-            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.",
-            DrivetrainWarning,
-            stacklevel=2,
-        )
-        return
-    size = len(trainer.train_dataset)
-    raise ConfigError(
-        f"train_dataset has {size} samples, which is not one whole batch of {trainer.settings.per_device_batch_size} and drop_last "
-        "is set. Use a smaller batch, or drop_last=False."
-        if size
-        else "train_dataset is empty: it has 0 samples. Check the path or the filter it was made with."
-    )
-
-
-def _warn_of_single_use(trainer: Any, loader: Any) -> None:
-    if isinstance(loader, Iterator) and trainer.settings.epochs != 1:
+def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) -> None:
+    """Reject a loader without batches, and warn of one that can be read only once."""
+    if isinstance(loader, Iterator) and settings.epochs != 1:
         warnings.warn(
             f"the training data is a {type(loader).__name__}, which can be read once only: epochs after the first will be empty. Give "
             "something that can be iterated again, or num_epochs=1.",
             DrivetrainWarning,
             stacklevel=2,
         )
+    if length(loader) != 0:
+        return
+    if loader is dataset or not isinstance(loader, SmartDataLoader):
+        warnings.warn(
+            f"the training loader ({type(loader).__name__}) has no batches: epochs will be empty.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
+        return
+    size = len(dataset)
+    raise ConfigError(
+        f"train_dataset has {size} samples, which is not one whole batch of {settings.per_device_batch_size} and drop_last "
+        "is set. Use a smaller batch, or drop_last=False."
+        if size
+        else "train_dataset is empty: it has 0 samples. Check the path or the filter it was made with."
+    )
 
 
 def limit(loader: Any, batches: int | float | None) -> Any:
@@ -284,12 +278,12 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def mover(trainer: Any, loader: Any) -> Callable[[Any], Any] | None:
+def mover(device: torch.device | str, loader: Any) -> Callable[[Any], Any] | None:
     """Return what brings a batch of this loader to the device; None where it is there already."""
     smart = smart_loader(loader)
-    if (smart is not None and smart.move_output) or torch.device(trainer.device).type == "cpu":
+    if (smart is not None and smart.move_output) or torch.device(device).type == "cpu":
         return None
-    return partial(move_to_device, trainer.device, non_blocking=True)
+    return partial(move_to_device, device, non_blocking=True)
 
 
 def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -312,11 +306,10 @@ def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         current = following
 
 
-def move_model(trainer: Any, model: Any) -> Any:
-    """Put a model on the trainer's device in the run's precision; anything that is no module passes."""
+def move_model(runtime: "TrainerRuntime", model: Any) -> Any:
+    """Put a model on the device in the run's precision; anything that is not a module stays as it is."""
     if not isinstance(model, nn.Module):
         return model
-    runtime = trainer._accelerator
     model = runtime.precision.cast_parameters(model)
     return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
 
@@ -388,12 +381,12 @@ def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:
 
 
 def make_prediction_loader(
-    trainer: Any, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
+    device: torch.device | str, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
 ) -> Any:
     """Return a loader over a dataset in its own order."""
     check_dataset("dataset", dataset)
     if is_ready_loader(dataset):
         return dataset
-    defaults = {"shuffle": False, **default_kwargs(trainer, dataset, batch_size)}
+    defaults = {"shuffle": False, **default_kwargs(device, dataset, batch_size)}
     with naming("dataloader_kwargs", kwargs):
         return SmartDataLoader(dataset, collate_fn=collate_fn, **merge_kwargs(dataset, defaults, kwargs))

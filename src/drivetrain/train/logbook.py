@@ -9,17 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.core.time import Clock
 from drivetrain.runtime.run import current_run
 from drivetrain.train.readback import AsyncReadback
+from drivetrain.train.run_history import RunHistory
 
 
 class Logbook:
     """Feeds the run history and the loggers of one trainer."""
 
-    def __init__(self, trainer: Any, loggers: Collection[Any]):
+    def __init__(self, history: RunHistory, clock: Clock, loggers: Collection[Any]):
         run = current_run()
         recorder = None if run is None else run.recorder  # inside an experiment metrics go to its recorder too
-        self._trainer = trainer
+        self.history = history
+        """Where values are recorded; another one may take its place."""
+        self._clock = clock
         self._readback = AsyncReadback()
         self._arriving: dict[str, float] = {}
         self.loggers = [*loggers, *([recorder] if recorder is not None and recorder not in loggers else [])]
@@ -27,14 +31,13 @@ class Logbook:
     def record(self, name: str, value: Any) -> None:
         """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
         self.wait_for_steps()
-        history = self._trainer.run_history
-        history.update_metric(name, value)
-        self._send({f"{history.metric_name_prefix}{name}": value})
+        self.history.update_metric(name, value)
+        self._send({f"{self.history.metric_name_prefix}{name}": value})
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keep values of this moment; tensors stay on the device until a logger reads them."""
         for name, value in metrics.items():
-            self._trainer.run_history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
+            self.history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
         self._send(metrics, step)
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
@@ -42,7 +45,7 @@ class Logbook:
 
         A sink reads a device by itself, later. Any other logger gets numbers, with their step, when they have arrived.
         """
-        step = self._trainer.state.clock.batch
+        step = self._clock.batch
         sinks = [logger for logger in self.loggers if hasattr(logger, "scalar")]
         self._send(metrics, step, sinks)
         if len(sinks) < len(self.loggers):
@@ -52,7 +55,7 @@ class Logbook:
             self._deliver(self._readback.poll())
 
     def wait_for_steps(self) -> None:
-        """Give the loggers what is still on its way from the device; here the host waits."""
+        """Give the loggers what is still on its way from the device; this synchronizes the host."""
         self._deliver(self._readback.drain())
 
     def _deliver(self, arrived: list[tuple[Any, float]]) -> None:
@@ -63,7 +66,7 @@ class Logbook:
                 self._send(metrics, step, [logger for logger in self.loggers if not hasattr(logger, "scalar")])
 
     def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Tell the loggers how the run is set up."""
+        """Send to the loggers how the run is set up."""
         for logger in self.loggers:
             for method in ("log_hyperparameters", "params"):
                 if hasattr(logger, method):
@@ -91,7 +94,7 @@ class Logbook:
         loggers = self.loggers if loggers is None else loggers
         if not loggers:
             return
-        step = self._trainer.state.clock.batch if step is None else step
+        step = self._clock.batch if step is None else step
         for logger in loggers:
             if hasattr(logger, "log_metrics"):
                 logger.log_metrics(dict(metrics), step=step)

@@ -4,7 +4,7 @@ What can be decided once is decided before the first step (`setup.py`), so these
 `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,85 +15,68 @@ from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import as_factor, share_of
-from drivetrain.module.finite import StepGuard
 from drivetrain.runtime.workers import report_failure
-from drivetrain.train import loaders, recovery, resuming, setup
+from drivetrain.train import loaders, recovery, resuming
+from drivetrain.train.agreement import STOP
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
-from drivetrain.train.evaluation_loop import EvaluationLoop
+from drivetrain.train.evaluation import EvaluationLoop
 from drivetrain.train.failures import explain_failure
-from drivetrain.train.items import LossCounting
 from drivetrain.train.own_loop import OwnLoop
-from drivetrain.train.plain_hooks import PlainHooks
-from drivetrain.train.recovery import LastGoodState
-from drivetrain.train.step_losses import StepLosses
 
 
 class TrainerLoop(EvaluationLoop):
-    """Turns the loop of a Trainer."""
+    """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
-    _train_dataloader: Any
-    _has_train_metrics: bool
-    _train_items: LossCounting
-    _keeper: Any
-    _step_losses: StepLosses | None = None  # a plugin, where a logger listens
-    _inside_step = False
-    _resume_next: Any = None  # a training state loaded by hand, from which the next train() goes on
-    _restored_rng: Any = None
-    _ddp = False
-    _microbatch_size: int | None = None
-    _batches_per_epoch: int | None = None
-    _schedules_each_step = True
-    # Whether these seams do anything; a subclass that overrides one is always called.
-    _clips = _tracks_its_own_way = True
-    _boundary_work = True  # whether anything but a signal or a stop can need the host between two batches
-    _plain = PlainHooks()  # none, until a run has been looked at
-    _guard: StepGuard | None = None  # tests updates before they are made; None where nobody asks for it
-    _good: LastGoodState | None = None
-    _norm_is_tested = False  # whether the norm that clipping computes already shows that a gradient is not finite
 
     # ------------------------------------------------------------------ the training run
 
     def _run_training(self) -> None:
-        """Turn epochs until a limit, a stop or an error; always end in good order."""
-        state, fire = self.state, self._fire
+        """Run epochs until a limit, a stop or an error; always end in good order."""
+        run, state, agreement = self.run, self.state, self.run.agreement
+        settings = run.require_settings()
         try:
-            self._is_running = True
+            run.is_running = True
             try:
                 self.training_run_start()
-                fire.fit_start()
-                setup.prepare_loop(self)
-                if self.settings and self.settings.sanity_eval_batches and self._eval_dataloader is not None:
-                    self._run_sanity_evaluation()
-                self._meet()
-                if self._unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
-                    resuming.apply_restored_rng(self)
+                run.fire.fit_start()
+                self._prepare_loop()
+                if settings.sanity_eval_batches and run.data.evaluation is not None:
+                    self._run_sanity_evaluation(settings.sanity_eval_batches)
+                self._handle_requests()
+                if run.evaluation.unfinished == "epoch":  # the run was stopped during the evaluation at an epoch's end
+                    resuming.apply_restored_rng(run.restored)
                     self._finish_epoch(ended=False)
-                while not self._limits.reached(state.clock):
+                while not agreement.limits.reached(state.clock):
                     if self._run_epoch():
                         break
             except (StopTrainingError, TrainingStopped) as stop:
-                self._refuse_to_leave_alone(stop)
-                self._stop = stop
-            self._inside_step = False
-            if self._stop is not None:
-                self.print(f"Training stopped: {self._stop}")
-                fire.stop()
+                agreement.check_leaves_together(stop, type(self).__name__)
+                agreement.stop = stop
+            run.inside_step = False
+            if agreement.stop is not None:
+                self.print(f"Training stopped: {agreement.stop}")
+                run.fire.stop()
             self.training_run_end()
-            fire.fit_end()
-            resuming.finish(self)
+            run.fire.fit_end()
+            resuming.finish(run, state, self.logbook)
+            run.fire = self.engine.on
         except BaseException as error:
-            self._inside_step = False
+            run.inside_step = False
             explained = explain_failure(error, self.get_model(), self.loss_func, self._index_of_failure())
             self._close_after(explained)
             if explained is error:
                 raise
             raise explained from error
         finally:
-            self._is_running = False
-        if isinstance(self._stop, TrainingStopped):
-            raise self._stop
+            run.is_running = False
+        if isinstance(agreement.stop, TrainingStopped):
+            raise agreement.stop
+
+    def _prepare_loop(self) -> None:
+        """Decide what each step would otherwise ask."""
+        raise NotImplementedError  # `Trainer` knows how a run is set up
 
     def _run_epoch(self) -> bool:
         """Train over the data once, evaluate when due; True means that the run has reached an end inside the epoch."""
@@ -108,64 +91,64 @@ class TrainerLoop(EvaluationLoop):
 
     def _finish_epoch(self, ended: bool) -> bool:
         """Evaluate when due, and end the epoch; a run that is stopped here begins here when it is resumed."""
-        clock, fire = self.state.clock, self._fire
-        self._unfinished = "epoch"
+        run, clock = self.run, self.state.clock
+        plan, limits = run.evaluation, run.agreement.limits
+        plan.unfinished = "epoch"
         if not ended:
-            self._meet()
-        if self._eval_dataloader is not None and self._evaluation_is_due(at_end=ended or self._limits.reached(clock)):
-            self._run_eval_epoch(self._eval_dataloader)
-            if self._evaluation_was_cut:
-                self._meet()
-        self._unfinished = ""
-        if self.settings and self.settings.scheduler_interval == "epoch":
+            self._handle_requests()
+        if run.data.evaluation is not None and self._evaluation_is_due(at_end=ended or limits.reached(clock)):
+            self._run_eval_epoch(run.data.evaluation)
+            if plan.was_cut:
+                self._handle_requests()
+        plan.unfinished = ""
+        if run.require_settings().scheduler_interval == "epoch":
             self._step_epoch_scheduler()
-        self._between_steps(self.training_run_epoch_end)
-        fire.epoch_checkpoint()
+        run.agreement.call(self.training_run_epoch_end)
+        run.fire.epoch_checkpoint()
         self.run_history._increment_epoch()
-        if self._keeper is not None:
-            self._keeper.at_epoch_end(ended or self._limits.reached(clock))
-        self._meet()
+        if run.checkpoints is not None:
+            run.checkpoints.at_epoch_end(ended or limits.reached(clock))
+        self._handle_requests()
         return ended
 
     def _train_once_over_the_data(self) -> bool:
         """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
-        clock, own_loop = self.state.clock, OwnLoop(self, self._train_dataloader)
-        epoch, self._epoch_is_recorded = clock.epoch, False
+        run, clock, own_loop = self.run, self.state.clock, OwnLoop(self, self._train_dataloader)
+        epoch, run.epoch_is_recorded = clock.epoch, False
         ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
         own_loop.close()
         if clock.epoch == epoch and not ended:
             clock.next_epoch()
-        if not self._epoch_is_recorded:
+        if not run.epoch_is_recorded:
             self._record_epoch_metrics("train")
         return ended
 
-    _epoch_is_recorded = False
-
     def _run_train_epoch(self, train_dl: Any) -> bool:
         """Train once over the data, with the hooks and events around it; True means that a limit or a stop ended the run."""
-        clock, fire = self.state.clock, self._fire
-        self._between_steps(self.train_epoch_start)
-        fire.epoch_start()
+        run, clock = self.run, self.state.clock
+        run.agreement.call(self.train_epoch_start)
+        run.fire.epoch_start()
         self._go_on_inside_epoch()
-        if self._good is not None:
-            self._good.begin()
+        if run.good is not None:
+            run.good.begin()
         ended = self._run_steps(train_dl.loader if isinstance(train_dl, OwnLoop) else train_dl)
-        if not ended or clock.batch_in_epoch == self._batches_per_epoch:
+        if not ended or clock.batch_in_epoch == run.data.batches_per_epoch:
             clock.next_epoch()
-        self._between_steps(self.train_epoch_end)
+        run.agreement.call(self.train_epoch_end)
         self._add_epoch_loss_to_run_history("train_loss_epoch")
         self._record_epoch_metrics("train")
-        self._epoch_is_recorded = True
-        fire.epoch_end()
+        run.epoch_is_recorded = True
+        run.fire.epoch_end()
         return ended
 
     def _go_on_inside_epoch(self) -> None:
         """Set the generators of a resumed run as they were, and make the evaluation that was due when it was saved."""
-        resuming.apply_restored_rng(self)
-        if self._unfinished == "evaluation":
+        plan = self.run.evaluation
+        resuming.apply_restored_rng(self.run.restored)
+        if plan.unfinished == "evaluation":
             self._evaluate_if_due(partial(_answer, True))
-        elif self._eval_interval is not None and self.state.clock.batch_in_epoch:
-            self._evaluate_if_due(self._eval_interval.due)
+        elif plan.interval is not None and self.state.clock.batch_in_epoch:
+            self._evaluate_if_due(plan.interval.due)
 
     def _run_steps(self, train_dl: Any) -> bool:
         """Turn the loop over the batches; True means that a limit or a stop ended the run."""
@@ -330,8 +313,9 @@ class TrainerLoop(EvaluationLoop):
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
-        state, clock, fire, limit = self.state, self.state.clock, self._fire, self._batches_per_epoch
-        move = loaders.mover(self, loader)
+        state, clock, fire, data = self.state, self.state.clock, self.run.fire, self.run.data
+        limit, source = data.batches_per_epoch, data.source if data.reads_index else None
+        move = loaders.mover(self.device, loader)
         fire.before_dataloader()
         if limit is None:
             for batch, last in loaders.look_ahead(loader):
@@ -343,8 +327,8 @@ class TrainerLoop(EvaluationLoop):
             return
         for batch in loader:
             state.step = step = clock.batch_in_epoch
-            if self._wants_index:
-                state.sample_index = self._sample_source.sample_index
+            if source is not None:
+                state.sample_index = source.sample_index
             last = step + 1 >= limit
             yield (batch if move is None else move(batch)), last
             if last:
@@ -353,30 +337,27 @@ class TrainerLoop(EvaluationLoop):
 
     def _at_boundary(self) -> bool:
         """Between two steps: agree, evaluate, save, handle signals and limits; True ends the run."""
-        clock, is_due, request = self.state.clock, self._eval_every, self._own_request()
-        if self._vote is None:
-            if self._has_new_end():
-                self._limits.adopt([self.state.max_duration], self.state)
-        elif (
-            is_due is not None and self._eval_interval is None
-        ):  # a user's function: its answer is about this batch, so it is waited for
-            request = self._ask_all(yes=is_due(clock))
-            is_due = partial(_answer, self._vote.says_yes)
+        run, clock = self.run, self.state.clock
+        agreement, plan, window = run.agreement, run.evaluation, run.gradients.window
+        is_due = plan.is_due
+        if is_due is not None and plan.interval is None and agreement.vote is not None:
+            # The answer of a user's function is about this batch, so that of all ranks is waited for.
+            request = agreement.request(yes=is_due(clock))
+            is_due = partial(_answer, agreement.vote.says_yes)
         else:
-            request = self._vote.close()  # what anyone requested at the start of this step
-            self._follow_vote()
-            self._open_vote()
-        if request and self._window_ends_soon(request):
+            request = agreement.after_batch()
+        is_open = bool(window.count) and run.units is None
+        if request and is_open and agreement.is_soon_whole(request, window.length - window.count):
             request = 0  # asked again after the next batch
-        ended = self._limits.reached_inside_epoch(clock)
+        ended = agreement.limits.reached_inside_epoch(clock)
         if is_due is not None and not ended and not request:  # one that a signal leaves out comes after resuming
             self._evaluate_if_due(is_due)
-        if self._keeper is not None:
-            self._keeper.at_batch_end(ended)
-        if self._good is not None:
-            self._good.at_boundary()
+        if run.checkpoints is not None:
+            run.checkpoints.at_batch_end(ended)
+        if run.good is not None:
+            run.good.at_boundary()
         if request:
-            self._obey(request)
+            self._handle(request)
         return ended
 
     # ------------------------------------------------------------------ accumulation
@@ -443,25 +424,36 @@ class TrainerLoop(EvaluationLoop):
         assert self._count_tokens is not None
         return self._count_tokens(batch) * self._gradients.window.world
 
-    _count_tokens: Callable[[Any], int] | None = None
-    _sample_source: Any = None
-    _wants_index = _may_pad = False
-
     # ------------------------------------------------------------------ stopping
+
+    def _handle_requests(self) -> None:
+        """Act on a stop or a signal of any rank, outside a step, on all ranks at the same place."""
+        if request := self.run.agreement.request():
+            self._handle(request)
+
+    def _handle(self, request: int) -> None:
+        """Stop because a rank asked for it, or act on a signal any rank received."""
+        agreement = self.run.agreement
+        if request == STOP:
+            agreement.is_reached = True
+            raise agreement.stop or StopTrainingError("another process asked to stop")
+        assert agreement.signals is not None and self.run.checkpoints is not None
+        resuming.handle_signal(request, agreement.signals, self.run.checkpoints)
 
     def _index_of_failure(self) -> int:
         """Return the number of the batch in hand, from 0, in the whole run."""
-        return 0 if self._first_batch else self.state.clock.batch
+        return 0 if self.run.loss.is_first else self.state.clock.batch
 
     def _close_after(self, error: BaseException) -> None:
-        """Tell every guest about an error and let it close what it holds; the error itself goes on unchanged."""
-        self._vote, self._fire, self.model = None, self.engine.on, self.get_model()
+        """Tell every plugin about an error and let it close what it holds; the error itself goes on unchanged."""
+        run, signals = self.run, self.run.agreement.signals
+        run.agreement.vote, run.fire, self.model = None, self.engine.on, self.get_model()
         self.callback_handler.call_event("on_exception", self, exception=error)
         self.engine.close_plugins()
-        if self._keeper is not None:
-            self._keeper.settle()
-        if self._is_running:
-            report_failure(error, lambda: self._signals.requested is not None)
+        if run.checkpoints is not None:
+            run.checkpoints.settle()
+        if run.is_running and signals is not None:
+            report_failure(error, lambda: signals.requested is not None)
 
 
 def _answer(answer: bool, _: Clock) -> bool:

@@ -1,7 +1,7 @@
 """The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, put everything back."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,7 +9,10 @@ from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.errors import ConfigError, StopTrainingError
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.evaluation import kept_history, kept_modes
+from drivetrain.train.evaluation import discarded_history, restored_modes
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 LONGEST_SWEEP = 1_000_000
 IGNORED_START, IGNORED_END = 10, 1  # the first losses are noise, the last one is the divergence
@@ -53,12 +56,12 @@ class _Sweep(TrainerCallback):
         self.losses: list[float] = []
         self._average, self._best = 0.0, float("inf")
 
-    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         rate = self.rates[min(len(self.losses), len(self.rates) - 1)]
         for group in trainer.optimizer.param_groups:
             group["lr"] = rate
 
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
         self._average = self.smoothing * self._average + (1 - self.smoothing) * float(batch_output["loss"].detach())
         smoothed = self._average / (1 - self.smoothing ** (len(self.losses) + 1))
         self.losses.append(smoothed)
@@ -68,7 +71,7 @@ class _Sweep(TrainerCallback):
 
 
 def find_lr(
-    trainer: Any,
+    trainer: "Trainer",
     train_dataset: Any,
     min_lr: float,
     max_lr: float,
@@ -93,7 +96,7 @@ def find_lr(
     handler.clear_callbacks()
     handler.add_callback(sweep)
     try:
-        with kept_history(trainer), kept_modes(trainer.model):
+        with discarded_history(trainer.logbook), restored_modes(trainer.model):
             trainer.train(train_dataset, max_num_train_steps=num_steps, **{"log_every": None, **train_kwargs})
     finally:
         handler.clear_callbacks()
@@ -106,7 +109,7 @@ def find_lr(
 class _Keepsake:
     """Everything a sweep may change, copied."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
         self._model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
         self._optimizer = _copy(trainer.optimizer.state_dict())
@@ -115,16 +118,11 @@ class _Keepsake:
         self._fields = {
             name: getattr(trainer, name)
             for name in (
-                "settings",
+                "run",
                 "train_dataset",
                 "eval_dataset",
-                "run_config",
                 "create_scheduler_fn",
                 "collate_fn",
-                "_train_dataloader",
-                "_eval_dataloader",
-                "_train_dl_kwargs",
-                "_eval_dl_kwargs",
             )
         }
         self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer._scheduler_is_ours

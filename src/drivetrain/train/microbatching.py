@@ -19,7 +19,7 @@ from drivetrain.train.batches import batch_size_of, split_batch
 
 def find_microbatch_size(trainer: Any) -> int | None:
     """Return the number of rows that fit beside model and optimizer, or None when the whole batch does."""
-    move, batch = loaders.mover(trainer, trainer._train_dataloader), next(iter(trainer._train_dataloader))
+    move, batch = loaders.mover(trainer.device, trainer._train_dataloader), next(iter(trainer._train_dataloader))
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
     generators = capture_rng()

@@ -5,13 +5,16 @@ batch to the device, the accumulation window, counting, checkpoints, evaluations
 """
 
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain.train.loop import TrainerLoop
 
 
 class OwnLoop:
     """A loader whose batches are counted as they are taken; everything else about it is the loader's."""
 
-    def __init__(self, trainer: Any, loader: Any):
+    def __init__(self, trainer: "TrainerLoop", loader: Any):
         self._trainer, self.loader = trainer, loader
         self._steps: Generator[Any, None, None] | None = None
         self._in_step = False
@@ -38,24 +41,25 @@ class OwnLoop:
             self._finish()
 
     def _take(self) -> Generator[Any, None, None]:
-        trainer = self._trainer
-        state, clock, gradients = trainer.state, trainer.state.clock, trainer._gradients
+        trainer, run = self._trainer, self._trainer.run
+        state, clock, gradients = trainer.state, trainer.state.clock, run.gradients
         trainer._go_on_inside_epoch()
         for state.batch, last in trainer._batches(self.loader):
-            trainer._inside_step = self._in_step = True
+            run.inside_step = self._in_step = True
             state.batch_output = None
             if not gradients.is_simple:
                 gradients.open(last)
             yield state.batch
             if self._finish():
                 break
-        if not self.ended or clock.batch_in_epoch == trainer._batches_per_epoch:
+        if not self.ended or clock.batch_in_epoch == run.data.batches_per_epoch:
             clock.next_epoch()
 
     def _finish(self) -> bool:
         trainer, self._in_step = self._trainer, False
-        closes = trainer._gradients.window.closes
-        if closes and not trainer._gradients.is_simple:
-            trainer._gradients.close()
+        gradients = trainer.run.gradients
+        closes = gradients.window.closes
+        if closes and not gradients.is_simple:
+            gradients.close()
         self.ended = trainer._finish_batch(closes)
         return self.ended

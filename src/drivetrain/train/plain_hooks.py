@@ -34,7 +34,6 @@ class PlainHooks:
 def find_plain_hooks(trainer: Any) -> PlainHooks:
     """Look at a trainer that is ready to run."""
     from drivetrain.train.accelerator import TrainerRuntime
-    from drivetrain.train.setup import is_overridden
 
     runtime, has_optimizer = trainer._accelerator, bool(trainer.state.optimizers)
     is_own = all(getattr(type(runtime), name, None) is getattr(TrainerRuntime, name) for name in ("backward", "step"))
@@ -42,7 +41,7 @@ def find_plain_hooks(trainer: Any) -> PlainHooks:
     passes_on = is_own and runtime.scaler is None and trainer._units is None
 
     def is_default(name: str) -> bool:
-        return not is_overridden(trainer, name)
+        return not trainer.overrides(name)
 
     listens = trainer.engine.listens(Event.AFTER_FORWARD) or trainer.engine.listens(Event.BEFORE_LOSS)
     return PlainHooks(

@@ -67,15 +67,16 @@ def apply_strategy(trainer: "Trainer") -> None:
     loaders.keep_data_ranks(trainer)
     _join_metrics(trainer._eval_metrics, trainer._train_metrics)
     trainer._planned_model, trainer.plan = trainer.model, planned.plan
-    trainer._form = None  # how a batch meets the model depends on the loss function
-    runtime = trainer._accelerator
+    trainer.run.loss.form = None  # how a batch is passed to the model depends on the loss function
+    runtime = trainer.runtime
     if planned.precision is not None:
         runtime.precision = planned.precision
     if planned.scaler_dtype is not None:
         scaled = Precision(name="plan", autocast_dtype=planned.scaler_dtype)
         runtime.scaler = scaled.make_scaler(torch.device(trainer.device))
-    if planned.microbatch_size is not None and trainer.settings is not None:
-        trainer.settings = replace(trainer.settings, microbatch_size=planned.microbatch_size)
+    settings = trainer.run.settings
+    if planned.microbatch_size is not None and settings is not None:
+        trainer.run.settings = replace(settings, microbatch_size=planned.microbatch_size)
 
 
 def apply_to_state(request: PlanRequest) -> PlannedLoop:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +12,27 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarn
 from drivetrain.core.event import Event
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train import loaders
+from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import _like, find_form, find_inputs, join_outputs
-from drivetrain.train.evaluation import evaluating_optimizer, kept_modes, own_events
+from drivetrain.train.evaluation import evaluating_optimizer, own_events, restored_modes
+from drivetrain.train.run import LossStep
 from drivetrain.train.tracking import of_data_ranks
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 def run_prediction(
-    trainer: Any, loader: Any, to_cpu: bool, padding_value: float | None = None, generates: bool = False
+    trainer: "Trainer", loader: Any, to_cpu: bool, padding_value: float | None = None, generates: bool = False
 ) -> Any:
     """Run the prediction loop and join its outputs, or what the model generates."""
-    state, fire, parts = trainer.state, trainer._fire, []
-    move = loaders.mover(trainer, loader)
+    state, fire, parts = trainer.state, trainer.run.fire, []
+    move = loaders.mover(trainer.device, loader)
     with (
         own_events(trainer, Event.PREDICT_AFTER_FORWARD),
-        _without_targets(trainer),
-        kept_modes(trainer.model),
-        evaluating_optimizer(trainer),
+        _without_targets(trainer.run.loss),
+        restored_modes(trainer.model),
+        evaluating_optimizer(trainer.optimizer),
     ):
         if isinstance(trainer.model, nn.Module):
             trainer.model.eval()
@@ -45,7 +50,7 @@ def run_prediction(
                     raise BatchOutputError("calculate_predict_batch must return a dict with 'model_outputs'.")
                 state.batch_output = output
                 rows = join_outputs([_with_rows(output["model_outputs"], trainer.device)])
-                rows = _in_dataset_order(trainer, loader, rows)
+                rows = _in_dataset_order(trainer.runtime, loader, rows)
                 parts.append(_to_cpu(rows) if to_cpu else rows)
                 fire.predict_batch_end()
         fire.predict_end()
@@ -55,27 +60,27 @@ def run_prediction(
 
 
 @contextmanager
-def _without_targets(trainer: Any) -> Iterator[None]:
-    """Let batches meet the model without targets, which predictions do not need."""
-    trainer._find_form, trainer._form = find_inputs, None
+def _without_targets(step: LossStep) -> Iterator[None]:
+    """Take batches without targets, which predictions do not need."""
+    step.find_form, step.form = find_inputs, None
     try:
         yield
     finally:
-        trainer._find_form, trainer._form = find_form, None
+        step.find_form, step.form = find_form, None
 
 
-def _in_dataset_order(trainer: Any, loader: Any, rows: Any) -> Any:
+def _in_dataset_order(runtime: TrainerRuntime, loader: Any, rows: Any) -> Any:
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
     own = _no_rows(rows) if loaders.is_padding(loader) else rows
     shapes = of_data_ranks([tuple(leaf.shape) for leaf in _leaves(own)])
     if all(shape[1:] == first[1:] for of_rank in shapes for shape, first in zip(of_rank, shapes[0])):
-        return trainer._accelerator.gather(own)
+        return runtime.gather(own)
     # Rows of different shapes travel padded to the largest, and are cut to their own shapes afterwards.
     largest = [tuple(map(max, zip(*(shape[1:] for shape in of_leaf)))) for of_leaf in zip(*shapes)]
     sizes = iter(largest)
-    gathered = trainer._accelerator.gather(_map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
+    gathered = runtime.gather(_map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
     of_leaves = iter(list(zip(*shapes)))
     return _map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
 

@@ -1,10 +1,11 @@
 """How a run begins, is restored, and ends: the state it fills, and what a signal does to it."""
 
 import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -22,14 +23,19 @@ from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng
-from drivetrain.runtime.signals import exit_status, is_stop, requeue_under_slurm
+from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeue_under_slurm
 from drivetrain.train import loaders
+from drivetrain.train.agreement import StopVote
+from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.gradients import merge_partial
-from drivetrain.train.keeping import Keeper
-from drivetrain.train.settings import TrainSettings
-from drivetrain.train.stopping import StopVote
+from drivetrain.train.logbook import Logbook
+from drivetrain.train.run import EvaluationPlan, Measures, Restored, Run
+from drivetrain.train.settings import TrainerOptions, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 class ForeignState(Protocol):
@@ -38,7 +44,7 @@ class ForeignState(Protocol):
     def recognizes(self, folder: Path) -> bool:
         """Return whether a folder was written by that library."""
 
-    def restore(self, trainer: Any, folder: Path) -> None:
+    def restore(self, state: State, folder: Path) -> None:
         """Load the folder; the next epoch is then the one it names."""
 
 
@@ -63,7 +69,7 @@ def make_state(
 
 
 def follow_current_run(settings: TrainSettings) -> TrainSettings:
-    """Inside an experiment, keep the run in its folder and resume as the experiment was told to."""
+    """Inside an experiment, save into its folder and resume as the experiment was told to."""
     run = current_run()
     if run is None:
         return settings
@@ -80,57 +86,60 @@ def follow_current_run(settings: TrainSettings) -> TrainSettings:
     )
 
 
-def restore(trainer: Any) -> None:
+def restore(trainer: "Trainer") -> None:
     """Load the state of an earlier run if one is asked for, then wrap the model: after this it is final."""
-    state, settings = trainer.state, trainer.settings
-    _fill_state(trainer)
-    trainer._evaluation_state = EvaluationState(trainer._eval_dataloader)
-    trainer._keeper = Keeper(trainer, settings)
-    trainer._restored_rng = trainer._saved_evaluations = trainer._eval_interval = None
-    trainer._step_losses = trainer._saved_step_losses = None
-    trainer._eval_after_epoch = False
-    trainer._fire.before_load()
+    run, state, runtime = trainer.run, trainer.state, trainer.runtime
+    settings = run.require_settings()
+    fill_state(trainer)
+    run.evaluation.state = EvaluationState(run.data.evaluation)
+    length = loaders.length(run.data.train)
+    checkpoints = run.checkpoints = CheckpointSchedule(
+        state, settings, length, run.gradients.window, run.agreement, runtime.print
+    )
+    run.fire.before_load()
     if settings.resume_from is not None:
-        _load(trainer, settings.resume_from)
-    trainer._fire.after_load()
-    trainer._keeper.start()
+        _load(trainer, checkpoints, settings.resume_from)
+    run.fire.after_load()
+    checkpoints.start()
     if is_distributed():
-        trainer._vote = StopVote()
-        trainer._fire = trainer._fire_of_all_ranks()
+        run.agreement.vote = StopVote()
+        run.fire = trainer.engine.guarded(run.agreement.call)
         if trainer.strategy is None:  # a plan has wrapped the model as its mesh needs it
-            trainer.model = trainer._accelerator.prepare_model(trainer.model, **ddp_settings(trainer))
-        if trainer._units is not None:
-            trainer._units.rebind(trainer.model)
-        if trainer._restored_rng is None:
+            state.model = runtime.prepare_model(state.model, **ddp_settings(trainer))
+        if run.units is not None:
+            run.units.rebind(state.model)
+        if run.restored.rng is None:
             _reseed_rank(state.seed)
 
 
-def ddp_settings(trainer: Any) -> dict[str, bool]:
+def ddp_settings(trainer: "Trainer") -> dict[str, bool]:
     """Return the settings of DDP that the Trainer was given, or that an algorithm needs."""
+    options: TrainerOptions = trainer._options
     unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in trainer.state.algorithms)
-    return {**trainer._ddp_settings, **({"find_unused_parameters": True} if unused else {})}
+    return {**options.ddp, **({"find_unused_parameters": True} if unused else {})}
 
 
-def _fill_state(trainer: Any) -> None:
+def fill_state(trainer: "Trainer") -> None:
     """Put everything that makes the next step what it would have been onto the state."""
-    state = trainer.state
-    state._before_load = partial(_restore_required_algorithms, trainer)
+    run, state, history = trainer.run, trainer.state, trainer.run_history
+    settings, loader = run.require_settings(), run.data.train
+    state._before_load = _adds_required_algorithms(weakref.ref(trainer))
     # An open window's gradients are each rank's own.
     state._rank_local = {"gradients.partial": merge_partial, "optimizers.*.partial": merge_windows}
-    if trainer.settings.resume_from is None:
+    if settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)
-    state.scaler = getattr(trainer._accelerator, "scaler", None)
-    state.history = trainer.run_history
-    state._side_file = trainer.run_history if isinstance(trainer.run_history, InMemoryRunHistory) else None
-    state.epoch_loss = EpochLoss(trainer)
+    state.scaler = getattr(trainer.runtime, "scaler", None)
+    state.history = history
+    state._side_file = history if isinstance(history, InMemoryRunHistory) else None
+    state.epoch_loss = EpochLoss(run.measures, run.evaluation, run.restored, trainer.logbook)
     state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
-    smart = loaders.smart_loader(trainer._train_dataloader)
-    state.train_dataloader = trainer._train_dataloader if smart is None else smart
-    state.gradients = trainer._gradients
-    state.accumulation_steps = trainer.settings.gradient_accumulation_steps
-    if loaders.length(trainer._train_dataloader) is not None:
-        state.set_dataloader(trainer._train_dataloader, "train")
+    smart = loaders.smart_loader(loader)
+    state.train_dataloader = loader if smart is None else smart
+    state.gradients = run.gradients
+    state.accumulation_steps = settings.gradient_accumulation_steps
+    if loaders.length(loader) is not None:
+        state.set_dataloader(loader, "train")
     state.custom_entries = None
 
 
@@ -142,43 +151,55 @@ class EpochLoss:
     loggers get next.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: Restored, logbook: Logbook):
+        self._measures, self._evaluation, self._restored, self._logbook = measures, evaluation, restored, logbook
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of every data rank; all ranks must call this."""
-        interval, steps = self._trainer._eval_interval, self._trainer._step_losses
-        self._trainer.logbook.wait_for_steps()
+        evaluation, steps = self._evaluation, self._measures.step_losses
+        self._logbook.wait_for_steps()
         return {
-            "ranks": of_data_ranks(self._trainer._loss_tracker.state_dict()),
-            "evaluations": None if interval is None else interval.state_dict(),
-            "evaluates_after_epoch": self._trainer._eval_after_epoch,
-            "evaluation": self._trainer._evaluation_state.state_dict(),
-            "unfinished": self._trainer._unfinished,
+            "ranks": of_data_ranks(self._measures.tracker.state_dict()),
+            "evaluations": None if evaluation.interval is None else evaluation.interval.state_dict(),
+            "evaluates_after_epoch": evaluation.after_epoch,
+            "evaluation": evaluation.state.state_dict(),
+            "unfinished": evaluation.unfinished,
             "step_losses": None if steps is None else steps.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's sums back; on another number of data ranks, the first takes them all."""
-        self._trainer._saved_evaluations = state.get("evaluations")
-        self._trainer._eval_after_epoch = state.get("evaluates_after_epoch", False)
-        self._trainer._unfinished = state.get("unfinished", "")
+        evaluation = self._evaluation
+        self._restored.evaluations = state.get("evaluations")
+        evaluation.after_epoch = state.get("evaluates_after_epoch", False)
+        evaluation.unfinished = state.get("unfinished", "")
         if "evaluation" in state:  # not in checkpoints of earlier versions
-            self._trainer._evaluation_state.load_state_dict(state["evaluation"])
-        self._trainer._saved_step_losses = state.get("step_losses")
-        load_sums(self._trainer._loss_tracker, state["ranks"])
+            evaluation.state.load_state_dict(state["evaluation"])
+        self._restored.step_losses = state.get("step_losses")
+        load_sums(self._measures.tracker, state["ranks"])
 
 
-def _restore_required_algorithms(trainer: Any, saved: dict[str, Any]) -> None:
+def _adds_required_algorithms(trainer: "weakref.ref[Trainer]") -> Callable[[dict[str, Any]], None]:
+    """Return what a load calls first. The state must not keep the Trainer alive, which holds it."""
+
+    def before_load(saved: dict[str, Any]) -> None:
+        if (owner := trainer()) is not None:
+            _add_required_algorithms(owner, saved)
+
+    return before_load
+
+
+def _add_required_algorithms(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     """Add algorithms that the saved model cannot be loaded without, by registry name, and let them do their surgery."""
+    state = trainer.state
     entries = [entry for entry in saved.get("algorithms") or () if entry.get("required")]
-    live = {type(plugin).__name__ for plugin in trainer.state.algorithms}
+    live = {type(plugin).__name__ for plugin in state.algorithms}
     if all(entry["name"] in live for entry in entries):
         return
     from drivetrain.algorithms.registry import restore_required
 
     entries = [{**entry, "config": unpack(entry["config"], None)} for entry in entries]
-    added = restore_required(entries, trainer.state.algorithms)
+    added = restore_required(entries, state.algorithms)
     for plugin in added:
         warnings.warn(
             f"the checkpoint adds the algorithm {printable(repr(plugin))}, which this Trainer was not given: the saved model "
@@ -186,39 +207,36 @@ def _restore_required_algorithms(trainer: Any, saved: dict[str, Any]) -> None:
             DrivetrainWarning,
             stacklevel=2,
         )
-    trainer._algorithms = (*trainer._algorithms, *added)
-    trainer.engine.set_plugins(trainer._plugins())
+    trainer.add_algorithms(added)
     for plugin in added:
-        if plugin.match(Event.INIT, trainer.state):
-            plugin.apply(Event.INIT, trainer.state, trainer.logbook)
+        if plugin.match(Event.INIT, state):
+            plugin.apply(Event.INIT, state, trainer.logbook)
 
 
-def _load(trainer: Any, source: Any) -> None:
-    keeper = trainer._keeper
+def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: Any) -> None:
+    run, state = trainer.run, trainer.state
     if source in ("auto", "latest"):
-        if keeper.checkpointer is None:
+        if checkpoints.checkpointer is None:
             raise ConfigError(
                 f"resume_from={source!r} needs checkpoint_dir=..., the folder the run's checkpoints are in."
             )
-        restored = keeper.checkpointer.restore("auto")
+        restored = checkpoints.checkpointer.restore("auto")
         if restored is None:
-            trainer.print(f"No checkpoint under {keeper.checkpointer.directory}: starting afresh.")
+            trainer.print(f"No checkpoint under {checkpoints.checkpointer.directory}: starting a new run.")
             return
     elif broadcast_from_master(FOREIGN_STATE.load().recognizes(Path(source))):
         restored = None  # nothing of the kind a checkpoint brings with it
-        FOREIGN_STATE.load().restore(trainer, Path(source))
+        FOREIGN_STATE.load().restore(state, Path(source))
     else:
-        from drivetrain.train.saving import restore_from
-
-        restored = restore_from(trainer, source)
-    trainer._restored_rng = _shared_rng(getattr(restored, "rng", None))
-    clock = trainer.state.clock
-    trainer.run_history._set_epoch(clock.epoch if trainer._unfinished == "epoch" else clock.epoch + 1)
+        restored = restore_from(state, source)
+    run.restored.rng = _shared_rng(getattr(restored, "rng", None))
+    clock = state.clock
+    trainer.run_history._set_epoch(clock.epoch if run.evaluation.unfinished == "epoch" else clock.epoch + 1)
     if clock.batch_in_epoch:
-        _refuse_unknown_place(trainer.state.train_dataloader, clock.batch_in_epoch)
-    trainer.last_checkpoint = getattr(restored, "path", source)
+        _check_returns_to_place(state.train_dataloader, clock.batch_in_epoch)
+    checkpoints.last = getattr(restored, "path", source)
     trainer.print(
-        f"Resumed {trainer.last_checkpoint}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
+        f"Resumed {checkpoints.last}: epoch {clock.epoch + 1}, batch {clock.batch_in_epoch}, {clock.step} updates done."
     )
 
 
@@ -229,8 +247,8 @@ def _shared_rng(rng: Any) -> Any:
     return of_data_ranks(rng)[data_rank()]
 
 
-def _refuse_unknown_place(loader: Any, batches: int) -> None:
-    """Refuse to guess where inside an epoch a loader stands."""
+def _check_returns_to_place(loader: Any, batches: int) -> None:
+    """Reject a loader that cannot return to a position inside an epoch."""
     if callable(getattr(type(loader), "load_state_dict", None)):
         return
     raise ResumeError(
@@ -240,9 +258,9 @@ def _refuse_unknown_place(loader: Any, batches: int) -> None:
     )
 
 
-def apply_restored_rng(trainer: Any) -> None:
+def apply_restored_rng(restored: Restored) -> None:
     """Set the generators as they were, just before the first resumed step."""
-    rng, trainer._restored_rng = trainer._restored_rng, None
+    rng, restored.rng = restored.rng, None
     if rng is not None:
         restore_rng(rng)
 
@@ -263,15 +281,14 @@ def _reseed_rank(seed: int | None) -> None:
         restore_rng(numbers)
 
 
-def obey_signal(trainer: Any, number: int) -> None:
+def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSchedule) -> None:
     """Save; then end the process as the signal asks, or go on after SIGUSR1."""
-    signals = trainer._signals
     if is_stop(number):
         signals.request(number)  # also where another rank was told
     if is_stop(number) or not is_stop(signals.requested):  # a save does not answer a stop that has come since
         signals.clear()
-    trainer._keeper.save(final=is_stop(number))
-    trainer._keeper.wait()
+    checkpoints.save(final=is_stop(number))
+    checkpoints.wait()
     if not is_stop(number):
         requeue_under_slurm()
         return
@@ -283,15 +300,14 @@ def obey_signal(trainer: Any, number: int) -> None:
     raise SystemExit(exit_status(number))
 
 
-def finish(trainer: Any) -> None:
-    """After the last event: wait for files, stop the clock, let ranks part."""
-    trainer.logbook.flush()
-    trainer._keeper.finish()
-    trainer.state.clock.stop()
-    if isinstance(trainer.model, nn.Module):
-        gather_on_request(trainer.model)
-    if trainer._units is not None:
-        trainer._units.end_run()
-    if trainer._vote is not None:
-        trainer._vote.close()
-        trainer._vote, trainer._fire = None, trainer.engine.on
+def finish(run: Run, state: State, logbook: Logbook) -> None:
+    """After the last event: wait for files, stop the clock, end the votes."""
+    logbook.flush()
+    if run.checkpoints is not None:
+        run.checkpoints.finish()
+    state.clock.stop()
+    if isinstance(state.model, nn.Module):
+        gather_on_request(state.model)
+    if run.units is not None:
+        run.units.end_run()
+    run.agreement.close()

@@ -1,8 +1,8 @@
 """What one call of `train()` asks for, checked before anything is built."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from drivetrain.context.state import State
@@ -18,9 +18,26 @@ from drivetrain.core.arguments import (
 )
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.time import Clock, Time, TimeUnit, ensure_time
+from drivetrain.module.accumulation import Count
 from drivetrain.module.finite import NonFinitePolicy
 
 EvalInterval = int | str | Time | Callable[..., bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """What a Trainer is made with and its runs look up: how they compute, and defaults of `train()`."""
+
+    device: Any = None
+    precision: Any = None
+    ddp: Mapping[str, bool] = field(default_factory=dict)
+    """Settings of DDP that are switched on."""
+    count_items: Callable[[Any], Count] | str | None = None
+    generate: Mapping[str, Any] | None = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    max_duration: int | str | Time | None = None
+    eval_interval: EvalInterval | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +69,20 @@ class TrainSettings:
     sanity_eval_batches: int = 0
     overfit_batches: int = 0
     fast_dev_run: bool | int = False
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any], options: TrainerOptions) -> "TrainSettings":
+        """Return the settings among the arguments of `train()`, with the Trainer's defaults where nothing was given."""
+        given = {item.name: arguments[item.name] for item in fields(cls)}
+        if given["max_duration"] is None and given["num_epochs"] is None:
+            given["max_duration"] = options.max_duration
+        if given["max_duration"] is not None:
+            given["max_duration"] = parse_time("max_duration", given["max_duration"])
+        if given["eval_interval"] is None:
+            given["eval_interval"] = "1ep" if options.eval_interval is None else options.eval_interval
+        if given["gradient_clip_norm"] is None:
+            given["gradient_clip_norm"] = arguments["max_grad_norm"]  # transformers' name
+        return cls(**{**given, "nonfinite": NonFinitePolicy.of(given["nonfinite"])})
 
     def __post_init__(self) -> None:
         if not isinstance(self.fast_dev_run, bool):
@@ -127,6 +158,12 @@ class TrainSettings:
                 "tokens or time, such as '10ep', '500ba', '1e6sp', '1e9tok', '2h'."
             )
 
+    def limits(self) -> "RunLimits":
+        """Return the ends of the run, of which the first one reached counts."""
+        counts = ((self.num_epochs, TimeUnit.EPOCH), (self.max_num_train_steps, TimeUnit.STEP))
+        ends = [Time(count, unit) for count, unit in counts if count is not None]
+        return RunLimits(*ends, *([] if self.max_duration is None else [self.max_duration]))
+
     def scaled(self, ratio: float) -> "TrainSettings":
         """Return settings for a run of `ratio` times the length, in whole epochs, updates, batches, samples or tokens."""
         check_number("scale_schedule_ratio", ratio, above=0, hint=", such as 0.5 for half the run")
@@ -179,15 +216,8 @@ class TrainSettings:
 class RunLimits:
     """Tells when a run has reached one of its ends."""
 
-    def __init__(self, settings: TrainSettings):
-        ends: list[Time] = []
-        if settings.num_epochs is not None:
-            ends.append(Time(settings.num_epochs, TimeUnit.EPOCH))
-        if settings.max_num_train_steps is not None:
-            ends.append(Time(settings.max_num_train_steps, TimeUnit.STEP))
-        if settings.max_duration is not None:
-            ends.append(settings.max_duration)
-        self.ends = tuple(ends)
+    def __init__(self, *ends: Time):
+        self.ends = ends
         self._inside_epoch = tuple(end for end in ends if end.unit is not TimeUnit.EPOCH)
         self.end_inside_epochs = bool(self._inside_epoch)
         self.planned: Time | None = None
@@ -195,7 +225,7 @@ class RunLimits:
         self._changed: tuple[Time, ...] = ()
 
     def adopt(self, ends: Sequence[Time | None], state: State) -> None:
-        """Follow ends that guests have set (`state.stop_training()`) on some of the ranks; all ranks must agree on the list."""
+        """Follow ends that plugins have set (`state.stop_training()`) on some of the ranks; all ranks must agree on the list."""
         new = [end for end in ends if end is not None]
         if new:
             state.max_duration = next((end for end in new if state.clock.reached(end)), new[0])

@@ -1,4 +1,8 @@
-"""Decisions that `train()` makes once, before its loop."""
+"""Setting a run up: everything that `train()` decides once, before its loop.
+
+`prepare_run` is read from top to bottom: check, make loaders, apply the plan, place model and optimizer, make the scheduler, restore.
+After FIT_START, when plugins have changed what they want to change, `prepare_loop` decides what each step would otherwise ask.
+"""
 
 import inspect
 import warnings
@@ -6,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +22,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.intervals import Interval
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
-from drivetrain.optim.state_schedule import compile_state_schedule
+from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -26,6 +30,7 @@ from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.arguments import check_loss_func, check_model
 from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.checks import (
     check_optimizer,
     check_plateau,
@@ -36,31 +41,32 @@ from drivetrain.train.checks import (
 from drivetrain.train.generation import check_generates
 from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import LossCounting
-from drivetrain.train.keeping import prepare_checkpoints
 from drivetrain.train.plain_hooks import find_plain_hooks
 from drivetrain.train.recovery import prepare_guard
+from drivetrain.train.run import EvaluationPlan
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
-from drivetrain.train.settings import RunLimits, TrainSettings
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.step_losses import StepLosses
 
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
-def prepare_training(
-    trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None, until_end: ExitStack
+
+def prepare_run(
+    trainer: "Trainer", train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None, until_end: ExitStack
 ) -> None:
-    """Build loaders, place the model, make the scheduler, restore: everything before the first event of the run.
+    """Fill the trainer's run, up to the first event; `until_end` is closed when the run has ended."""
+    run, state = trainer.run, trainer.state
+    settings = run.require_settings()
+    check_model(state.model, state.loss_fn, trains=True)
+    check_loss_func(state.loss_fn, trainer.optimizer)
+    check_optimizer(state, strict=trainer.strict)
+    check_generation(trainer, run.generate)
+    prepare_folder_for(settings, trainer._own_folders, until_end)
+    if isinstance(state.model, nn.Module):
+        give_parts_again(state.model)
+    run.loss.is_first = True
 
-    `until_end` is closed when the run has ended.
-    """
-    settings = trainer.settings
-    check_model(trainer.model, trainer.loss_func, trains=True)
-    check_loss_func(trainer.loss_func, trainer.optimizer)
-    check_optimizer(trainer)
-    check_generation(trainer, trainer._generate)
-    prepare_checkpoints(settings, trainer._own_folders, until_end)
-    if isinstance(trainer.model, nn.Module):
-        give_parts_again(trainer.model)
-    trainer._stop, trainer._first_batch, trainer._has_agreed = None, True, False
-    trainer._unfinished = ""
     loaders.use_data_ranks(trainer)
     is_searched = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
     if is_searched:  # a search asks the loader for its batch size, and makes every process a data rank
@@ -69,42 +75,96 @@ def prepare_training(
         from drivetrain.train.planning import apply_strategy
 
         apply_strategy(trainer)
-        settings = trainer.settings  # a plan may set micro-batches
+        settings = run.require_settings()  # a plan may set micro-batches
     if not is_searched:  # how many ranks share the samples is known only now
         _make_loaders(trainer, train_kwargs, eval_kwargs)
-    trainer._gradients = Gradients(trainer, settings.gradient_accumulation_steps, settings.nonfinite)
-    trainer._train_items, trainer._eval_items = LossCounting(trainer._count_items), {}
+
+    run.gradients = Gradients(trainer, settings.gradient_accumulation_steps, settings.nonfinite)
+    run.measures.train_items = LossCounting(trainer._options.count_items)
     trainer._prepare_model_optimizer_and_dataloaders()
-    trainer.runtime = trainer._accelerator = as_runtime(trainer._accelerator)  # an override may have made another one
-    trainer.run_config = trainer._create_run_config(
+    trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
+    config = run.config = trainer._create_run_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         max_num_train_steps=settings.max_num_train_steps,
         gradient_clip_value=settings.gradient_clip_value,
     )
-    check_watched_metrics(trainer)
-    trainer._limits = RunLimits(settings)
-    trainer.state.max_duration = trainer._limits.duration(trainer.run_config.num_local_update_steps_per_epoch)
+    check_watched_metrics(trainer.callback_handler, run.data.evaluation)
+    limits = run.agreement.limits = settings.limits()
+    state.max_duration = limits.duration(config.num_local_update_steps_per_epoch)
     _prepare_scheduler(trainer)
-    _bind_units(trainer)
+    if run.units is not None:  # their schedules must know the length of the run
+        batches, epochs = loaders.length(run.data.train), settings.epochs
+        run.units.bind(
+            total_steps=None if batches is None or epochs is None else batches * epochs,
+            steps_per_epoch=batches,
+            autocast_dtype=trainer.runtime.precision.autocast_dtype,
+        )
     resuming.restore(trainer)
 
 
-def _make_loaders(trainer: Any, train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
-    settings = trainer.settings
-    batch_size = settings.per_device_batch_size
-    trainer._train_dataloader = trainer.create_train_dataloader(
-        batch_size, loaders.with_settings(settings, train_kwargs)
+def prepare_loop(trainer: "Trainer") -> None:
+    """Decide what the loop would otherwise ask at every step; plugins have acted at FIT_START."""
+    run, state, engine = trainer.run, trainer.state, trainer.engine
+    settings, data, measures = run.require_settings(), run.data, run.measures
+
+    data.batches_per_epoch = loaders.length(data.train)
+    _check_equal_lengths(data.batches_per_epoch)
+    run.gradients.use_loader(data.train)
+    data.source = loaders.smart_loader(data.train)
+    if data.source is not None:
+        data.may_pad = run.gradients.window.world > 1
+        data.reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
+
+    run.repeat.prepare()
+    run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
+    run.microbatch_size = choose_microbatch_size(trainer)
+    run.gradients.settle()
+    run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
+    run.loss.saw_forward = run.loss.saw_loss = False
+    check_schedule_length(trainer.scheduler, run)
+
+    if data.evaluation is not None:
+        _plan_evaluations(run.evaluation, settings, state, data.batches_per_epoch, run.restored.evaluations)
+    plateau = run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
+    plateau.start(trainer.run_history, forget=True)
+    measures.has_train_metrics = bool(trainer._train_metrics)
+    for metrics in (trainer._train_metrics, trainer._eval_metrics):
+        metrics.to(trainer.device)
+    _log_steps(trainer)
+
+    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
+    run.clips = clips or trainer.overrides("_clip_gradients")
+    run.tracks_its_own_way = trainer.overrides("_update_loss_tracker")
+    prepare_guard(trainer)
+    looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
+    run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not looks_on
+    run.plain = find_plain_hooks(trainer)
+    assert run.checkpoints is not None
+    run.checkpoints.good = run.good
+    run.has_boundary_work = bool(
+        run.agreement.vote is not None
+        or run.evaluation.is_due is not None
+        or run.agreement.limits.end_inside_epochs
+        or run.good is not None
+        or run.checkpoints.saves_inside_epochs
+        or current_run() is not None  # an experiment may look on at every boundary
     )
-    trainer._eval_dataloader = None
+    state.clock.start(shared=run.agreement.vote is not None)
+
+
+def _make_loaders(trainer: "Trainer", train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
+    settings, data = trainer.run.require_settings(), trainer.run.data
+    batch_size = settings.per_device_batch_size
+    data.train = trainer.create_train_dataloader(batch_size, loaders.with_settings(settings, train_kwargs))
+    data.evaluation = None
     if trainer.eval_dataset is not None:
-        trainer._eval_dataloader = loaders.make_evaluation_loaders(trainer, batch_size, eval_kwargs)
+        data.evaluation = loaders.make_evaluation_loaders(trainer, batch_size, eval_kwargs)
 
 
-def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
-    """Scale the length of the run where that was asked for, by the Trainer's argument or by an algorithm, and say so."""
-    ratio = schedule_ratio(trainer)
+def scale_length(settings: TrainSettings, ratio: float, report: Callable[[str], None]) -> TrainSettings:
+    """Scale the length of a run and report it."""
     if ratio == 1.0:
         return settings
     scaled = settings.scaled(ratio)
@@ -113,25 +173,31 @@ def scale_length(trainer: Any, settings: TrainSettings) -> TrainSettings:
         for name in ("num_epochs", "max_num_train_steps", "max_duration")
         if getattr(settings, name) is not None
     ]
-    trainer.print(f"scale_schedule_ratio={ratio}: {', '.join(changes)}")
+    report(f"scale_schedule_ratio={ratio}: {', '.join(changes)}")
     return scaled
 
 
-def _prepare_scheduler(trainer: Any) -> None:
+def schedule_ratio(given: float, state: State) -> float:
+    """Return by how much runs are scaled: the Trainer's argument, else what an algorithm asked for."""
+    return getattr(state, "scale_schedule_ratio", 1.0) if given == 1.0 else given
+
+
+def _prepare_scheduler(trainer: "Trainer") -> None:
     """Make this run's scheduler; one that an earlier run made is dropped, one the user assigned stays."""
+    run, settings = trainer.run, trainer.run.require_settings()
     if trainer._scheduler_is_ours:
         trainer.scheduler = None
     if trainer.create_scheduler_fn is not None:
-        check_scheduler(trainer)
+        check_scheduler(trainer.create_scheduler_fn, trainer.optimizer, run.units)
         trainer.scheduler = _make_scheduler(trainer)
         trainer._scheduler_is_ours = True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        check_plateau(trainer)
-        trainer.settings = replace(trainer.settings, scheduler_interval="epoch")
-    trainer._schedules_each_step = trainer.settings.scheduler_interval == "step"
+        check_plateau(settings.scheduler_metric, run.data.evaluation)
+        settings = run.settings = replace(settings, scheduler_interval="epoch")
+    run.schedules_each_step = settings.scheduler_interval == "step"
 
 
-def _make_scheduler(trainer: Any) -> Any:
+def _make_scheduler(trainer: "Trainer") -> Any:
     given = trainer.create_scheduler_fn
     try:
         scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
@@ -147,93 +213,40 @@ def _make_scheduler(trainer: Any) -> Any:
     return scheduler
 
 
-def compile_scheduler(trainer: Any) -> Any:
-    """Return torch's scheduler for a function of the state."""
-    return compile_state_schedule(trainer.create_scheduler_fn, trainer.state, schedule_ratio(trainer))
+def _plan_evaluations(
+    plan: EvaluationPlan, settings: TrainSettings, state: State, batches_per_epoch: int | None, made: Any
+) -> None:
+    """Decide when to evaluate inside epochs; `made` counts the evaluations that a resumed run has made."""
+    decide, every = settings.eval_interval, settings.eval_time
+    if callable(decide):
+        plan.is_due = lambda clock: bool(decide(state, Event.BATCH_END))
+    elif every is not None and every.value > 0:
+        interval = Interval(every, state.max_duration, batches_per_epoch)
+        if not interval.is_per_epoch:
+            interval.reset(state.clock)
+            interval.resume(made)
+            plan.interval, plan.is_due = interval, interval.due
 
 
-def schedule_ratio(trainer: Any) -> float:
-    """Return by how much the run is scaled: the Trainer's argument, else what an algorithm asked for."""
-    ratio = trainer.scale_schedule_ratio
-    return getattr(trainer.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
-
-
-def _bind_units(trainer: Any) -> None:
-    """Tell the units of an `OptimSet` how long the run is, so that schedules know their length."""
-    if trainer._units is None:
-        return
-    batches, epochs = loaders.length(trainer._train_dataloader), trainer.settings.epochs
-    total = None if batches is None or epochs is None else batches * epochs
-    dtype = trainer._accelerator.precision.autocast_dtype
-    trainer._units.bind(total_steps=total, steps_per_epoch=batches, autocast_dtype=dtype)
-
-
-def prepare_loop(trainer: Any) -> None:
-    """Decide once what the loop would otherwise ask at every step; guests of FIT_START have had their say."""
-    settings, state, engine = trainer.settings, trainer.state, trainer.engine
-    trainer._batches_per_epoch = loaders.length(trainer._train_dataloader)
-    _check_equal_lengths(trainer._batches_per_epoch)
-    trainer._gradients.use_loader(trainer._train_dataloader)
-    trainer._sample_source = loaders.smart_loader(trainer._train_dataloader)
-    reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
-    trainer._may_pad = trainer._sample_source is not None and trainer._gradients.window.world > 1
-    trainer._wants_index = reads_index and trainer._sample_source is not None
-    trainer._repeat.prepare()
-    trainer._ddp = isinstance(trainer.model, nn.parallel.DistributedDataParallel)
-    trainer._microbatch_size = choose_microbatch_size(trainer)
-    trainer._gradients.settle()
-    trainer._listens_before_loss = engine.listens(Event.BEFORE_LOSS)
-    trainer._saw_forward = trainer._saw_loss = False
-    check_schedule_length(trainer)
-    trainer._plateau_watch = MetricWatch(settings.scheduler_metric, greater_is_better=False)
-    trainer._plateau_watch.start(trainer, forget=True)
-    trainer._eval_every = trainer._eval_interval = None
-    if trainer._eval_dataloader is not None:
-        trainer._eval_interval = interval_inside_epochs(settings, state, trainer._batches_per_epoch)
-        if trainer._eval_interval is not None:
-            trainer._eval_interval.resume(trainer._saved_evaluations)
-            trainer._eval_every = trainer._eval_interval.due
-        elif callable(decide := settings.eval_interval):
-            trainer._eval_every = lambda clock: bool(decide(state, Event.BATCH_END))
-    _log_steps(trainer)
-    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
-    trainer._clips = clips or is_overridden(trainer, "_clip_gradients")
-    trainer._tracks_its_own_way = is_overridden(trainer, "_update_loss_tracker")
-    prepare_guard(trainer)
-    looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
-    trainer._norm_is_tested = settings.gradient_clip_norm is not None and trainer._units is None and not looks_on
-    trainer._plain = find_plain_hooks(trainer)
-    trainer._boundary_work = bool(
-        trainer._vote is not None
-        or trainer._eval_every is not None
-        or trainer._limits.end_inside_epochs
-        or trainer._good is not None
-        or (trainer._keeper is not None and trainer._keeper.saves_inside_epochs)
-        or current_run() is not None  # an experiment may look on at every boundary
-    )
-    trainer._eval_metrics.to(trainer.device)
-    trainer._train_metrics.to(trainer.device)
-    state.clock.start(shared=trainer._vote is not None)
-
-
-def check_generation(trainer: Any, arguments: Mapping[str, Any] | None) -> None:
+def check_generation(trainer: "Trainer", arguments: Mapping[str, Any] | None) -> None:
     """Reject a model that cannot generate where that is asked for."""
     if arguments is not None:
-        check_generates(trainer.model, is_overridden(trainer, "calculate_generation_batch"))
+        check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
 
 
-def _log_steps(trainer: Any) -> None:
+def _log_steps(trainer: "Trainer") -> None:
     """Attach the means that loggers get every few updates, on all ranks if any of them has a logger."""
-    every, state, engine = trainer.settings.log_time, trainer.state, trainer.engine
-    is_heard = any(all_gather_values(every.value > 0 and bool(trainer.logbook.loggers)))
-    if is_heard:
-        interval = Interval(every, state.max_duration, trainer._batches_per_epoch)
+    run, state, engine = trainer.run, trainer.state, trainer.engine
+    every, data, measures = run.require_settings().log_time, run.data, run.measures
+    is_wanted = any(all_gather_values(every.value > 0 and bool(trainer.logbook.loggers)))
+    if is_wanted:
+        interval = Interval(every, state.max_duration, data.batches_per_epoch)
         interval.reset(state.clock)
-        is_padding = trainer._is_padding if trainer._may_pad else None
-        trainer._step_losses = StepLosses(interval, trainer._train_items, is_padding, engine.plugins)
-        if trainer._saved_step_losses is not None:
-            trainer._step_losses.load_state_dict(trainer._saved_step_losses)
-    if is_heard or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
+        is_padding = data.is_padding if data.may_pad else None
+        measures.step_losses = StepLosses(interval, measures.train_items, is_padding, engine.plugins)
+        if run.restored.step_losses is not None:
+            measures.step_losses.load_state_dict(run.restored.step_losses)
+    if is_wanted or any(isinstance(plugin, StepLosses) for plugin in engine.plugins):  # those of an earlier run
         engine.set_plugins(trainer._plugins())
 
 
@@ -248,56 +261,40 @@ def _check_equal_lengths(batches: int | None) -> None:
         )
 
 
-_TRAINER = tuple(f"drivetrain.train.{name}" for name in ("trainer", "loop", "evaluation_loop", "meeting", "hooks"))
-"""Where the Trainer's own methods are."""
-
-
-def is_overridden(trainer: Any, name: str) -> bool:
-    """Whether a subclass, or somebody on the instance, put an own method in place of the Trainer's."""
-    owner = next(cls for cls in type(trainer).__mro__ if name in vars(cls))
-    return name in vars(trainer) or owner.__module__ not in _TRAINER
-
-
-def resolve_optimizer(trainer: Any) -> None:
-    """Turn units, a mapping of them or a configuration into an `OptimSet`; a torch optimizer is never touched.
-
-    A run with a torch optimizer imports nothing of `drivetrain.optim`.
-    """
-    trainer._units = None
-    optimizer = trainer.optimizer
+def resolve_optimizer(trainer: "Trainer") -> None:
+    """Turn units, a mapping of them or a configuration into an `OptimSet`; a torch optimizer is not changed."""
+    run, optimizer = trainer.run, trainer.optimizer
+    run.units = None
     if isinstance(optimizer, torch.optim.Optimizer) or not _describes_units(optimizer):
         return
     from drivetrain.optim.config import as_optim_set
 
-    shared: dict[str, Any] = {"accum_grad": trainer.settings.gradient_accumulation_steps}
-    if trainer.settings.gradient_clip_norm is not None:
-        shared["grad_clip"] = trainer.settings.gradient_clip_norm
+    settings = run.require_settings()
+    shared: dict[str, Any] = {"accum_grad": settings.gradient_accumulation_steps}
+    if settings.gradient_clip_norm is not None:
+        shared["grad_clip"] = settings.gradient_clip_norm
     with naming("optimizer", optimizer):
-        trainer.optimizer = trainer._units = as_optim_set(optimizer, trainer.get_model(), **shared)
-    trainer._accelerator.scaler = None  # units scale for themselves
+        trainer.optimizer = run.units = as_optim_set(optimizer, trainer.get_model(), **shared)
+    trainer.runtime.scaler = None  # units scale for themselves
 
 
 def _describes_units(optimizer: Any) -> bool:
-    if isinstance(optimizer, str | Path | Mapping):
-        return True
-    return any(base.__module__.startswith("drivetrain.optim.") for base in type(optimizer).__mro__) or (
-        inspect.isfunction(optimizer)
-    )
+    return isinstance(optimizer, str | Path | Mapping | OptimScheduler) or inspect.isfunction(optimizer)
 
 
 def make_run_config(
-    trainer: Any,
+    trainer: "Trainer",
     num_epochs: int | None,
     gradient_accumulation_steps: int,
     max_num_train_steps: int | None,
     gradient_clip_value: float | None,
 ) -> TrainerRunConfig:
     """Collect the facts of a run; counts are None where the loader has no length."""
-    settings, runtime = trainer.settings, trainer._accelerator
+    settings, runtime, data = trainer.run.settings, trainer.runtime, trainer.run.data
     processes, shares = runtime.num_processes, num_data_ranks()
-    per_device = batch_size_of_loader(trainer._train_dataloader)
-    eval_per_device = batch_size_of_loader(trainer._eval_dataloader)
-    batches = loaders.length(trainer._train_dataloader) if trainer._train_dataloader is not None else None
+    per_device = batch_size_of_loader(data.train)
+    eval_per_device = batch_size_of_loader(data.evaluation)
+    batches = loaders.length(data.train) if data.train is not None else None
     accumulation = max(1, gradient_accumulation_steps)
     steps, local_steps = (None, None) if batches is None else count_update_steps(batches, shares, accumulation)
     if max_num_train_steps is None and num_epochs is not None and steps is not None:
@@ -305,9 +302,9 @@ def make_run_config(
     return TrainerRunConfig(
         num_epochs=num_epochs,
         train_per_device_batch_size=per_device,
-        train_dl_kwargs=trainer._train_dl_kwargs,
+        train_dl_kwargs=data.train_kwargs,
         eval_per_device_batch_size=eval_per_device,
-        eval_dl_kwargs=trainer._eval_dl_kwargs,
+        eval_dl_kwargs=data.eval_kwargs,
         gradient_accumulation_steps=gradient_accumulation_steps,
         gradient_clip_value=gradient_clip_value,
         train_total_batch_size=None if per_device is None else per_device * shares * accumulation,
@@ -334,9 +331,9 @@ def batch_size_of_loader(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def check_eval_batch_size(trainer: Any) -> None:
+def check_eval_batch_size(loader: Any) -> None:
     """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
-    loaders.map_loaders(_check_eval_loader, trainer._eval_dataloader)
+    loaders.map_loaders(_check_eval_loader, loader)
 
 
 def _check_eval_loader(loader: Any) -> None:
@@ -353,23 +350,11 @@ def _check_eval_loader(loader: Any) -> None:
     )
 
 
-def interval_inside_epochs(settings: TrainSettings, state: State, batches_per_epoch: int | None) -> Interval | None:
-    """Return how often to evaluate inside epochs, or None when evaluation waits for their ends or a function decides."""
-    every = settings.eval_time
-    if every is None or every.value <= 0:
-        return None
-    interval = Interval(every, state.max_duration, batches_per_epoch)
-    if interval.is_per_epoch:
-        return None
-    interval.reset(state.clock)
-    return interval
-
-
-def choose_microbatch_size(trainer: Any) -> int | None:
+def choose_microbatch_size(trainer: "Trainer") -> int | None:
     """Return the number of rows a batch is split into, or None for no split."""
-    asked = trainer.settings.microbatch_size
-    if asked != "auto":
-        return asked
+    given = trainer.run.require_settings().microbatch_size
+    if given is None or isinstance(given, int):
+        return given
     if torch.device(trainer.device).type == "cpu":
         return None  # a CPU swaps before it runs out: there is nothing to find
     from drivetrain.train.microbatching import find_microbatch_size
@@ -386,23 +371,20 @@ def call_seed_form(create_scheduler: Callable[..., Any], optimizer: Any) -> Any:
     return create_scheduler(optimizer) if wants_optimizer else create_scheduler()
 
 
-def prepare_precision(trainer: Any) -> None:
-    """Refuse a precision the device cannot run, before the first step, and convert the layers of an 8-bit one."""
-    model = trainer.model
+def prepare_precision(trainer: "Trainer") -> None:
+    """Reject a precision the device cannot run, before the first step, and convert the layers of an 8-bit one."""
+    model, runtime, device = trainer.model, trainer.runtime, torch.device(trainer.device)
     if isinstance(model, nn.Module) and any(p.dtype is torch.float16 and p.requires_grad for p in model.parameters()):
         warn_unscaled_float16("the model has trainable float16 weights, whose gradients cannot be scaled")
-    runtime, on_cpu = trainer._accelerator, torch.device(trainer.device).type == "cpu"
-    if runtime.precision.autocast_dtype is torch.float16 and (
-        on_cpu or (runtime.scaler is None and trainer._units is None)
-    ):
+    is_unscaled = device.type == "cpu" or (runtime.scaler is None and trainer.run.units is None)
+    if runtime.precision.autocast_dtype is torch.float16 and is_unscaled:
         warn_unscaled_float16(f"precision='fp16' on {trainer.device} has no gradient scaler")
-    if trainer._accelerator.mixed_precision != "fp8" or not isinstance(trainer.model, nn.Module):
+    if runtime.mixed_precision != "fp8" or not isinstance(model, nn.Module):
         return
     from drivetrain.module.fp8 import convert_linears_to_fp8, supports_fp8
 
-    device = torch.device(trainer.device)
     if not supports_fp8(device):
         raise ConfigError(
             f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device}. Use 'bf16' here."
         )
-    convert_linears_to_fp8(trainer.model)
+    convert_linears_to_fp8(model)

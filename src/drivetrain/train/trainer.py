@@ -2,12 +2,13 @@
 
 Every part that users change is a method to override (`hooks.py`); every part that only watches is a callback; whatever changes the
 training itself is an algorithm. All of them speak to one list of events (`drivetrain.core.event.Event`, whose docstring draws the
-loop; `loop.py` turns it). Here is what users say to it: how it is made, its verbs, and what it gets ready.
+loop; `loop.py` runs it). Here is what users call: the constructor, the public methods, and what they prepare.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -16,35 +17,34 @@ from torch import Tensor
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_flag, check_number, naming
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigError, StopTrainingError, TrainingStopped
-from drivetrain.core.event import Event
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.optim.state_schedule import follows_state
+from drivetrain.optim.state_schedule import compile_state_schedule, follows_state
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
-from drivetrain.train import arguments, loaders, resuming, saving, setup
+from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
 from drivetrain.train.accelerator import TrainerRuntime, as_runtime
-from drivetrain.train.batches import BatchForm
+from drivetrain.train.agreement import Agreement
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
 from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
-from drivetrain.train.evaluation import errors_told
-from drivetrain.train.generation import Generate, generate_arguments, generating, padding_token
+from drivetrain.train.evaluation import report_errors
+from drivetrain.train.generation import Generate, generate_arguments, padding_token
 from drivetrain.train.gradients import Gradients
-from drivetrain.train.items import LossCounting, check_count_items
+from drivetrain.train.items import check_count_items
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
 from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
+from drivetrain.train.run import Measures, Run
 from drivetrain.train.run_config import TrainerRunConfig
-from drivetrain.train.settings import EvalInterval, TrainSettings, check_limit, parse_time
-from drivetrain.train.stopping import StopVote
-from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
+from drivetrain.train.settings import EvalInterval, TrainerOptions, TrainSettings, check_limit
+from drivetrain.train.tracking import InMemoryRunHistory, RunHistory
 
 DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
 
@@ -71,6 +71,8 @@ class Trainer(TrainerLoop):
     >>> len(history.get_metric_values("train_loss_epoch"))
     2
     """
+
+    _data_ranks: tuple[int, int, Any] | None = None  # which samples this rank reads by the plan of its own
 
     def __init__(
         self,
@@ -105,7 +107,8 @@ class Trainer(TrainerLoop):
         **unknown: Any,
     ):
         arguments.reject_unknown(Trainer.__init__, unknown)
-        for name, flag in {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}.items():
+        given_ddp = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        for name, flag in given_ddp.items():
             if flag is not None:
                 check_flag(name, flag)
         arguments.check_constructor(
@@ -123,68 +126,55 @@ class Trainer(TrainerLoop):
             train_dataloader=train_dataloader,
             eval_dataloader=eval_dataloader,
         )
-        self._requested_device, self._requested_precision = device, precision
+        options = self._options = TrainerOptions(
+            device=device,
+            precision=precision,
+            ddp={name: True for name, is_on in given_ddp.items() if is_on},
+            count_items=check_count_items(count_items),
+            generate=generate_arguments(generate),
+            train_dataset=train_dataloader,
+            eval_dataset=eval_dataloader,
+            max_duration=max_duration,
+            eval_interval=eval_interval,
+        )
         self.strategy, self.strict, self.scale_schedule_ratio = strategy, strict, scale_schedule_ratio
         self.strategy_time_limit = strategy_time_limit
-        given = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        self._ddp_settings = {name: value for name, value in given.items() if value}
-        self._train_defaults = {
-            "train_dataset": train_dataloader,
-            "eval_dataset": eval_dataloader,
-            "max_duration": max_duration,
-            "eval_interval": eval_interval,
-        }
         if deterministic:
             set_deterministic("strict" if deterministic is True else deterministic)
         if seed is not None:
             set_seed(seed)
         with naming("device", device):
-            self.runtime = self._accelerator = as_runtime(self._create_accelerator(), precision)
+            self.runtime = as_runtime(self._create_accelerator(), precision)
         optimizer = optimizer if optimizers is None else optimizers
         self.state = resuming.make_state(state, model, loss_func, optimizer, self.device, seed)
-        self.state.precision = self._accelerator.mixed_precision
-        self.run_history: RunHistory = InMemoryRunHistory() if run_history is None else run_history
-        self.run_config: TrainerRunConfig | None = None
+        self.state.precision = self.runtime.mixed_precision
+        self.state.make_optimizer = make_optimizer
+        history = InMemoryRunHistory() if run_history is None else run_history
+        self.logbook = Logbook(history, self.state.clock, tuple(loggers))
+        self.run = Run(agreement=Agreement(self.state), generate=options.generate)
         self.create_scheduler_fn: Any = None
         self.collate_fn: Any = None
         self.train_dataset: Any = None
         self.eval_dataset: Any = None
         self.last_grad_norm: Tensor | None = None
-        self.last_checkpoint: Any = None
-        self.evaluating = False
-        self.settings: TrainSettings | None = None
-        self._train_dataloader: Any = None
-        self._eval_dataloader: Any = None
-        self._train_dl_kwargs: dict[str, Any] | None = None
-        self._eval_dl_kwargs: dict[str, Any] | None = None
-        self._loss_tracker = LossTracker()
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
-        self._has_train_metrics = bool(self._train_metrics)
-        self._count_items = check_count_items(count_items)
-        self._generate = generate_arguments(generate)
-        self._train_items, self._eval_items = LossCounting(self._count_items), {}
-        self._form: BatchForm | None = None
-        self._form_type: type | None = None
-        self._gradients = Gradients(self)
-        self._repeat = self.state.window_batches = WindowRepeat(self)
-        self.state.make_optimizer = make_optimizer
-        self._units: Any = None
-        self._keeper: Any = None
+        self.run.gradients = Gradients(self)
+        self.run.repeat = self.state.window_batches = WindowRepeat(self)
         self._own_folders: set[Path] = set()
-        self._stop: StopTrainingError | TrainingStopped | None = None
-        self._vote: StopVote | None = None
+        self._resume_next: Any = None
         self._scheduler_is_ours = False
-        self._after_forward, self._before_loss = Event.AFTER_FORWARD.value, True
-        self._logged: dict[str, LossTracker] = {}
         self._callbacks = tuple(callbacks)
-        self._algorithms, loggers = tuple(algorithms), tuple(loggers)
-        self.logbook = Logbook(self, loggers)
+        self._algorithms = tuple(algorithms)
         self._strict_steps = (StrictSteps(),) if strict else ()
         self.callback_handler = self._create_callback_handler()
         self.engine = Engine(self.state, self.logbook, self._plugins(), strict=strict, host=self)
-        self._fire = self.engine.on
+        self.run.fire = self.engine.on
         with warnings_as_errors(strict):
-            self._fire.init()
+            self.run.fire.init()
+
+    def overrides(self, name: str) -> bool:
+        """Return whether a subclass, or somebody on the instance, replaces a method of the Trainer."""
+        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     @property
     def callback_handler(self) -> Any:
@@ -198,7 +188,7 @@ class Trainer(TrainerLoop):
             handler.on_change = self._callbacks_changed
         self._callbacks_changed(list(handler))
 
-    # ------------------------------------------------------------------ the public verbs
+    # ------------------------------------------------------------------ the public methods
 
     @ending_workers()
     def train(
@@ -244,6 +234,7 @@ class Trainer(TrainerLoop):
         `train_dataset` and `eval_dataset` are datasets, or loaders that are used as they are. `per_device_batch_size` is per
         process, `global_batch_size` (instead) is over all of them. The documentation's Trainer page explains every argument.
         """
+        given, options = locals(), self._options
         arguments.reject_unknown(Trainer.train, unknown)
         check_flag("reset_run_history", reset_run_history)
         for name, kwargs in (("train", train_dataloader_kwargs), ("eval", eval_dataloader_kwargs)):
@@ -251,53 +242,34 @@ class Trainer(TrainerLoop):
         arguments.check_collate(collate_fn)
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm, above=0, infinite=True)
-        defaults = self._train_defaults
-        duration = (
-            max_duration if max_duration is not None else defaults["max_duration"] if num_epochs is None else None
+        if resume_from is None:
+            given["resume_from"] = self._resume_next
+        ratio = setup.schedule_ratio(self.scale_schedule_ratio, self.state)
+        settings = setup.scale_length(TrainSettings.from_arguments(given, options), ratio, self.print)
+        settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
+        earlier = self.run
+        run = self.run = Run(
+            agreement=Agreement(self.state),
+            settings=settings,
+            measures=Measures(tracker=earlier.measures.tracker),
+            generate=options.generate,
+            fire=self.engine.on,
+            gradients=earlier.gradients,
+            repeat=earlier.repeat,
         )
-        interval = eval_interval if eval_interval is not None else defaults["eval_interval"]
-        settings = TrainSettings(
-            num_epochs=num_epochs,
-            max_num_train_steps=max_num_train_steps,
-            max_duration=None if duration is None else parse_time("max_duration", duration),
-            per_device_batch_size=per_device_batch_size,
-            global_batch_size=global_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            gradient_clip_value=gradient_clip_value,
-            gradient_clip_norm=gradient_clip_norm if gradient_clip_norm is not None else max_grad_norm,
-            microbatch_size=microbatch_size,
-            eval_interval="1ep" if interval is None else interval,
-            log_every=log_every,
-            scheduler_interval=scheduler_interval,
-            scheduler_metric=scheduler_metric,
-            resume_from=resume_from if resume_from is not None else self._resume_next,
-            checkpoint_dir=checkpoint_dir,
-            checkpoint_every=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-            async_checkpoint=async_checkpoint,
-            overwrite_checkpoints=overwrite_checkpoints,
-            nonfinite=NonFinitePolicy.of(nonfinite),
-            limit_train_batches=limit_train_batches,
-            limit_eval_batches=limit_eval_batches,
-            sanity_eval_batches=sanity_eval_batches,
-            overfit_batches=overfit_batches,
-            fast_dev_run=fast_dev_run,
-        )
-        settings = setup.scale_length(self, settings)
-        self.settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
         self._resume_next = None
-        self.train_dataset = defaults["train_dataset"] if train_dataset is None else train_dataset
-        self.eval_dataset = defaults["eval_dataset"] if eval_dataset is None else eval_dataset
-        if self.settings.overfit_batches:
+        self.train_dataset = options.train_dataset if train_dataset is None else train_dataset
+        self.eval_dataset = options.eval_dataset if eval_dataset is None else eval_dataset
+        if settings.overfit_batches:
             self.eval_dataset = self.train_dataset
         self.create_scheduler_fn, self.collate_fn = create_scheduler_fn, collate_fn
-        is_resumed = self.settings.resume_from is not None
+        is_resumed = settings.resume_from is not None
         if reset_run_history and not is_resumed:
             self.run_history.reset()
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
         with warnings_as_errors(self.strict), ExitStack() as until_end:
-            setup.prepare_training(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
-            with StopSignals() as self._signals:
+            setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
+            with StopSignals() as run.agreement.signals:
                 self._run_training()
         return self.run_history.snapshot()
 
@@ -328,7 +300,7 @@ class Trainer(TrainerLoop):
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
         arguments.check_loss_func(self.loss_func, self.optimizer)
-        chosen = self._generate if generate is None else generate_arguments(generate, self._generate)
+        chosen = self._options.generate if generate is None else generate_arguments(generate, self._options.generate)
         setup.check_generation(self, chosen)
         if dataset is not None:
             self.eval_dataset = dataset
@@ -338,12 +310,14 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
-        self._eval_dataloader = loaders.make_evaluation_loaders(self, per_device_batch_size, dataloader_kwargs)
-        self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, limit_batches)
-        self.model = loaders.move_model(self, self.model)
+        run = self.run
+        loaders.use_data_ranks(self)
+        made = loaders.make_evaluation_loaders(self, per_device_batch_size, dataloader_kwargs)
+        run.data.evaluation = loaders.prepare(self.device, made, limit_batches)
+        self.model = loaders.move_model(self.runtime, self.model)
         self._eval_metrics.to(self.device)
-        self._eval_items = {}
-        self.run_config = self._create_run_config(
+        run.measures.eval_items = {}
+        run.config = self._create_run_config(
             per_device_batch_size=per_device_batch_size,
             num_epochs=1,
             gradient_accumulation_steps=1,
@@ -351,7 +325,7 @@ class Trainer(TrainerLoop):
             gradient_clip_value=None,
         )
         before = set(self.run_history.get_metric_names())
-        with errors_told(self), generating(self, chosen):
+        with report_errors(self), self._generating(chosen):
             self._run_evaluation()
         names = [
             name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
@@ -384,17 +358,30 @@ class Trainer(TrainerLoop):
             check_number("padding_value", padding_value, infinite=True)
         check_limit("limit_batches", limit_batches)
         arguments.check_model(self.model, self.loss_func)
-        chosen = generate_arguments(generate, self._generate)
+        chosen = generate_arguments(generate, self._options.generate)
         setup.check_generation(self, chosen)
         if chosen is not None and padding_value is None:
             padding_value = padding_token(self.model)
         from drivetrain.train.prediction import run_prediction
 
-        loader = loaders.make_prediction_loader(self, dataset, per_device_batch_size, dataloader_kwargs, collate_fn)
-        self.model = loaders.move_model(self, self.model)
-        loader = loaders.prepare(self, loader, limit_batches)
-        with errors_told(self), generating(self, chosen):
+        loaders.use_data_ranks(self)
+        loader = loaders.make_prediction_loader(
+            self.device, dataset, per_device_batch_size, dataloader_kwargs, collate_fn
+        )
+        self.model = loaders.move_model(self.runtime, self.model)
+        loader = loaders.prepare(self.device, loader, limit_batches)
+        with report_errors(self), self._generating(chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
+
+    @contextmanager
+    def _generating(self, arguments: Mapping[str, Any] | None) -> Iterator[None]:
+        """Generate with these arguments until the end of the block."""
+        run = self.run
+        before, run.generate = run.generate, arguments
+        try:
+            yield
+        finally:
+            run.generate = before
 
     def lr_find(
         self,
@@ -408,7 +395,7 @@ class Trainer(TrainerLoop):
         diverge_ratio: float = 4.0,
         **train_kwargs: Any,
     ) -> Any:
-        """Sweep the learning rate exponentially over a few steps, put everything back, and suggest one."""
+        """Sweep the learning rate exponentially over a few steps, restore everything, and suggest one."""
         from drivetrain.train.lr_finder import find_lr
 
         return find_lr(
@@ -417,7 +404,7 @@ class Trainer(TrainerLoop):
         )  # fmt: skip
 
     def explain(self, file: TextIO | None = None) -> str:
-        """Print and return the loop with every guest in place, in order."""
+        """Print and return the loop with every plugin in place, in order."""
         text = self.engine.explain()
         print(text, file=file or sys.stdout)
         return text
@@ -431,21 +418,43 @@ class Trainer(TrainerLoop):
         save_per_node: bool = True,
     ) -> None:
         """Write model, optimizer and scheduler to one `.pt` file that loads with `weights_only=True`."""
-        saving.save_checkpoint(self, save_path, checkpoint_kwargs, save_optimizer, save_scheduler, save_per_node)
+        checkpoints.save_checkpoint(
+            self.state,
+            self.runtime,
+            save_path,
+            checkpoint_kwargs,
+            optimizer=save_optimizer,
+            scheduler=save_scheduler,
+            per_node=save_per_node,
+            writes=self.writes_files,
+        )
 
     def load_checkpoint(
         self, checkpoint_path: Any, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> dict[str, Any]:
         """Load a file written by `save_checkpoint`, or by pytorch-accelerated; return its contents."""
-        return saving.load_checkpoint(self, checkpoint_path, load_optimizer, load_scheduler)
+        return checkpoints.load_checkpoint(
+            self.state, self.runtime, checkpoint_path, optimizer=load_optimizer, scheduler=load_scheduler
+        )
 
     def save_training_state(self, output_dir: Any, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
         """Save everything a run needs to go on; inside a step, as soon as the step's update is done."""
-        saving.save_training_state(self, output_dir, checkpoint_kwargs)
+        checkpoints.check_entries(checkpoint_kwargs)
+        if not self.writes_files:
+            return
+        run, save = self.run, partial(checkpoints.save_state, self.state, output_dir, dict(checkpoint_kwargs or {}))
+        if run.inside_step and run.checkpoints is not None:
+            run.checkpoints.when_whole(save)
+            run.has_boundary_work = True
+        else:
+            save()
 
     def load_training_state(self, input_dir: Any) -> dict[str, Any]:
         """Restore what `save_training_state` saved; return its `current_epoch` and custom entries."""
-        return saving.load_training_state(self, input_dir)
+        entries = checkpoints.load_state(self.state, input_dir)
+        self._resume_next = Path(input_dir)
+        self.run_history._set_epoch(self.state.clock.epoch + 1)
+        return entries
 
     # ------------------------------------------------------------------ hooks: loaders and scheduler
 
@@ -460,9 +469,9 @@ class Trainer(TrainerLoop):
             )
             return self.train_dataset
         defaults = self.get_default_train_dl_kwargs(batch_size)
-        self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
+        kwargs = self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
         with naming("train_dataloader_kwargs", train_dl_kwargs):
-            return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **self._train_dl_kwargs)
+            return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **kwargs)
 
     def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
         """Return the loader of the evaluation data."""
@@ -471,30 +480,39 @@ class Trainer(TrainerLoop):
             arguments.reject_unused("eval_dataset", self.eval_dataset, "eval_dataloader_kwargs", eval_dl_kwargs, None)
             return self.eval_dataset
         defaults = self.get_default_eval_dl_kwargs(batch_size)
-        self._eval_dl_kwargs = loaders.merge_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
+        kwargs = self._eval_dl_kwargs = loaders.merge_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
         with naming("eval_dataloader_kwargs", eval_dl_kwargs):
-            return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **self._eval_dl_kwargs)
+            return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **kwargs)
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return what the training loader gets where the user says nothing."""
-        return {"shuffle": True, **loaders.default_kwargs(self, self.train_dataset, batch_size)}
+        return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
         """Return what the evaluation loader gets where the user says nothing."""
-        return {"shuffle": False, **loaders.default_kwargs(self, self.eval_dataset, batch_size)}
+        return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
 
     def create_scheduler(self) -> Any:
         """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
         if not callable(self.create_scheduler_fn):
             return self.create_scheduler_fn  # an instance; its optimizer has been checked
         if follows_state(self.create_scheduler_fn):
-            return setup.compile_scheduler(self)
+            ratio = setup.schedule_ratio(self.scale_schedule_ratio, self.state)
+            return compile_state_schedule(self.create_scheduler_fn, self.state, ratio)
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     # ------------------------------------------------------------------ getting ready
 
+    @property
+    def _requested_device(self) -> Any:
+        return self._options.device
+
+    @property
+    def _requested_precision(self) -> Any:
+        return self._options.precision
+
     def _create_accelerator(self) -> TrainerRuntime:
-        return TrainerRuntime(self._requested_device, self._requested_precision)
+        return TrainerRuntime(self._options.device, self._options.precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
         return CallbackHandler(with_limit_from_environment(self._callbacks), on_change=self._callbacks_changed)
@@ -502,30 +520,39 @@ class Trainer(TrainerLoop):
     def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
         if hasattr(self, "engine"):
             self.engine.set_plugins(self._plugins())
-            if self._plain != PlainHooks():  # a guest may listen now where nobody did
-                self._plain = find_plain_hooks(self)
+            if self.run.plain != PlainHooks():  # a plugin may listen now where none did
+                self.run.plain = find_plain_hooks(self)
 
     def _plugins(self) -> list[Any]:
-        """Return every guest in order; the state holds them too, so that theirs is saved with it."""
+        """Return every plugin in order; the state holds them too, so that theirs is saved with it."""
         self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
-        own = () if self._step_losses is None else (self._step_losses,)
+        losses = self.run.measures.step_losses
+        own = () if losses is None else (losses,)
         return [*self._algorithms, *self.callback_handler, *own, *self._strict_steps]
+
+    def add_algorithms(self, algorithms: Iterable[Any]) -> None:
+        """Add algorithms that a checkpoint cannot be loaded without."""
+        self._algorithms = (*self._algorithms, *algorithms)
+        self.engine.set_plugins(self._plugins())
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
-        settings = self.settings
-        assert settings is not None
-        self.model = loaders.move_model(self, self.model)
+        run, settings = self.run, self.run.require_settings()
+        self.model = loaders.move_model(self.runtime, self.model)
         setup.prepare_precision(self)
         setup.resolve_optimizer(self)
         overfit = settings.overfit_batches or None
-        self._train_dataloader = loaders.prepare(
-            self, self._train_dataloader, overfit or settings.limit_train_batches, training=True
-        )
-        if self._eval_dataloader is not None:
-            self._eval_dataloader = loaders.prepare(self, self._eval_dataloader, overfit or settings.limit_eval_batches)
+        loader = loaders.prepare(self.device, run.data.train, None)
+        loaders.check_training_loader(loader, self.train_dataset, settings)
+        run.data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
+        if run.data.evaluation is not None:
+            limit = overfit or settings.limit_eval_batches
+            run.data.evaluation = loaders.prepare(self.device, run.data.evaluation, limit)
             self._check_eval_batch_size()
         self.engine.call("on_loaders_made")
+
+    def _prepare_loop(self) -> None:
+        setup.prepare_loop(self)
 
     def _create_run_config(
         self,
@@ -540,7 +567,7 @@ class Trainer(TrainerLoop):
         )
 
     def _check_eval_batch_size(self) -> None:
-        setup.check_eval_batch_size(self)
+        setup.check_eval_batch_size(self.run.data.evaluation)
 
 
 class TrainerWithTimmScheduler(Trainer):

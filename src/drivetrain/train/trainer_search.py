@@ -31,7 +31,6 @@ from drivetrain.train.auto import read_samples
 from drivetrain.train.batches import BatchForm, WholeForm, carried_loss
 from drivetrain.train.resuming import ddp_settings
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.setup import is_overridden
 
 if TYPE_CHECKING:
     from drivetrain.core.plugin import Algorithm
@@ -44,7 +43,7 @@ _NOT_IN_THE_LOOP = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
 """Methods whose plans have fewer data ranks than processes, so that `per_device_batch_size` would be another batch over all of them; a
 pipeline cannot run in the Trainer's loop at all."""
 _HOOKS = (
-    "calculate_train_batch_loss", "forward", "compute_loss", "backward_step", "optimizer_step", "_find_form",
+    "calculate_train_batch_loss", "forward", "compute_loss", "backward_step", "optimizer_step",
 )  # fmt: skip
 """What a trial would have to call to run this Trainer's own step."""
 
@@ -134,14 +133,14 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         strategy=trainer.strategy,
         strict=trainer.strict,
         time_limit=trainer.strategy_time_limit,
-        precision=trainer._requested_precision,
-        has_scaler=trainer._accelerator.scaler is not None,
+        precision=trainer._options.precision,
+        has_scaler=trainer.runtime.scaler is not None,
         dataset=trainer.train_dataset,
         collate=trainer.collate_fn,
-        loader=getattr(trainer, "_train_dataloader", None),
-        find_form=trainer._find_form,
+        loader=trainer.run.data.train,
+        find_form=trainer.run.loss.find_form,
         outputs_are_read=_reads_outputs(trainer),
-        has_train_metrics=trainer._has_train_metrics,
+        has_train_metrics=bool(trainer._train_metrics),
         overridden_hook=_overridden_hook(trainer),
         ddp_settings=ddp_settings(trainer),
         folder=None if folder is None else Path(folder),
@@ -196,18 +195,15 @@ def constraints_of(request: PlanRequest) -> SearchConstraints:
 def _reads_outputs(trainer: "Trainer") -> bool:
     engine = trainer.engine
     return (
-        trainer._has_train_metrics
+        bool(trainer._train_metrics)
         or any(engine.listens(event) for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT))
         or engine.has_algorithm_for(Event.AFTER_LOSS)
-        or any(is_overridden(trainer, name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))
+        or any(trainer.overrides(name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))
     )
 
 
 def _overridden_hook(trainer: "Trainer") -> str | None:
-    from drivetrain.train.trainer import Trainer
-
-    own = (name for name in _HOOKS if getattr(type(trainer), name, None) is not getattr(Trainer, name, None))
-    return next(own, None)
+    return next((name for name in _HOOKS if trainer.overrides(name)), None)
 
 
 def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:

@@ -49,7 +49,7 @@ class SaveBestModelCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         """Forget earlier runs where that was asked for, unless this one is resumed."""
-        self._watch.start(trainer, forget=self.reset_on_train and is_fresh_run(trainer))
+        self._watch.start(trainer.run_history, forget=self.reset_on_train and is_fresh_run(trainer))
 
     def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
         """Save if the latest value is the best; on several processes rank 0's value counts, because all of them save."""

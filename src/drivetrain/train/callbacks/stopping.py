@@ -50,7 +50,7 @@ class EarlyStoppingCallback(TrainerCallback):
     def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
         """Count afresh, unless the run is resumed."""
         forget = self.reset_on_train and is_fresh_run(trainer)
-        self._watch.start(trainer, forget)
+        self._watch.start(trainer.run_history, forget)
         if forget:
             self.early_stopping_patience_counter = 0
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.train.run_history import RunHistory
 
 
 class MetricWatch:
@@ -18,9 +19,9 @@ class MetricWatch:
         self._names = tuple(dict.fromkeys((metric, inside_epoch)))
         self._num_seen: dict[str, int] = {}
 
-    def start(self, trainer: Any, forget: bool) -> None:
-        """Begin a run: values recorded before it are not news."""
-        self._num_seen = {name: trainer.run_history._num_values(name) for name in self._names}
+    def start(self, history: RunHistory, forget: bool) -> None:
+        """Begin a run: values recorded before it are not new."""
+        self._num_seen = {name: history._num_values(name) for name in self._names}
         if forget:
             self.best = None
 

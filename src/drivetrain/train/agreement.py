@@ -1,0 +1,210 @@
+"""How ranks agree: one vote carries everything that may differ between them.
+
+Clocks, signals, stops, limits and the answers of user functions are each rank's own. What follows from them (a save, an evaluation, the
+end of the run) needs all ranks, so it is decided by the vote: every rank sends what it sees, and all act on the same answer. A single
+process asks nobody.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.context.state import State
+from drivetrain.core.errors import DistributedError, StopTrainingError, TrainingStopped
+from drivetrain.runtime.collectives import all_gather_values, control_group
+from drivetrain.runtime.ranks import get_rank
+from drivetrain.runtime.signals import URGENCY, StopSignals, is_stop
+from drivetrain.train.settings import RunLimits
+
+PATIENCE = 10.0
+"""Seconds that a rank waits, which leaves inside a step, for the others to do the same."""
+WINDOW_SECONDS = 5.0
+"""A signal waits for the end of an accumulation window that takes at most so many seconds, by the mean time of a batch."""
+STOP = 1
+"""A request to stop without a signal."""
+_ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, and a signal to end before both
+
+
+def is_stop_signal(request: int) -> bool:
+    """Return whether a request is a signal that asks the process to end."""
+    return request > STOP and is_stop(request)
+
+
+class StopVote:
+    """Asks all ranks once a step what anyone requests; the answer travels while the step computes.
+
+    A request is 0 (go on), `STOP`, or the number of a signal. The most urgent one wins, on all ranks alike. With it travel the time that
+    each rank's clock shows, whether a rank has changed the end of the run, and whether it answers yes to a question of the moment.
+    """
+
+    def __init__(self) -> None:
+        # The request, -1 where all leave inside the step, the seconds, a changed end, a yes: of each the largest.
+        self._ballot = torch.zeros(5, dtype=torch.float64)
+        self._work: dist.Work | None = None
+        self.seconds = 0.0
+        """The largest time that a rank's clock showed in the last vote."""
+        self.has_new_end = False
+        """Whether a rank had changed the end of the run."""
+        self.says_yes = False
+        """Whether a rank had answered yes."""
+
+    def open(
+        self, request: int, leaves: bool = False, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False
+    ) -> None:
+        """Send what this rank sees, at the start of a step."""
+        self._ballot = torch.tensor(
+            [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes], dtype=torch.float64
+        )
+        self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
+
+    def close(self) -> int:
+        """Return the most urgent request sent at the start of the step, at its end."""
+        self.has_new_end = self.says_yes = False
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        request, _, self.seconds, new_end, yes = self._ballot.tolist()  # a CPU tensor: nothing waits for the device
+        self.has_new_end, self.says_yes = bool(new_end), bool(yes)
+        return _ORDER[int(request)]
+
+    def everyone_leaves(self) -> bool:
+        """Return whether all ranks leave inside this step; one that does not answers otherwise at its boundary, or never."""
+        self.close()
+        self.open(STOP, leaves=True)
+        assert self._work is not None
+        try:
+            self._work.wait(timedelta(seconds=PATIENCE))
+        except RuntimeError:  # nobody came
+            return False
+        self._work = None
+        return int(self._ballot[1]) == -1
+
+    def now(self, request: int, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False) -> int:
+        """Ask and wait, where no step is under way."""
+        earlier, had_new_end = self.close(), self.has_new_end
+        self.open(max(request, earlier, key=_ORDER.index), seconds=seconds, new_end=new_end or had_new_end, yes=yes)
+        return self.close()
+
+
+class Agreement:
+    """What may end or interrupt a run: its limits, signals and requests to stop, on which all ranks act together."""
+
+    def __init__(self, state: State, limits: RunLimits | None = None):
+        self._state = state
+        self.limits = RunLimits() if limits is None else limits
+        self.vote: StopVote | None = None
+        """None on a single process."""
+        self.signals: StopSignals | None = None
+        """None outside a run."""
+        self.stop: StopTrainingError | TrainingStopped | None = None
+        """Why this rank wants to stop."""
+        self.is_reached = False
+        """Whether all ranks stop at the same place."""
+
+    def own_request(self) -> int:
+        """Return what this rank requests: the number of a signal, `STOP`, or 0 to go on."""
+        requested = 0 if self.signals is None else self.signals.requested
+        return requested or (STOP if self.stop is not None else 0)
+
+    def request(self, yes: bool = False) -> int:
+        """Return the most urgent request of any rank, outside a step; the answer is waited for."""
+        if self.vote is None:
+            return self.own_request()
+        request = self.vote.now(self.own_request(), **self._seen(yes))
+        self._follow()
+        return request
+
+    def says_yes(self, answer: bool) -> bool:
+        """Return whether any rank answers yes."""
+        if self.vote is None:
+            return answer
+        self.request(yes=answer)
+        return self.vote.says_yes
+
+    def after_batch(self) -> int:
+        """Return the most urgent request of any rank at the start of the step that has ended, and begin the next vote."""
+        if self.vote is None:
+            if self._has_new_end():
+                self.limits.adopt([self._state.max_duration], self._state)
+            return self.own_request()
+        request = self.vote.close()
+        self._follow()
+        self.vote.open(self.own_request(), **self._seen())
+        return request
+
+    def is_soon_whole(self, request: int, batches_left: int) -> bool:
+        """Return whether a signal waits for the end of an accumulation window, which any number of processes can go on from."""
+        if request == STOP:
+            return False
+        clock = self._state.clock
+        seconds = clock.total_seconds() if self.vote is None else self.vote.seconds  # the same on all ranks
+        return batches_left * seconds <= WINDOW_SECONDS * clock.batch
+
+    def check_leaves_together(self, stop: Exception, owner: str) -> None:
+        """Turn a stop that not all ranks raise into an error, which ends the others too instead of leaving them to wait."""
+        if self.vote is not None and not self.is_reached and not self.vote.everyone_leaves():
+            raise DistributedError(
+                f"rank {get_rank()}: a hook of {owner} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
+                "of several processes, which the others cannot leave with it. Call trainer.request_stop(reason) there instead: all "
+                "ranks then stop after the step. A callback may raise it."
+            ) from stop
+
+    def call(self, hook: Callable[[], Any]) -> None:
+        """Call a hook or the plugins of an event; on several processes a stop waits until all ranks can act on it."""
+        if self.vote is None:
+            hook()
+            return
+        try:
+            hook()
+        except (StopTrainingError, TrainingStopped) as stop:
+            self.stop = self.stop or stop
+
+    def until_signal(self, batches: Iterable[Any]) -> Generator[Any, None, bool]:
+        """Yield batches, then return whether a signal that asks any rank to end has cut them short.
+
+        The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
+        together.
+        """
+        vote = self.vote
+        if vote is not None:
+            vote.close()
+            vote.open(self.own_request(), **self._seen(yes=True))  # yes: this rank still evaluates
+        for batch in batches:
+            yield batch
+            request = self.own_request() if vote is None else vote.close()
+            if vote is not None:
+                vote.open(self.own_request(), **self._seen(yes=True))
+            if is_stop_signal(request):
+                return True
+        while vote is not None:
+            request = vote.close()
+            if not is_stop_signal(request) and not vote.says_yes:
+                return False
+            vote.open(self.own_request(), **self._seen())
+            if is_stop_signal(request):
+                return True
+        return False
+
+    def close(self) -> None:
+        """Take part in the last vote that others have opened."""
+        if self.vote is not None:
+            self.vote.close()
+            self.vote = None
+
+    def _has_new_end(self) -> bool:
+        return self._state.max_duration is not self.limits.planned
+
+    def _seen(self, yes: bool = False) -> dict[str, Any]:
+        return {"seconds": self._state.clock.total_seconds(), "new_end": self._has_new_end(), "yes": yes}
+
+    def _follow(self) -> None:
+        """Set the clock to the time all ranks agreed on, and follow an end that a rank has set."""
+        assert self.vote is not None
+        self._state.clock.advance_to(self.vote.seconds)
+        if self.vote.has_new_end:
+            ends = all_gather_values(self._state.max_duration if self._has_new_end() else None)
+            self.limits.adopt(ends, self._state)

@@ -1,0 +1,318 @@
+"""Checkpoints of a run: when it saves by itself, and saving and loading by hand.
+
+By hand there is one `.pt` file of weights and optimizer, or a folder with everything a run needs. The file has the layout of
+pytorch-accelerated's, so files travel both ways; it is written under another name and renamed, and loads with `weights_only=True`. The
+folder is a checkpoint of `drivetrain.checkpoint`: verified, without pickle, exact.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain.context.state import State
+from drivetrain.core.errors import CheckpointError, DrivetrainWarning, NonFiniteStateError
+from drivetrain.core.intervals import Interval
+from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.finite import nonfinite_state
+from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.train.accelerator import TrainerRuntime
+from drivetrain.train.agreement import Agreement
+from drivetrain.train.recovery import LastGoodState
+from drivetrain.train.settings import TrainSettings, parse_time
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.checkpointer import Checkpointer
+
+RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
+
+
+def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_end: ExitStack) -> None:
+    """Test and lock the checkpoint folder before a run begins; checkpoints of another run are an error unless the run goes on from them.
+
+    `own_folders` are those that earlier runs of the same Trainer have written to, and that its later runs may write to again. `until_end`
+    is closed when the run has ended, and releases the lock.
+    """
+    if settings.checkpoint_dir is None:
+        return
+    from drivetrain.checkpoint.folder import prepare_folder
+
+    folder = Path(settings.checkpoint_dir)
+    is_new = settings.resume_from is None and not settings.overwrite_checkpoints and folder.resolve() not in own_folders
+    until_end.enter_context(prepare_folder(folder, fresh=is_new))
+    own_folders.add(folder.resolve())
+
+
+class CheckpointSchedule:
+    """Saves the state of a run at the boundaries where it is whole: at intervals, at the end, and when a callback asked during a step.
+
+    Inside an epoch that is after a batch, with an open accumulation window's gradients as part of the state; at an epoch's end
+    it is after evaluation. What callbacks ask for in the middle of a step waits for the next boundary with a closed window.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        settings: TrainSettings,
+        batches_per_epoch: int | None,
+        window: AccumulationWindow,
+        agreement: Agreement,
+        report: Callable[[str], None],
+    ):
+        self._state, self._window, self._agreement, self._report = state, window, agreement, report
+        self._ignores_nonfinite = settings.nonfinite.action == "ignore"
+        self._waiting: list[Callable[[], None]] = []
+        self._saved_at: tuple[int, int] | None = None
+        self.last: Any = None
+        """The checkpoint that the run was resumed from, or the last that it has written."""
+        self.good: LastGoodState | None = None
+        """What a state that is not finite is replaced by."""
+        self.checkpointer: Checkpointer | None = None
+        self._every: Interval | None = None
+        self.saves_inside_epochs = False
+        if settings.checkpoint_dir is None:
+            return
+        self.checkpointer = _checkpointer(
+            state,
+            keep=settings.keep_checkpoints,
+            dir=settings.checkpoint_dir,
+            async_save="auto" if settings.async_checkpoint else False,
+            signals=False,  # the run acts on them
+        )
+        if settings.checkpoint_every is not None:
+            every = parse_time("checkpoint_every", settings.checkpoint_every)
+            self._every = Interval(every, state.max_duration, batches_per_epoch)
+            self.saves_inside_epochs = not self._every.is_per_epoch
+
+    def start(self) -> None:
+        """Count intervals from where the run is."""
+        if self._every is not None:
+            self._every.reset(self._state.clock)
+
+    def when_whole(self, save: Callable[[], None]) -> None:
+        """Save as soon as the state is whole."""
+        self._waiting.append(save)
+
+    def at_batch_end(self, run_ends: bool) -> None:
+        """Save what is due between two batches."""
+        if self._waiting and self._window.count == 0:
+            waiting, self._waiting = self._waiting, []
+            for save in waiting:
+                save()
+        if self._every is None:
+            return
+        if run_ends or (not self._every.is_per_epoch and self._every.due(self._state.clock)):
+            self.save()
+
+    def at_epoch_end(self, run_ends: bool) -> None:
+        """Save what is due after an epoch and its evaluation."""
+        if self._every is None:
+            return
+        due = self._every.due(self._state.clock) if self._every.is_per_epoch else False
+        if due or run_ends:
+            self.save()
+
+    def save(self, final: bool = False) -> None:
+        """Write a checkpoint of this moment, unless one was just written; a final one raises if it cannot be."""
+        clock, writer = self._state.clock, self.checkpointer
+        if writer is None or (self._saved_at == (clock.epoch, clock.batch) and writer.last_failure is None):
+            return
+        self._saved_at = (clock.epoch, clock.batch)
+        name = f"ep{clock.epoch}-ba{clock.batch}"
+        try:
+            self.last = writer.save(id=name, metrics=self._metrics(), final=final)
+        except NonFiniteStateError as error:
+            if not self._goes_on_after(error, final):
+                raise
+        else:
+            if self.good is not None:
+                self.good.take()
+
+    def _goes_on_after(self, error: NonFiniteStateError, final: bool) -> bool:
+        """Return whether the run goes on although its state is not finite; all ranks come here together."""
+        if self.good is not None:
+            self.good.restore()
+            self._report(f"{error} Rolled back to the state after update {self.good.step}.")
+            return True
+        if final or self._ignores_nonfinite:
+            warnings.warn(str(error), DrivetrainWarning, stacklevel=3)
+            return True
+        self._agreement.is_reached = True
+        return False
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def finish(self) -> None:
+        """Wait for the last save of the run; raise if it failed."""
+        if self.checkpointer is not None:
+            self.checkpointer.finish()
+
+    def settle(self) -> None:
+        """Wait for the save under way without raising, after another error."""
+        if self.checkpointer is not None:
+            self.checkpointer.settle()
+
+    def _metrics(self) -> dict[str, float]:
+        history = self._state.history
+        latest = {name: history.get_latest_metric(name) for name in history.get_metric_names()}
+        return {name: float(value) for name, value in latest.items() if isinstance(value, int | float)}
+
+
+def _checkpointer(state: State, **settings: Any) -> "Checkpointer":
+    from drivetrain.checkpoint.checkpointer import Checkpointer  # only runs that save import it
+
+    return Checkpointer(state, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------- by hand
+
+
+def save_checkpoint(
+    state: State,
+    runtime: TrainerRuntime,
+    path: Any,
+    custom: Mapping[str, Any] | None,
+    *,
+    optimizer: bool,
+    scheduler: bool,
+    per_node: bool,
+    writes: bool,
+) -> None:
+    """Write model, optimizer and scheduler, with custom entries next to them; all ranks must call this."""
+    check_entries(custom)
+    model = state.model
+    optimizers, schedulers = state.optimizers[:1] if optimizer else (), state.schedulers[:1] if scheduler else ()
+    found = nonfinite_state({"model": model, "optimizer": next(iter(optimizers), None)})
+    if any(all_gather_values(bool(found))):
+        _warn_unsaved(f"{path} was not written: {', '.join(found[:5]) or 'a rank'} hold NaN or infinity.")
+        return
+    content = {"model_state_dict": clean_state_dict(model) if isinstance(model, nn.Module) else model.state_dict()}
+    for held in optimizers:
+        content["optimizer_state_dict"] = held.state_dict()
+    for held in schedulers:
+        content["scheduler_state_dict"] = plain_scheduler_state(held)
+    content.update(custom or {})
+    if writes:
+        runtime.save(content, path, save_on_each_node=per_node)
+    runtime.wait_for_everyone()
+
+
+def load_checkpoint(
+    state: State, runtime: TrainerRuntime, path: Any, *, optimizer: bool, scheduler: bool
+) -> dict[str, Any]:
+    """Load a file into model, optimizer and scheduler; everything is checked before anything is changed."""
+    runtime.wait_for_everyone()
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no checkpoint at {path}. Written by save_checkpoint(save_path)?")
+    content = _read(Path(path), runtime.device)
+    if "model_state_dict" not in content:
+        raise ValueError(
+            f"{path} holds {', '.join(map(str, content))}, expected 'model_state_dict'; it was not written by save_checkpoint."
+        )
+    wanted = [("an", "optimizer", optimizer, state.optimizers), ("a", "scheduler", scheduler, state.schedulers)]
+    found = [(name, holders) for _, name, is_wanted, holders in wanted if is_wanted and f"{name}_state_dict" in content]
+    for article, name, _, _ in wanted:
+        if (name, ()) in found:
+            raise ValueError(
+                f"{path} holds the state of {article} {name}, and the Trainer has none to give it to. "
+                f"Create the {name} first, or pass load_{name}=False."
+            )
+    load_clean_state_dict(state.model, content["model_state_dict"])
+    for name, holders in found:
+        holders[0].load_state_dict(content[f"{name}_state_dict"])
+    return content
+
+
+def _read(path: Path, device: Any) -> dict[str, Any]:
+    """Return the entries of a checkpoint file; whatever else is in it, or goes wrong, is one error."""
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder. load_checkpoint reads a file; use load_training_state for a folder."
+        )
+    from drivetrain.checkpoint.reader import read_torch_file
+
+    content = read_torch_file(path, device)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, not a checkpoint: expected a dict with 'model_state_dict'."
+        )
+    if not isinstance(content.get("model_state_dict", {}), Mapping):
+        kind = type(content["model_state_dict"]).__name__
+        raise CheckpointError(f"{path} holds a 'model_state_dict' that is a {kind}, expected a dict of tensors.")
+    return content
+
+
+def save_state(state: State, folder: Any, custom: Mapping[str, Any]) -> None:
+    """Write the whole state to a folder."""
+    state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
+    try:
+        _checkpointer(state, dir=folder, keep=1, async_save=False).save(id="state", final=True)
+    except NonFiniteStateError as error:
+        _warn_unsaved(str(error))
+
+
+def _warn_unsaved(message: str) -> None:
+    warnings.warn(message, DrivetrainWarning, stacklevel=4)
+
+
+def load_state(state: State, folder: Any) -> dict[str, Any]:
+    """Restore from a folder what is there already (model, optimizer, counters), and return its entries.
+
+    Loader and scheduler are made by `train()`, which restores them then, from the same folder.
+    """
+    from drivetrain.checkpoint.reader import find_place
+    from drivetrain.checkpoint.side_file import reading_from
+    from drivetrain.checkpoint.store import load_checkpoint as read
+
+    path = Path(folder)
+    if not path.exists():
+        raise FileNotFoundError(f"no training state at {folder}: the path does not exist.")
+    saved, place = read(path), find_place(path)
+    with reading_from(state, place.path if place.kind == "directory" else place.path.parent):
+        state.load_state_dict(saved, strict=False)
+    return dict(saved.get("custom_entries") or {})
+
+
+def restore_from(state: State, folder: Any) -> Any:
+    """Restore from a checkpoint folder, or from the newest valid checkpoint in a folder of them."""
+    path = Path(folder)
+    if not path.exists():
+        raise FileNotFoundError(f"resume_from: no checkpoint at {folder}: the path does not exist.")
+    if (path / "manifest.json").exists():
+        return _checkpointer(state, dir=path.parent, keep=None, async_save=False).restore(path)
+    return _checkpointer(state, dir=path, keep=None, async_save=False).restore("last")
+
+
+def plain_scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state without the functions some keep in it; they are made again with the scheduler."""
+    return {name: value for name, value in scheduler.state_dict().items() if _is_loadable(value)}
+
+
+def check_entries(custom: Mapping[str, Any] | None) -> None:
+    """Reject entries of the user's own that take a name of ours or cannot be loaded safely."""
+    for name, value in (custom or {}).items():
+        if name in RESERVED:
+            raise TypeError(f"checkpoint_kwargs[{name!r}]: this name is taken by the checkpoint itself.")
+        if not _is_loadable(value):
+            raise TypeError(
+                f"checkpoint_kwargs[{name!r}] is a {type(value).__name__}, which cannot be loaded back safely. Use tensors, numbers, "
+                "strings and containers of them."
+            )
+
+
+def _is_loadable(value: Any) -> bool:
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | torch.Tensor | torch.dtype | torch.device
+    ):
+        return True
+    if isinstance(value, Mapping):
+        return all(_is_loadable(key) and _is_loadable(item) for key, item in value.items())
+    return type(value) in (list, tuple, set) and all(map(_is_loadable, value))

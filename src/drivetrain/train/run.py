@@ -1,0 +1,178 @@
+"""What preparing a run decides, in one object.
+
+`train()` makes a new `Run` and `setup.py` fills it, from top to bottom, before the first step. The loop, evaluations, checkpoints and
+callbacks read it afterwards. Nothing in it refers to the Trainer, so a run that has ended keeps no loader alive through a cycle.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from drivetrain.core.engine import Fire
+from drivetrain.core.event import Event
+from drivetrain.core.intervals import Interval
+from drivetrain.core.time import Clock
+from drivetrain.module.finite import StepGuard
+from drivetrain.module.loss_items import LossWatch
+from drivetrain.train.agreement import Agreement
+from drivetrain.train.batches import BatchForm, find_form
+from drivetrain.train.callbacks.watching import MetricWatch
+from drivetrain.train.checkpoints import CheckpointSchedule
+from drivetrain.train.evaluation_state import EvaluationState
+from drivetrain.train.items import LossCounting
+from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.recovery import LastGoodState
+from drivetrain.train.run_config import TrainerRunConfig
+from drivetrain.train.settings import TrainSettings
+from drivetrain.train.tracking import LossTracker
+
+if TYPE_CHECKING:
+    from drivetrain.optim.optim_set import OptimSet
+    from drivetrain.train.closures import WindowRepeat
+    from drivetrain.train.gradients import Gradients
+    from drivetrain.train.step_losses import StepLosses
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class TrainingData:
+    """The loaders of a run, and what the loop must know of their batches."""
+
+    train: Any = None
+    """The training loader."""
+    evaluation: Any = None
+    """The evaluation loader, or one for each of several evaluation sets."""
+    train_kwargs: dict[str, Any] | None = None
+    """The arguments that the training loader was built with; None when the user built it."""
+    eval_kwargs: dict[str, Any] | None = None
+    batches_per_epoch: int | None = None
+    """None for a loader without a length."""
+    source: Any = None
+    """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
+    may_pad: bool = False
+    """Whether a batch may only keep this rank in step with others that still have samples."""
+    reads_index: bool = False
+    """Whether a plugin reads which samples are in a batch."""
+    count_tokens: Callable[[Any], int] | None = None
+
+    def is_padding(self) -> bool:
+        """Return whether the batch in hand has no sample of this rank."""
+        return self.may_pad and self.source.batch_info.size == 0
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class LossStep:
+    """How batches become losses in the phase under way: training, evaluation or prediction."""
+
+    after_forward: str = Event.AFTER_FORWARD.value
+    """The event that `forward` fires."""
+    before_loss: bool = True
+    """Whether `compute_loss` fires BEFORE_LOSS: only in training."""
+    listens_before_loss: bool = False
+    is_first: bool = False
+    """Whether the batch in hand is the first of the run, which is checked."""
+    in_region: bool = False
+    """Whether the default loss hook has opened its autocast region, for model and loss together."""
+    saw_forward: bool = False
+    saw_loss: bool = False
+    find_form: Callable[[Any, Any, bool], BatchForm] = find_form
+    form: BatchForm | None = None
+    form_type: type | None = None
+    own_loss: Callable[..., Any] | None = None
+    """The model's `loss(outputs, batch)`, where it has one."""
+    watch: LossWatch | None = None
+    """Follows the loss function of a compiled model's first batch."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class EvaluationPlan:
+    """When a run evaluates, and how far the evaluation under way is."""
+
+    is_due: Callable[[Clock], bool] | None = None
+    """Whether to evaluate after a batch; None: only after epochs."""
+    interval: Interval | None = None
+    """What `is_due` asks, unless it is a function of the user's."""
+    after_epoch: bool = False
+    """Whether an evaluation was due after the last batch of the epoch."""
+    unfinished: Literal["", "evaluation", "epoch"] = ""
+    """What a resumed run does first; saved with the state."""
+    was_cut: bool = False
+    """Whether a signal ended the last evaluation early."""
+    set_name: str | None = None
+    """The evaluation set in hand, where there are several."""
+    state: EvaluationState = field(default_factory=EvaluationState)
+    plateau: MetricWatch | None = None
+    """The metric that a plateau schedule follows."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Restored:
+    """What a checkpoint held for parts of the run that are made after it was loaded."""
+
+    rng: Any = None
+    evaluations: Any = None
+    step_losses: Mapping[str, Any] | None = None
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Measures:
+    """What is measured in the phase under way, until it is recorded."""
+
+    tracker: LossTracker = field(default_factory=LossTracker)
+    """The mean loss of the epoch, or of an evaluation."""
+    logged: dict[str, LossTracker] = field(default_factory=dict)
+    """What `log()` collects, by name."""
+    train_items: LossCounting = field(default_factory=LossCounting)
+    """What the losses of training are means over."""
+    eval_items: dict[str | None, LossCounting] = field(default_factory=dict)
+    """The same of evaluations, by the name of the evaluation set."""
+    has_train_metrics: bool = False
+    step_losses: "StepLosses | None" = None
+    """Sends losses inside an epoch to the loggers, where there are any."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """One training run, or the idle state of a Trainer that has not trained yet."""
+
+    agreement: Agreement
+    """What may end or interrupt the run, agreed on by all ranks."""
+    settings: TrainSettings | None = None
+    config: TrainerRunConfig | None = None
+    data: TrainingData = field(default_factory=TrainingData)
+    loss: LossStep = field(default_factory=LossStep)
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
+    measures: Measures = field(default_factory=Measures)
+    checkpoints: CheckpointSchedule | None = None
+    restored: Restored = field(default_factory=Restored)
+    generate: Mapping[str, Any] | None = None
+    """The arguments of the model's `generate` in evaluations; None: nothing is generated."""
+
+    # The step.
+    fire: Fire = field(default_factory=Fire)
+    gradients: "Gradients" = field(default=None)  # type: ignore[assignment]
+    repeat: "WindowRepeat" = field(default=None)  # type: ignore[assignment]
+    units: "OptimSet | None" = None
+    guard: StepGuard | None = None
+    """Tests updates before they are made; None where no test is wanted."""
+    good: LastGoodState | None = None
+    plain: PlainHooks = field(default_factory=PlainHooks)
+    microbatch_size: int | None = None
+    is_ddp: bool = False
+    clips: bool = True
+    tracks_its_own_way: bool = True
+    norm_is_tested: bool = False
+    """Whether the norm that clipping computes already shows that a gradient is not finite."""
+    schedules_each_step: bool = True
+
+    # Where it is.
+    is_running: bool = False
+    is_evaluating: bool = False
+    inside_step: bool = False
+    epoch_is_recorded: bool = False
+    has_boundary_work: bool = True
+    """Whether anything but a signal or a stop can need the host between two batches."""
+
+    def require_settings(self) -> TrainSettings:
+        """Return the settings of a run that has begun."""
+        assert self.settings is not None, "no run has begun"
+        return self.settings
