@@ -16,7 +16,6 @@ from drivetrain.experiment.proxies import params_file as params_file
 from drivetrain.experiment.proxies import random_gen as random_gen
 from drivetrain.experiment.proxies import subprocess_counter as subprocess_counter
 from drivetrain.experiment.running import new_seed as new_seed
-from drivetrain.experiment.running import TrialPruned as TrialPruned
 from drivetrain.experiment.subprocesses import launch_subprocess as launch_subprocess
 from drivetrain.experiment.subprocesses import is_subprocess as is_subprocess
 from drivetrain.experiment.subprocesses import local_rank as local_rank
@@ -31,14 +30,15 @@ from drivetrain.experiment.sweeps.space import IntRange as IntRange
 from drivetrain.experiment.sweeps.space import param_matrix as param_matrix
 from drivetrain.experiment.sweeps.sweeping import sweep as sweep
 from drivetrain.experiment.sweeps.sweeping import run_parameter_sweep as run_parameter_sweep
-from drivetrain.experiment.sweeps.reporting import report as report
+from drivetrain.experiment.sweeps.trial import report as report
+from drivetrain.experiment.sweeps.trial import Trial as Trial
+from drivetrain.experiment.sweeps.trial import TrialPruned as TrialPruned
 from drivetrain.experiment.sweeps.result import SweepResult as SweepResult
-from drivetrain.experiment.sweeps.result import Trial as Trial
 from drivetrain.experiment.sweeps.result import read_sweep as read_sweep
 from drivetrain.experiment.sweeps.samplers import Sampler as Sampler
 from drivetrain.experiment.sweeps.samplers import GridSampler as GridSampler
 from drivetrain.experiment.sweeps.samplers import RandomSampler as RandomSampler
-from drivetrain.experiment.sweeps.optuna_sampler import OptunaSampler as OptunaSampler
+from drivetrain.experiment.sweeps.samplers import OptunaSampler as OptunaSampler
 from drivetrain.experiment.sweeps.executors import Executor as Executor
 from drivetrain.experiment.sweeps.executors import InlineExecutor as InlineExecutor
 from drivetrain.experiment.sweeps.executors import PoolExecutor as PoolExecutor
@@ -67,7 +67,6 @@ __all__ = [
     "random_gen",
     "subprocess_counter",
     "new_seed",
-    "TrialPruned",
     "launch_subprocess",
     "is_subprocess",
     "local_rank",
@@ -83,8 +82,9 @@ __all__ = [
     "sweep",
     "run_parameter_sweep",
     "report",
-    "SweepResult",
     "Trial",
+    "TrialPruned",
+    "SweepResult",
     "read_sweep",
     "Sampler",
     "GridSampler",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable
-from drivetrain.core.errors import DrivetrainError, ExperimentError, ResumeError
+from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
@@ -49,14 +49,11 @@ from drivetrain.experiment.run_folder import (
 )
 from drivetrain.experiment.status import StatusFile
 from drivetrain.experiment.subprocesses import end_subprocesses
+from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.run import Run, current_run, set_current_run
 
 logger = logging.getLogger("drivetrain")
-
-
-class TrialPruned(DrivetrainError):
-    """Ends a run that a sweep has given up on; it counts as neither failed nor complete."""
 
 
 @dataclass

@@ -12,16 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.errors import ConfigError
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.references import Reference, reference_to
-from drivetrain.experiment.running import TrialPruned, run_experiment
+from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.subprocesses import END_SECONDS, leave_launched_world
-from drivetrain.experiment.sweeps.reporting import reporting_to
-from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Outcome, Trial
+from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Trial, TrialOutcome, TrialPruned, reporting_to
 from drivetrain.runtime.parent import end_with_parent
 
-NAMES = ("inline", "pool", "submitit", "ray")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
@@ -54,7 +52,7 @@ class Executor:
         """Prepare for the trials of one sweep."""
         self.work = work
 
-    def submit(self, trial: Trial) -> "Future[Outcome]":
+    def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Begin a trial and return the future of its outcome; called when a slot is free."""
         raise NotImplementedError
 
@@ -65,21 +63,21 @@ class Executor:
 class InlineExecutor(Executor):
     """Runs each trial in this process; an interruption ends the sweep, which can be resumed."""
 
-    def submit(self, trial: Trial) -> "Future[Outcome]":
+    def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Run a trial and return its outcome as a future that is done."""
-        future: Future[Outcome] = Future()
+        future: Future[TrialOutcome] = Future()
         began = time.monotonic()
         try:
             with reporting_to(lambda value, step: self.work.should_prune(trial, value, step)):
-                outcome = Outcome(FINISHED, self.work.call(trial))
+                outcome = TrialOutcome(FINISHED, self.work.call(trial))
         except TrialPruned as pruned:
-            outcome = Outcome(PRUNED, error=str(pruned))
+            outcome = TrialOutcome(PRUNED, error=str(pruned))
         except SystemExit as stop:
             if stop.code in STOPPED:
                 raise
-            outcome = Outcome(FAILED, error=f"SystemExit: {stop.code}")
+            outcome = TrialOutcome(FAILED, error=f"SystemExit: {stop.code}")
         except Exception as error:
-            outcome = Outcome(FAILED, error=f"{type(error).__name__}: {error}")
+            outcome = TrialOutcome(FAILED, error=f"{type(error).__name__}: {error}")
         outcome.seconds = time.monotonic() - began
         future.set_result(outcome)
         return future
@@ -112,7 +110,7 @@ class PoolExecutor(Executor):
         super().start(work)
         self._reference = reference_to(work.experiment)
 
-    def submit(self, trial: Trial) -> "Future[Outcome]":
+    def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Start a process for a trial."""
         import multiprocessing
 
@@ -131,7 +129,7 @@ class PoolExecutor(Executor):
             self._give_back(gpus)
             raise
         theirs.close()
-        future: Future[Outcome] = Future()
+        future: Future[TrialOutcome] = Future()
         self._processes[trial.index] = process
         watcher = threading.Thread(target=self._watch, args=(trial, process, ours, gpus, future), daemon=True)
         watcher.start()
@@ -148,7 +146,9 @@ class PoolExecutor(Executor):
                 process.kill()
                 process.join()
 
-    def _watch(self, trial: Trial, process: Any, pipe: Connection, gpus: list[str], future: "Future[Outcome]") -> None:
+    def _watch(
+        self, trial: Trial, process: Any, pipe: Connection, gpus: list[str], future: "Future[TrialOutcome]"
+    ) -> None:
         """Answer a trial's reports until its process has ended, then say how."""
         began = time.monotonic()
         try:
@@ -228,13 +228,13 @@ def _run_trial(reference: Reference, work: TrialWork, trial: Trial, pipe: Connec
         raise SystemExit(1) from None
 
 
-def outcome_of(folder: Path | None, exit_code: int | None) -> Outcome:
+def outcome_of(folder: Path | None, exit_code: int | None) -> TrialOutcome:
     """Return how a trial's process ended, by what it wrote into its run folder."""
     status: dict[str, Any] = {}
     if folder is not None and (folder / "status.json").is_file():
         status = read_run(folder).status
     if exit_code == 0 and status.get("state") == FINISHED:
-        return Outcome(PRUNED if status.get("pruned") else FINISHED, status.get("result"))
+        return TrialOutcome(PRUNED if status.get("pruned") else FINISHED, status.get("result"))
     if exit_code is not None and exit_code < 0:
         try:
             how = f"killed by {signal.Signals(-exit_code).name}"
@@ -242,30 +242,4 @@ def outcome_of(folder: Path | None, exit_code: int | None) -> Outcome:
             how = f"killed by signal {-exit_code}"
     else:
         how = f"the process ended with exit code {exit_code}"
-    return Outcome(FAILED, error=str(status.get("error") or how))
-
-
-def make_executor(executor: "str | Executor", num_processes: int | None, gpus_per_trial: int | None) -> Executor:
-    """Return the executor a user asked for, by name or as an object."""
-    if not isinstance(executor, str):
-        return executor
-    if executor == "pool":
-        return PoolExecutor(
-            num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
-        )
-    if executor == "submitit":
-        from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig, SubmititExecutor
-
-        at_a_time = SubmititConfig.num_processes if num_processes is None else num_processes
-        return SubmititExecutor(SubmititConfig(num_processes=at_a_time, gpus_per_trial=gpus_per_trial))
-    if executor == "ray":
-        from drivetrain.experiment.sweeps.ray_executor import RayConfig, RayExecutor
-
-        return RayExecutor(RayConfig(num_processes=num_processes, gpus_per_trial=gpus_per_trial))
-    if executor not in NAMES:
-        raise ConfigError(unknown_name("executor", executor, NAMES))
-    if num_processes not in (None, 1) or gpus_per_trial is not None:
-        raise ConfigError(
-            "executor 'inline' runs one trial at a time in this process. Use executor='pool' for several."
-        )
-    return InlineExecutor()
+    return TrialOutcome(FAILED, error=str(status.get("error") or how))

@@ -19,11 +19,9 @@ from typing import Any
 from drivetrain.core.files import PRIVATE_FILE, open_regular, open_to_read
 from drivetrain.experiment.references import Reference, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
-from drivetrain.experiment.running import TrialPruned
 from drivetrain.experiment.subprocesses import leave_launched_world
 from drivetrain.experiment.sweeps.executors import TrialWork, never_prune, outcome_of
-from drivetrain.experiment.sweeps.reporting import reporting_to
-from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Outcome, Trial
+from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Trial, TrialOutcome, TrialPruned, reporting_to
 
 JOBS = "jobs"
 """The folder of a sweep in which its executor keeps notes about jobs."""
@@ -143,7 +141,7 @@ def state_of(trial: Trial) -> str | None:
 class _Followed:
     trial: Trial
     ended: Callable[[], str | None]
-    future: "Future[Outcome]" = field(default_factory=Future)
+    future: "Future[TrialOutcome]" = field(default_factory=Future)
     position: int = 0
     began: float | None = None
     over: float | None = None
@@ -161,7 +159,7 @@ class JobWatch:
         self._thread = threading.Thread(target=self._watch, name="drivetrain-job-watch", daemon=True)
         self._thread.start()
 
-    def follow(self, trial: Trial, ended: Callable[[], str | None]) -> "Future[Outcome]":
+    def follow(self, trial: Trial, ended: Callable[[], str | None]) -> "Future[TrialOutcome]":
         """Return the future of a job; `ended` says how it ended, or None while it waits or runs."""
         followed = _Followed(trial, ended)
         with self._lock:
@@ -189,7 +187,7 @@ class JobWatch:
                 with self._lock:
                     self._followed.remove(followed)
 
-    def _look(self, followed: _Followed) -> Outcome | None:
+    def _look(self, followed: _Followed) -> TrialOutcome | None:
         trial = followed.trial
         how = followed.ended()  # before the mailbox is read, so that no last report is missed
         self._answer(followed)
@@ -205,7 +203,7 @@ class JobWatch:
             outcome = outcome_of(trial.run_dir, 0)
         else:
             assert trial.run_dir is not None
-            outcome = Outcome(FAILED, error=str(read_json(trial.run_dir / STATUS).get("error") or how))
+            outcome = TrialOutcome(FAILED, error=str(read_json(trial.run_dir / STATUS).get("error") or how))
         outcome.seconds = followed.over - (followed.began or followed.over)
         return outcome
 

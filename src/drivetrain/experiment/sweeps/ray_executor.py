@@ -14,7 +14,7 @@ from drivetrain.core.errors import ConfigError, MissingExtra
 from drivetrain.experiment.subprocesses import END_SECONDS
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.jobs import SHARED_DISK_SECONDS, JobWatch, TrialJob, make_job, reference_from_afar
-from drivetrain.experiment.sweeps.trial import Outcome, Trial
+from drivetrain.experiment.sweeps.trial import Trial, TrialOutcome
 
 logger = logging.getLogger("drivetrain")
 
@@ -98,7 +98,7 @@ class RayExecutor(Executor):
         several = len(self._nodes()) > 1
         self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if several else 0.0)
 
-    def submit(self, trial: Trial) -> "Future[Outcome]":
+    def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Hand a trial to Ray."""
         assert self._watch is not None
         job = make_job(self.work, self._reference, trial)

@@ -114,7 +114,7 @@ def param_matrix(**values: Any) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Space:
+class ParameterSpace:
     """What a sweep may try: either fixed points, or an axis for each parameter."""
 
     points: tuple[dict[str, Any], ...] | None
@@ -143,21 +143,21 @@ class Space:
         return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
 
 
-def make_space(space: Any) -> Space:
+def make_space(space: Any) -> ParameterSpace:
     """Read what a user gave: a list of dicts, or a mapping of names to axes, lists and constants."""
     if isinstance(space, Mapping):
         if not space:
             raise ParameterError(
                 "the space of a sweep is empty. Give at least one parameter, as in {'lr': Choice(0.1, 0.2)}."
             )
-        return Space(None, {str(name): _axis(value) for name, value in space.items()})
+        return ParameterSpace(None, {str(name): _axis(value) for name, value in space.items()})
     points = list(space) if isinstance(space, list | tuple) else None
     if not points or not all(isinstance(point, Mapping) for point in points):
         raise ParameterError(
             f"the space of a sweep cannot be {space!r}. Expected a list of parameter dicts (see param_matrix), or a dict such as "
             "{'lr': LogUniform(1e-4, 1e-1)}."
         )
-    return Space(tuple(dict(point) for point in points), {})
+    return ParameterSpace(tuple(dict(point) for point in points), {})
 
 
 def _axis(value: Any) -> Axis:
@@ -166,7 +166,7 @@ def _axis(value: Any) -> Axis:
     return Choice(*value) if isinstance(value, list | tuple) else Choice(value)
 
 
-def check_space(experiment: Any, space: Space, fixed: Mapping[str, Any]) -> None:
+def check_space(experiment: Any, space: ParameterSpace, fixed: Mapping[str, Any]) -> None:
     """Check every name and example value against the experiment's parameters, before the first trial."""
     samples: list[Mapping[str, Any]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]

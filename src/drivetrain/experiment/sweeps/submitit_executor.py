@@ -27,7 +27,7 @@ from drivetrain.experiment.sweeps.jobs import (
     reference_from_afar,
     state_of,
 )
-from drivetrain.experiment.sweeps.trial import Outcome, Trial
+from drivetrain.experiment.sweeps.trial import Trial, TrialOutcome
 
 CLUSTERS = ("slurm", "local")
 
@@ -113,7 +113,7 @@ class SubmititExecutor(Executor):
         self._submitter = None
         self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if self.config.cluster == "slurm" else 0.0)
 
-    def submit(self, trial: Trial) -> "Future[Outcome]":
+    def submit(self, trial: Trial) -> "Future[TrialOutcome]":
         """Submit the job of a trial, or find the one that an earlier sweep process has left."""
         assert self._watch is not None and trial.run_dir is not None
         if self._submitter is None:

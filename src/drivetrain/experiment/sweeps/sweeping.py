@@ -14,15 +14,16 @@ from drivetrain.core.files import is_regular, read_limited
 from drivetrain.core.locking import FolderLock, is_locked
 from drivetrain.core.secret import hide, masked
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
-from drivetrain.experiment.sweeps.executors import Executor, TrialWork, make_executor
+from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, PoolExecutor, TrialWork, visible_gpus
 from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.samplers import Sampler, make_sampler
-from drivetrain.experiment.sweeps.space import Space, check_space, make_space
-from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Outcome, Trial
+from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space
+from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
 
 logger = logging.getLogger("drivetrain")
 
+EXECUTORS = ("inline", "pool", "submitit", "ray")
 ORPHAN_SECONDS = 45.0
 """How long a resumed sweep waits for a trial that outlived the process that had started it."""
 
@@ -110,7 +111,33 @@ def run_parameter_sweep(
     )
 
 
-def _new_folder(experiment: Any, space: Space, fixed: Mapping[str, Any]) -> Path:
+def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_trial: int | None) -> Executor:
+    """Return the executor a user asked for, by name or as an object."""
+    if not isinstance(executor, str):
+        return executor
+    if executor == "pool":
+        return PoolExecutor(
+            num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
+        )
+    if executor == "submitit":
+        from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig, SubmititExecutor
+
+        at_a_time = SubmititConfig.num_processes if num_processes is None else num_processes
+        return SubmititExecutor(SubmititConfig(num_processes=at_a_time, gpus_per_trial=gpus_per_trial))
+    if executor == "ray":
+        from drivetrain.experiment.sweeps.ray_executor import RayConfig, RayExecutor
+
+        return RayExecutor(RayConfig(num_processes=num_processes, gpus_per_trial=gpus_per_trial))
+    if executor not in EXECUTORS:
+        raise ConfigError(unknown_name("executor", executor, EXECUTORS))
+    if num_processes not in (None, 1) or gpus_per_trial is not None:
+        raise ConfigError(
+            "executor 'inline' runs one trial at a time in this process. Use executor='pool' for several."
+        )
+    return InlineExecutor()
+
+
+def _new_folder(experiment: Any, space: ParameterSpace, fixed: Mapping[str, Any]) -> Path:
     """Make the folder of a new sweep, in the output folder that its trials are given."""
     first = dict(space.points[0]) if space.points else {name: axis.examples()[0] for name, axis in space.axes.items()}
     output_dir = experiment.resolve({**fixed, **first}).values["output_dir"]
@@ -153,7 +180,7 @@ class _Loop:
         self.objective, self.direction, self.retries, self.on_change = objective, direction, retries, on_change
         self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune)
         self.waiting: deque[Trial] = deque()
-        self.running: dict[Future[Outcome], Trial] = {}
+        self.running: dict[Future[TrialOutcome], Trial] = {}
 
     def run(self, header: Mapping[str, Any] | None) -> SweepResult:
         """Run until nothing is left to do."""
@@ -204,7 +231,7 @@ class _Loop:
         self._changed()
         self.running[self.executor.submit(trial)] = trial
 
-    def _settle(self, trial: Trial, outcome: Outcome) -> None:
+    def _settle(self, trial: Trial, outcome: TrialOutcome) -> None:
         trial.status, trial.error = outcome.status, self._without_secrets(trial, outcome.error)
         trial.seconds += outcome.seconds
         if outcome.status == FINISHED:

@@ -1,9 +1,12 @@
-"""One trial of a sweep, and what came of it."""
+"""One trial of a sweep: its parameters, how it went, and how it reports to the sweep while it runs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.secret import masked
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
@@ -35,10 +38,40 @@ class Trial:
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """How one attempt at a trial ended."""
 
     status: str
     result: Any = None
     error: str | None = None
     seconds: float = 0.0
+
+
+class TrialPruned(DrivetrainError):
+    """Ends a trial that its sweep stops early; it counts as neither failed nor complete."""
+
+
+Channel = Callable[[float, int], bool]
+"""Takes a value and its step and returns whether to stop the trial."""
+
+_channel: Channel | None = None
+
+
+def report(value: float, step: int) -> None:
+    """Report the objective to the sweep, which may stop the trial early. Does nothing outside a sweep.
+
+    A trial is stopped by a `TrialPruned` exception, so `finally` blocks run.
+    """
+    if _channel is not None and _channel(float(value), int(step)):
+        raise TrialPruned(f"the sweep stopped this trial at step {step}, with the objective at {value}")
+
+
+@contextmanager
+def reporting_to(channel: Channel | None) -> Iterator[None]:
+    """Send reports to a channel within the block."""
+    global _channel
+    before, _channel = _channel, channel
+    try:
+        yield
+    finally:
+        _channel = before
