@@ -10,7 +10,7 @@ import pytest
 
 from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.experiment import find_runs
-from drivetrain.experiment.launching import must_launch
+from drivetrain.experiment.processes import must_launch
 from drivetrain.runtime.launch import WorkerFailed
 from tests.experiment import samples
 

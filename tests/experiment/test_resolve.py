@@ -7,8 +7,7 @@ import pytest
 from drivetrain.core.errors import ParameterError
 from drivetrain.experiment import experiment, parameter
 from drivetrain.experiment.command_line import parse
-from drivetrain.experiment.files import Given
-from drivetrain.experiment.resolve import given_in_python, resolve
+from drivetrain.experiment.resolve import Given, given_in_python, resolve
 
 
 @parameter(name="lr", type=float, default=0.1, envvar="TEST_LR")

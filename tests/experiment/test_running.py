@@ -237,7 +237,7 @@ def test_things_of_the_run_end_with_it(tmp_path):
 
 
 def test_the_status_is_kept_fresh(tmp_path, monkeypatch):
-    monkeypatch.setattr("drivetrain.experiment.status.HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr("drivetrain.experiment.run_folder.HEARTBEAT_SECONDS", 0.01)
 
     @experiment
     def wait():

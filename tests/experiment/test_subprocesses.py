@@ -9,14 +9,13 @@ import pytest
 
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.experiment import experiment, find_runs, launch_subprocess
-from drivetrain.experiment.references import reference_to
-from drivetrain.experiment.subprocesses import end_subprocesses, start_process
+from drivetrain.experiment.processes import end_subprocesses, reference_to, start_process
 from drivetrain.runtime import current_run
 from tests.experiment import samples
 
 
 def test_subprocesses_share_the_folder_finish_their_work_and_leave_others_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("drivetrain.experiment.subprocesses.WAIT_SECONDS", 240)  # a busy machine starts them late
+    monkeypatch.setattr("drivetrain.experiment.processes.WAIT_SECONDS", 240)  # a busy machine starts them late
     foreign = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     foreign_child = (
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
@@ -41,9 +40,9 @@ def test_subprocesses_share_the_folder_finish_their_work_and_leave_others_alone(
 
 
 def test_subprocesses_that_do_not_end_are_ended(monkeypatch):
-    monkeypatch.setattr("drivetrain.experiment.subprocesses.WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("drivetrain.experiment.processes.WAIT_SECONDS", 0.1)
     process = start_process(time.sleep, 3600)
-    monkeypatch.setattr("drivetrain.experiment.subprocesses._started", [process])
+    monkeypatch.setattr("drivetrain.experiment.processes._started", [process])
     end_subprocesses()
     assert not process.is_alive()
 
@@ -75,14 +74,14 @@ def test_a_new_process_finds_the_experiment_by_module(tmp_path):
 
 def test_what_a_new_process_could_not_find_is_refused_before_it_starts():
     inside = samples.closure()
-    with pytest.raises(ExperimentError, match="no attribute of its module"):
+    with pytest.raises(ExperimentError, match="not an attribute of its module"):
         inside.run_in_new_process({})
     with pytest.raises(ParameterError, match="unknown parameter 'tga'"):
         samples.describe.run_in_new_process({"tga": 1})
 
 
 def test_a_module_loaded_from_a_file_is_found_by_its_path(tmp_path, monkeypatch):
-    from drivetrain.experiment.references import load_file
+    from drivetrain.experiment.processes import load_file
 
     file = tmp_path / "script.py"
     file.write_text(

@@ -14,9 +14,8 @@ from typing import Any
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.core.secret import MASK
-from drivetrain.experiment.files import Given
 from drivetrain.experiment.parameters import Parameter, ParameterSet
-from drivetrain.experiment.resolve import PARAMS_FILE
+from drivetrain.experiment.resolve import PARAMS_FILE, Given
 
 NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 CLI = "cli"

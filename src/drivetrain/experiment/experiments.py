@@ -9,11 +9,11 @@ from typing import Any
 
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.experiment.command_line import Command, exit_with_error, parse, program_name
-from drivetrain.experiment.docstrings import description_of
 from drivetrain.experiment.help_text import experiment_help, group_help, params_table, usage_line
 from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet
+from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
-from drivetrain.experiment.signature import CallSignature
+from drivetrain.experiment.signature import CallSignature, description_of
 from drivetrain.experiment.standard import standard_parameters
 
 MEMO = "__drivetrain_parameters__"
@@ -189,8 +189,6 @@ class ExperimentGroup(_WithParameters):
         inherit_params_from_group: bool = True,
     ) -> Any:
         """Declare an experiment of this group: `@group.experiment` or `@group.experiment(...)`."""
-        from drivetrain.experiment.declare import declare_experiment
-
         group = self if inherit_params_from_group else None
         make = lambda function, own: declare_experiment(
             function, own, inherit_params, defaults, inherit_first=group, member_of=self
@@ -199,8 +197,6 @@ class ExperimentGroup(_WithParameters):
 
     def group(self, name: Any = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
         """Declare a group within this group: `@group.group` or `@group.group(...)`."""
-        from drivetrain.experiment.declare import declare_group
-
         outer = self if inherit_params_from_group else None
         make = lambda function, own: declare_group(function, own, inherit_params, inherit_first=outer, member_of=self)
         return make(name, None) if callable(name) else lambda function: make(function, name)
@@ -247,3 +243,45 @@ class ExperimentGroup(_WithParameters):
 
     def __repr__(self) -> str:
         return f"ExperimentGroup({self.name!r})"
+
+
+def declare_experiment(
+    function: Callable[..., Any],
+    name: str | None,
+    inherit_params: Any,
+    defaults: Mapping[str, Any] | None,
+    *,
+    inherit_first: Any = None,
+    member_of: ExperimentGroup | None = None,
+) -> Experiment:
+    """Make an experiment of a function."""
+    app.load_all_plugins()
+    made: Experiment = app.experiment_created(Experiment(function, name, defaults))
+    for source in (inherit_first, inherit_params):
+        if source is not None:
+            made.inherit(source)
+    made.add_memo()
+    made.add_signature()
+    made.check_defaults()
+    if member_of is not None:
+        member_of.add_experiment(made)
+    return made
+
+
+def declare_group(
+    function: Callable[..., Any],
+    name: str | None,
+    inherit_params: Any,
+    *,
+    inherit_first: Any = None,
+    member_of: ExperimentGroup | None = None,
+) -> ExperimentGroup:
+    """Make a group of a function."""
+    made = ExperimentGroup(function, name)
+    for source in (inherit_first, inherit_params):
+        if source is not None:
+            made.inherit(source)
+    made.add_memo()
+    if member_of is not None:
+        member_of.add_experiment(made)
+    return made

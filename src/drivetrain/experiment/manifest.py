@@ -7,9 +7,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.files import read_limited
 from drivetrain.core.secret import hide
@@ -21,43 +20,21 @@ MAX_DIFF = 500_000
 """Characters of a git diff that are kept; generated files can have millions."""
 
 
-def describe_run(
-    *,
-    experiment: str,
-    source: str | None,
-    function: str,
-    origins: Mapping[str, str],
-    identity: str,
-    seed: int,
-    argv: Sequence[str],
-    devices: Sequence[str],
-    processes: int,
-    launcher: str | None,
-    trial: Mapping[str, Any] | None,
-    notes: Sequence[str],
-    hidden: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return the manifest of a run that begins now; `hidden` are secret texts, which the changes of the code may hold too."""
+def describe_run(source: str | None, hidden: Iterable[str], **fields: object) -> dict[str, object]:
+    """Return the manifest of a run that begins now: the fields given, and what is known of its code and machine.
+
+    `hidden` are secret texts, which uncommitted changes of the code may hold too.
+    """
     git = _git(str(Path(source).parent) if source else os.getcwd())
     return {
         "schema": SCHEMA,
-        "experiment": experiment,
+        **fields,
         "source": source,
         "source_sha256": hash_source(source),
-        "function": function,
         "started": time.time(),
-        "identity": identity,
-        "seed": seed,
-        "argv": list(argv),
-        "origins": dict(origins),
-        "processes": processes,
-        "launcher": launcher,
-        "trial": None if trial is None else dict(trial),
         "plan": None,
-        "notes": list(notes),
         "resumed": [],
         "host": _host(),
-        "devices": list(devices),
         "git": None if git is None else {name: hide(text, hidden) for name, text in git.items()},
         "packages": _packages(),
     }
@@ -71,12 +48,12 @@ def hash_source(path: str | Path | None) -> str | None:
         return None
 
 
-def add_to_manifest(folder: Path, **fields: Any) -> None:
+def add_to_manifest(folder: Path, **fields: object) -> None:
     """Set some fields of a run's manifest, such as the plan its strategy chose."""
     write_json(folder / MANIFEST, read_json(folder / MANIFEST) | fields)
 
 
-def _host() -> dict[str, Any]:
+def _host() -> dict[str, object]:
     return {
         "name": platform.node(),
         "system": platform.platform(),

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import string
+import threading
 import time
 from collections.abc import Mapping
 from datetime import date, timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, read_limited, replace_bytes
+from drivetrain.runtime.run import Run
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
     "parameters.yaml",
@@ -25,6 +27,7 @@ SWEEPS = "sweeps"
 ARTIFACTS = "artifacts"
 JSON_LIMIT = 64 * 2**20
 """Bytes of a manifest or status; what is larger is not one of ours, and is not read."""
+HEARTBEAT_SECONDS = 10.0
 
 
 def fresh_name() -> str:
@@ -44,8 +47,8 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
     return Path(output_dir).resolve() / experiment / (fresh_name() if run_name is None else run_name)
 
 
-def refuse_existing(folder: Path) -> None:
-    """Refuse to begin a new run in a folder that is there already."""
+def check_is_new(folder: Path) -> None:
+    """Raise where the folder of a new run exists already."""
     if folder.exists() or folder.is_symlink():
         raise ExperimentError(
             f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
@@ -54,7 +57,7 @@ def refuse_existing(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a run folder that must not exist yet; only its owner may look into it."""
-    refuse_existing(folder)
+    check_is_new(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=PRIVATE_FOLDER)
@@ -115,7 +118,7 @@ def plain(value: Any) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Say whether `plain` keeps everything of a value, so that it can be given back later."""
+    """Return whether `plain` keeps everything of a value, so that it can be returned later."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):
@@ -132,3 +135,52 @@ def _number(value: Any) -> int | float | None:
     except (ValueError, RuntimeError, TypeError):
         return None
     return number if isinstance(number, int | float) else None
+
+
+class StatusFile:
+    """Keeps `status.json` of a run: running with a heartbeat, then finished, failed or interrupted."""
+
+    def __init__(self, folder: Path, run: Run, restarts: int = 0):
+        self._path, self._run = folder / STATUS, run
+        earlier = read_json(self._path)
+        self._fields: dict[str, Any] = {
+            "state": "running",
+            "step": earlier.get("step"),
+            "started": earlier.get("started", time.time()),
+            "heartbeat": time.time(),
+            "seconds": 0.0,
+            "restarts": max(restarts, int(earlier.get("restarts") or 0)),
+            "exit_code": None,
+            "error": None,
+        }
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
+
+    def begin(self) -> None:
+        """Write the file and keep it fresh."""
+        self._write()
+        self._thread.start()
+
+    def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: Any) -> None:
+        """Write how the run ended."""
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._fields |= {"state": state, "exit_code": exit_code, "error": error, **fields}
+        self._write()
+
+    def _beat(self) -> None:
+        while not self._done.wait(HEARTBEAT_SECONDS):
+            try:
+                self._write()
+            except OSError:  # a full disk must not end the run; the next beat tries again
+                continue
+
+    def _write(self) -> None:
+        with self._lock:
+            step = getattr(self._run.recorder, "count", None)
+            if isinstance(step, int):
+                self._fields["step"] = step
+            self._fields |= {"heartbeat": time.time(), "seconds": round(self._run.elapsed, 3)}
+            write_json(self._path, self._fields)

@@ -1,7 +1,7 @@
 """The life of a run: folder, lock, log, seed, hooks, the main function, and an end that always comes.
 
 Whatever fails, the process is afterwards as it was before and can start the next run. On several processes rank 0 decides about
-folder, seed and parameters, and the others hear what it decided, or why it could not.
+folder, seed and parameters, and the others receive what it decided, or why it could not.
 """
 
 import inspect
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
-from drivetrain.experiment.launching import launch_experiment, must_launch, wants_cpu
 from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.manifest import add_to_manifest, describe_run
 from drivetrain.experiment.plugins import app
+from drivetrain.experiment.processes import ExperimentReference, end_subprocesses, launch_experiment, must_launch
 from drivetrain.experiment.records import is_run, read_run
 from drivetrain.experiment.resolve import Resolved
 from drivetrain.experiment.resume import (
@@ -40,6 +40,7 @@ from drivetrain.experiment.run_folder import (
     ARTIFACTS,
     MANIFEST,
     PARAMETERS,
+    StatusFile,
     is_plain,
     make_folder,
     plain,
@@ -47,18 +48,20 @@ from drivetrain.experiment.run_folder import (
     write_json,
     write_parameters,
 )
-from drivetrain.experiment.status import StatusFile
-from drivetrain.experiment.subprocesses import end_subprocesses
+from drivetrain.experiment.standard import wants_cpu
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.run import Run, current_run, set_current_run
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
 
 logger = logging.getLogger("drivetrain")
 
 
 @dataclass
-class Place:
-    """What rank 0 decided, as the other ranks hear it."""
+class AgreedStart:
+    """What rank 0 decided and broadcast to the other ranks."""
 
     folder: Path
     resolved: Resolved
@@ -78,7 +81,7 @@ class Ending:
 
 
 def run_experiment(
-    experiment: Any,
+    experiment: "Experiment",
     resolved: Resolved,
     *,
     argv: list[str] | None = None,
@@ -99,16 +102,16 @@ def run_experiment(
         )
     options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
     if must_launch(resolved):
-        return launch_experiment(experiment, resolved, options)
+        return launch_experiment(_run_worker, experiment, resolved, options)
     if resolved.values["subprocess"] is not None:
         return _run_subprocess(experiment, resolved)
     _check_device(resolved)
     joined = _join_world(resolved)
-    place, lock = _agree_on_place(experiment, resolved, force=force, folder=folder)
-    if place.beginning.is_finished:
-        result = _already_finished(place)
+    start, lock = _agree_on_start(experiment, resolved, force=force, folder=folder)
+    if start.beginning.is_finished:
+        result = _already_finished(start)
     else:
-        result = _run_in(experiment, place, lock, argv=argv, trial=trial)
+        result = _run_in(experiment, start, lock, argv=argv, trial=trial)
     if joined:  # after an error peers may never answer, so then the group is left as it is
         from drivetrain.runtime.group import destroy_group
 
@@ -116,8 +119,13 @@ def run_experiment(
     return result
 
 
+def _run_worker(experiment: "Experiment | ExperimentReference", resolved: Resolved, options: dict[str, Any]) -> Any:
+    found = experiment.load() if isinstance(experiment, ExperimentReference) else experiment
+    return run_experiment(found, resolved, **options)
+
+
 def _check_device(resolved: Resolved) -> None:
-    """Refuse a device that was asked for and is not there, before anything is made."""
+    """Raise where a requested device does not exist, before anything is made."""
     values = resolved.values
     asked = values["device"] if values["device"] not in (None, "auto") else None
     if asked is None and values["cuda"] and _insists_on_cuda(resolved):
@@ -129,11 +137,11 @@ def _check_device(resolved: Resolved) -> None:
 
 
 def _insists_on_cuda(resolved: Resolved) -> bool:
-    """Say whether CUDA was asked for by hand; the parameter file of an earlier run lists it with every other value."""
+    """Return whether CUDA was requested by hand; the parameter file of an earlier run lists it with every other value."""
     return resolved.origins.get("cuda") in ("cli", "run")
 
 
-def _new_run(experiment: Any, folder: Path, resolved: Resolved) -> Run:
+def _new_run(experiment: "Experiment", folder: Path, resolved: Resolved) -> Run:
     values, origins = resolved.values, dict(resolved.origins)
     if not _insists_on_cuda(resolved):
         origins["cuda"] = "default"
@@ -168,34 +176,34 @@ def _rank() -> int:
     return get_rank()
 
 
-def _agree_on_place(
-    experiment: Any, resolved: Resolved, *, force: bool, folder: Path | None
-) -> tuple[Place, FolderLock | None]:
-    """Let rank 0 choose and lock the folder, and tell the others."""
+def _agree_on_start(
+    experiment: "Experiment", resolved: Resolved, *, force: bool, folder: Path | None
+) -> tuple[AgreedStart, FolderLock | None]:
+    """Choose and lock the folder on rank 0, and broadcast the decision."""
     from drivetrain.runtime.collectives import broadcast_from_master
 
-    place, lock = Place(Path(), resolved, Beginning()), None
+    start, lock = AgreedStart(Path(), resolved, Beginning()), None
     if _rank() == 0:
         try:
-            place.beginning = _beginning(experiment, resolved, force, folder)
-            record = place.beginning.record
+            start.beginning = _beginning(experiment, resolved, force, folder)
+            record = start.beginning.record
             path = folder or run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
-            place.folder = Path(path) if record is None else record.folder
+            start.folder = Path(path) if record is None else record.folder
             if record is None:
-                _make(place.folder, chosen=folder is not None)
-            if not place.beginning.is_finished:
-                lock = _locked(place.folder)
+                _make(start.folder, chosen=folder is not None)
+            if not start.beginning.is_finished:
+                lock = _locked(start.folder)
         except Exception as error:
-            place.problem = error
-    heard: Place = broadcast_from_master(place)
-    if heard.problem is not None:
+            start.problem = error
+    agreed: AgreedStart = broadcast_from_master(start)
+    if agreed.problem is not None:
         if lock is not None:
             lock.release()
-        raise heard.problem
-    return heard, lock
+        raise agreed.problem
+    return agreed, lock
 
 
-def _beginning(experiment: Any, resolved: Resolved, force: bool, folder: Path | None) -> Beginning:
+def _beginning(experiment: "Experiment", resolved: Resolved, force: bool, folder: Path | None) -> Beginning:
     if folder is not None and is_run(folder):
         return continue_run(read_run(folder), resolved, experiment.parameters, force=force)
     if folder is not None:
@@ -217,8 +225,8 @@ def _locked(folder: Path) -> FolderLock:
     return lock
 
 
-def _already_finished(place: Place) -> Any:
-    record = place.beginning.record
+def _already_finished(start: AgreedStart) -> Any:
+    record = start.beginning.record
     assert record is not None
     if _rank() == 0:
         print(printable(f"already finished: {record.folder}"))
@@ -226,32 +234,37 @@ def _already_finished(place: Place) -> Any:
 
 
 def _run_in(
-    experiment: Any, place: Place, lock: FolderLock | None, *, argv: list[str] | None, trial: dict[str, Any] | None
+    experiment: "Experiment",
+    start: AgreedStart,
+    lock: FolderLock | None,
+    *,
+    argv: list[str] | None,
+    trial: dict[str, Any] | None,
 ) -> Any:
-    """Run the main function in its folder."""
-    values, record = place.resolved.values, place.beginning.record
+    """Run the main function in its folder, under its lock, log and status."""
+    values, record = start.resolved.values, start.beginning.record
     rank = _rank()
-    run = _new_run(experiment, place.folder, place.resolved)
+    run = _new_run(experiment, start.folder, start.resolved)
     if record is not None:
-        run.restore = restorer_for(place.folder, place.beginning.checkpoint)
+        run.restore = restorer_for(start.folder, start.beginning.checkpoint)
         values["resume"] = AUTO if values["resume"] == NEVER else values["resume"]
     elif values["checkpoint"] is not None:
         run.restore = loader_of(values["checkpoint"])
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    status = StatusFile(place.folder, run, restarts) if rank == 0 else None
+    status = StatusFile(start.folder, run, restarts) if rank == 0 else None
     with ExitStack() as stack:
         if lock is not None:
             stack.enter_context(lock)
         set_current_run(run)
         stack.callback(set_current_run, None)
         if rank == 0:
-            _write_record(experiment, place, argv, trial)
-        stack.enter_context(run_log(place.folder, rank, debug=values["debug"], hidden=run.hidden))
+            _write_record(experiment, start, argv, trial)
+        stack.enter_context(run_log(start.folder, rank, debug=values["debug"], hidden=run.hidden))
         if status is not None:
             status.begin()
-        for note in place.beginning.notes:
+        for note in start.beginning.notes:
             logger.info("%s", note)
-        logger.info("run folder: %s", place.folder)
+        logger.info("run folder: %s", start.folder)
         ending = _live(experiment, run)
         if status is not None:
             result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
@@ -267,49 +280,47 @@ def _run_in(
     return ending.result
 
 
-def _write_record(experiment: Any, place: Place, argv: list[str] | None, trial: dict[str, Any] | None) -> None:
+def _write_record(
+    experiment: "Experiment", start: AgreedStart, argv: list[str] | None, trial: dict[str, Any] | None
+) -> None:
     """Write down what the run is made of; a continued run keeps its record and adds to it."""
-    resolved, record = place.resolved, place.beginning.record
+    resolved, record = start.resolved, start.beginning.record
     # A secret that nobody gave is in the code, and "not given" brings it back; one that was given is masked.
     kept = {
         name: None if name in resolved.secrets and not resolved.is_declared(name) else value
         for name, value in resolved.shown().items()
     }
-    write_parameters(place.folder, kept)
+    write_parameters(start.folder, kept)
     argv = mask_command(sys.argv if argv is None else argv, resolved.secrets, resolved.hidden())
     if record is not None:
-        resumed = [*record.manifest.get("resumed", []), {"argv": argv, "notes": place.beginning.notes}]
-        add_to_manifest(place.folder, resumed=resumed)
+        resumed = [*record.manifest.get("resumed", []), {"argv": argv, "notes": start.beginning.notes}]
+        add_to_manifest(start.folder, resumed=resumed)
         return
     from drivetrain.runtime.ranks import get_num_processes
 
     world = launched_world()
-    notes = list(place.beginning.notes)
+    notes = list(start.beginning.notes)
     if world is not None:
         notes.append(
             f"started by a launcher ({world.launcher}): nproc_per_node, nnodes, node_rank, master_* had no effect."
         )
+    source = inspect.getsourcefile(inspect.unwrap(experiment.main_function))
     manifest = describe_run(
+        None if source is None else os.path.abspath(source),
+        resolved.hidden(),
         experiment=experiment.name,
-        source=_source_of(experiment),
         function=inspect.unwrap(experiment.main_function).__qualname__,
-        origins=resolved.origins,
         identity=identity(resolved, experiment.parameters),
         seed=resolved.values["random_seed"],
         argv=argv,
-        devices=_devices(resolved.values),
+        origins=dict(resolved.origins),
         processes=get_num_processes(),
         launcher=None if world is None else world.launcher,
         trial=trial,
         notes=notes,
-        hidden=resolved.hidden(),
+        devices=_devices(resolved.values),
     )
-    write_json(place.folder / MANIFEST, manifest)
-
-
-def _source_of(experiment: Any) -> str | None:
-    file = inspect.getsourcefile(inspect.unwrap(experiment.main_function))
-    return None if file is None else os.path.abspath(file)
+    write_json(start.folder / MANIFEST, manifest)
 
 
 def _devices(values: dict[str, Any]) -> list[str]:
@@ -320,7 +331,7 @@ def _devices(values: dict[str, Any]) -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def _live(experiment: Any, run: Run) -> Ending:
+def _live(experiment: "Experiment", run: Run) -> Ending:
     """Seed, call hooks and main, and end everything that belongs to the run."""
     from drivetrain.runtime.seeds import set_deterministic, set_seed
 
@@ -364,7 +375,7 @@ def _ending_of(error: BaseException, run: Run) -> Ending:
     return Ending(error=error, state="interrupted" if stopped else "failed", exit_code=code)
 
 
-def _log_ending(experiment: Any, ending: Ending) -> None:
+def _log_ending(experiment: "Experiment", ending: Ending) -> None:
     if ending.error is None or ending.state != "failed":
         logger.info("%s: %s", experiment.name, ending.state)
         return
@@ -376,8 +387,8 @@ def _sentence(error: BaseException | None, hidden: Iterable[str]) -> str | None:
     return None if error is None else hide(f"{type(error).__name__}: {error}", hidden)
 
 
-def bind_proxies(experiment: Any, run: Run) -> None:
-    """Let the live names mean this run."""
+def bind_proxies(experiment: "Experiment", run: Run) -> None:
+    """Bind the live names, such as `params`, to this run."""
     subprocess = run.params["subprocess"]
     proxies.bind(proxies.current_experiment, experiment)
     proxies.bind(proxies.params, run.params)
@@ -387,8 +398,8 @@ def bind_proxies(experiment: Any, run: Run) -> None:
     proxies.bind(proxies.subprocess_counter, 0)
 
 
-def _run_subprocess(experiment: Any, resolved: Resolved) -> Any:
-    """Run the main function beside the process that started this one, in its folder."""
+def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> Any:
+    """Run the main function in the folder of the process that started this one."""
     values = resolved.values
     folder = Path(values["subprocess"]).parent
     run = _new_run(experiment, folder, resolved)

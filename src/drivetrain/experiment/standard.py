@@ -1,6 +1,7 @@
 """The parameters that every experiment has."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,6 @@ BOOKKEEPING = frozenset(
 )
 """Where and how a run happens, not what it computes: they do not make it another run when it is resumed."""
 
-LAUNCH_VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
-    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE"
-).split()
-"""What a launcher tells one process, and no process that this one starts."""
-
 
 def process_count(value: Any) -> int | str:
     """Read a number of processes, or `auto`."""
@@ -28,6 +23,12 @@ def process_count(value: Any) -> int | str:
     if isinstance(value, bool | float) or int(value) < 1:
         raise ValueError("give a whole number from 1 on, or auto for one per accelerator")
     return int(value)
+
+
+def wants_cpu(values: Mapping[str, Any]) -> bool:
+    """Return whether a run with these values keeps to the CPU, whatever other devices there are."""
+    device = values["device"]
+    return str(device) == "cpu" or (device in (None, "auto") and not values["cuda"])
 
 
 def fresh_seed() -> int:

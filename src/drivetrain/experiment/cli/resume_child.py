@@ -45,8 +45,7 @@ def main(target: str, folder: str, ending: str, at: str, seed: str, *words: str)
     from drivetrain.checkpoint.checkpointer import Checkpointer
     from drivetrain.experiment.cli.targets import find_experiment
     from drivetrain.experiment.command_line import parse
-    from drivetrain.experiment.files import Given
-    from drivetrain.experiment.resolve import resolve
+    from drivetrain.experiment.resolve import Given, resolve
     from drivetrain.experiment.running import run_experiment
     from drivetrain.train.trainer import Trainer
 

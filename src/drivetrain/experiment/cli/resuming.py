@@ -63,8 +63,7 @@ def _experiment_in(source: Path, record: RunRecord) -> Any:
 
 
 def _resolved(experiment: Any, record: RunRecord, arguments: argparse.Namespace) -> Any:
-    from drivetrain.experiment.files import Given
-    from drivetrain.experiment.resolve import resolve
+    from drivetrain.experiment.resolve import Given, resolve
 
     given = {}
     for name in KEPT:
@@ -75,7 +74,7 @@ def _resolved(experiment: Any, record: RunRecord, arguments: argparse.Namespace)
         name, separator, text = change.partition("=")
         name = name.strip().replace("-", "_")
         if not separator or name not in experiment.parameters:
-            from drivetrain.experiment.files import unknown_parameter
+            from drivetrain.experiment.resolve import unknown_parameter
 
             problem = "expected NAME=VALUE" if not separator else unknown_parameter(name, experiment.parameters)
             raise ParameterError(f"--set {change}: {problem}")

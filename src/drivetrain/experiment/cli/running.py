@@ -92,14 +92,14 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
 def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bool]:
     """Return the folder the run will be in, and whether it is a new one."""
     from drivetrain.experiment.resume import choose_beginning
-    from drivetrain.experiment.run_folder import refuse_existing, run_path
+    from drivetrain.experiment.run_folder import check_is_new, run_path
 
     copy = resolved.copy()  # looking ahead must not change what the run is given
     record = choose_beginning(experiment.name, copy, experiment.parameters, force=force).record
     if record is not None:
         return record.folder, False
     folder = run_path(resolved.values["output_dir"], experiment.name, resolved.values["run_name"])
-    refuse_existing(folder)
+    check_is_new(folder)
     return folder, True
 
 
@@ -118,7 +118,7 @@ def _print_beginning(experiment: Any, resolved: Any, folder: Path) -> None:
 
 
 def _device(values: dict[str, Any]) -> str:
-    from drivetrain.experiment.launching import wants_cpu
+    from drivetrain.experiment.standard import wants_cpu
     from drivetrain.runtime.device import choose_device
 
     return "cpu" if wants_cpu(values) else str(choose_device(values["device"]))

@@ -107,7 +107,7 @@ def read_space(experiment: Any, axes: list[str]) -> tuple[dict[str, Any], dict[s
         name = name.strip().replace("-", "_")
         parameter = experiment.parameters.get(name)
         if parameter is None:
-            from drivetrain.experiment.files import unknown_parameter
+            from drivetrain.experiment.resolve import unknown_parameter
 
             raise ParameterError(f"{word}: {unknown_parameter(name, experiment.parameters)}")
         if name in space or name in fixed:

@@ -72,7 +72,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.find_spec(name) if loaded is None and name.replace(".", "_").isidentifier() else None
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
         return importlib.import_module(name)
-    from drivetrain.experiment.references import load_file
+    from drivetrain.experiment.processes import load_file
 
     module: ModuleType = load_file(str(path), f"target_{path.stem}")  # its own name is taken by another module
     return module

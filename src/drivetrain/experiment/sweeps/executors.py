@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.experiment.processes import END_SECONDS, ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.records import read_run
-from drivetrain.experiment.references import Reference, reference_to
 from drivetrain.experiment.running import run_experiment
-from drivetrain.experiment.subprocesses import END_SECONDS, leave_launched_world
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Trial, TrialOutcome, TrialPruned, reporting_to
 from drivetrain.runtime.parent import end_with_parent
 
@@ -209,7 +208,7 @@ class _visible_to_child:
             os.environ[VISIBLE] = self._before
 
 
-def _run_trial(reference: Reference, work: TrialWork, trial: Trial, pipe: Connection) -> None:
+def _run_trial(reference: ExperimentReference, work: TrialWork, trial: Trial, pipe: Connection) -> None:
     """Be the process of one trial."""
     leave_launched_world()
     end_with_parent(signal.SIGTERM)

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.files import PRIVATE_FILE, open_regular, open_to_read
-from drivetrain.experiment.references import Reference, reference_to
+from drivetrain.experiment.processes import ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
-from drivetrain.experiment.subprocesses import leave_launched_world
 from drivetrain.experiment.sweeps.executors import TrialWork, never_prune, outcome_of
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Trial, TrialOutcome, TrialPruned, reporting_to
 
@@ -85,7 +84,7 @@ def job_note(trial: Trial, kind: str) -> Path:
 class TrialJob:
     """One trial as a call without arguments that any process of the same installation can make."""
 
-    reference: Reference
+    reference: ExperimentReference
     work: TrialWork
     trial: Trial
     mailbox: Mailbox
@@ -109,7 +108,7 @@ class TrialJob:
 
 
 def make_job(
-    work: TrialWork, reference: Reference, trial: Trial, environment: Mapping[str, str | None] | None = None
+    work: TrialWork, reference: ExperimentReference, trial: Trial, environment: Mapping[str, str | None] | None = None
 ) -> TrialJob:
     """Return a trial as a job, with an empty mailbox."""
     mailbox = Mailbox.of(trial)
@@ -119,7 +118,7 @@ def make_job(
     return TrialJob(reference, share, trial, mailbox, search_path, dict(environment or {}))
 
 
-def reference_from_afar(experiment: Any) -> Reference:
+def reference_from_afar(experiment: Any) -> ExperimentReference:
     """Return how a process finds the experiment that is no child of this one, and so has another `__main__`."""
     reference = reference_to(experiment)
     if reference.module != "__main__":
@@ -127,8 +126,8 @@ def reference_from_afar(experiment: Any) -> Reference:
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:  # python -m package.module
-        return Reference(spec.name, None, reference.attribute)
-    return Reference(SCRIPT, str(Path(str(main.__file__)).resolve()), reference.attribute)
+        return ExperimentReference(spec.name, None, reference.attribute)
+    return ExperimentReference(SCRIPT, str(Path(str(main.__file__)).resolve()), reference.attribute)
 
 
 def state_of(trial: Trial) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, MissingExtra
-from drivetrain.experiment.subprocesses import END_SECONDS
+from drivetrain.experiment.processes import END_SECONDS
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.jobs import SHARED_DISK_SECONDS, JobWatch, TrialJob, make_job, reference_from_afar
 from drivetrain.experiment.sweeps.trial import Trial, TrialOutcome

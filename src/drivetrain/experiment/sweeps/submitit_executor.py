@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
 from drivetrain.core.files import read_limited, replace_bytes
-from drivetrain.experiment.subprocesses import END_SECONDS
+from drivetrain.experiment.processes import END_SECONDS
 from drivetrain.experiment.sweeps.executors import VISIBLE, Executor, TrialWork
 from drivetrain.experiment.sweeps.jobs import (
     POLL_SECONDS,
