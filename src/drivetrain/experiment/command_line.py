@@ -1,124 +1,285 @@
-"""Reading a command line: `--k v`, `--k=v`, `--flag`, `--no-flag`, lists, and nothing by guesswork.
+"""One front for all command lines: argparse reads the verbs of `drivetrain` and the options of an experiment.
 
-Written out rather than taken from argparse, which abbreviates options, takes `-inf` for an option and cannot tell `--flag` from
-`--flag=false`.
+Options are never abbreviated, `-inf` is a value, `--flag` takes no word after it, and a mistake is explained with the nearest
+valid option.
 """
 
+import argparse
+import os.path
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import ParameterError, nearest_name
-from drivetrain.core.secret import MASK
-from drivetrain.experiment.parameters import Parameter, ParameterSet
-from drivetrain.experiment.resolve import PARAMS_FILE, Given
 
+if TYPE_CHECKING:
+    from drivetrain.experiment.parameters import Parameter, ParameterSet
+    from drivetrain.experiment.resolve import Given
+
+BAD_INPUT = 2
 NUMBER = re.compile(r"-(\d|\.\d|inf|nan)", re.IGNORECASE)
 CLI = "cli"
+OWN_OPTIONS = {
+    "help": "Show this text and exit.",
+    "print_params": "Print every value with its origin and exit.",
+    "force": "Resume although parameters differ.",
+}
+"""Options of every experiment that are not parameters. A parameter called `force` takes the word over."""
 
 
-@dataclass
-class Command:
-    """What a command line asks for."""
+class Argument(NamedTuple):
+    """What `add_argument` takes, so that a verb can declare its arguments as a table."""
 
-    given: dict[str, Given] = field(default_factory=dict)
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Declare one argument of a verb."""
+    return Argument(names, options)
+
+
+JSON = argument("--json", action="store_true", help="print the same data as JSON")
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` without abbreviations that reads `-inf` as a value and suggests the nearest option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._negative_number_matcher = NUMBER
+
+    def add(self, arguments: Iterable[Argument]) -> None:
+        """Add the arguments of a table."""
+        for entry in arguments:
+            self.add_argument(*entry.names, **entry.options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the problem, and exit with status 2; without `exit_on_error` raise."""
+        if not self.exit_on_error:
+            raise argparse.ArgumentError(None, message)
+        self.print_usage(sys.stderr)
+        from drivetrain.core.display import printable_lines
+
+        self.exit(BAD_INPUT, printable_lines(f"Error: {message}") + "\n")
+
+    def hint(self, word: str) -> str:
+        """Return the end of a sentence about an unknown option: the nearest one, if any is near."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        near = nearest_name(word.partition("=")[0], [flag for action in shown for flag in action.option_strings])
+        return f"; did you mean {near}?" if near else "."
+
+
+class _ExperimentParser(Parser):
+    """Leaves values as they were written; argparse would drop the value of `--name=--`."""
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        values = {None: arg_strings[0] if arg_strings else None, "*": arg_strings}
+        return values[action.nargs] if action.nargs in values else super()._get_values(action, arg_strings)
+
+
+class Command(NamedTuple):
+    """What a command line requests."""
+
+    given: "dict[str, Given]"
     wants_help: bool = False
     prints_params: bool = False
     force: bool = False
     """Accept parameters that differ from those of the run that is resumed."""
 
 
-def parse(argv: Sequence[str], parameters: ParameterSet) -> Command:
+def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
     """Read the options of one experiment; anything that is not understood is a `ParameterError`."""
-    command = Command()
-    values: dict[str, Any] = {}
-    tokens = [str(token) for token in argv]
-    shown: Callable[[str], str] = repr
-    while tokens:
-        token = tokens.pop(0)
-        if token == "--":
-            if tokens:
-                raise ParameterError(f"unexpected argument {tokens[0]!r}: values follow their option, as in --lr 0.1.")
-            break
-        if token == "-h":
-            token = "--help"
-        if not token.startswith("--"):
-            raise ParameterError(f"unexpected argument {shown(token)}: values follow their option, as in --lr 0.1.")
-        flag, has_value, text = token[2:].partition("=")
-        name = flag.replace("-", "_")
-        parameter = parameters.owner_of(name)
-        shown = repr if parameter is None or not parameter.is_secret else lambda _: MASK
+    from drivetrain.experiment.resolve import Given
+
+    words = list(_spelled_out(argv, parameters))
+    parser = experiment_parser("", parameters)
+    try:
+        found, extra = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ParameterError(_explained(error, words, parameters)) from None
+    if extra:
+        raise ParameterError(_unexpected(extra[0], words, parser, parameters))
+    values = vars(found)
+    own = [values.pop(_own(name), False) for name in OWN_OPTIONS]
+    return Command({name: Given(value, CLI, is_text=True) for name, value in values.items()}, *own)
+
+
+def _own(option: str) -> str:
+    return f"?{option}"  # no parameter has such a name
+
+
+def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[str]:
+    """Yield the words with options in one spelling, and flags with their value, so that the next word is never taken for it."""
+    for place, word in enumerate(map(str, argv)):
+        flag, has_value, text = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        parameter = parameters.owner_of(name) if flag.startswith("--") else None
+        if word == "--":
+            if argv[place + 1 :]:
+                raise ParameterError(_positional(repr(argv[place + 1])))
+            return
         if parameter is None:
-            _own_option(command, name, token, bool(has_value), parameters)
-        elif parameter.is_flag:
-            values[parameter.name] = _flag_value(parameter, name, token, text if has_value else None)
-        elif parameter.multiple:
-            items = [text] if has_value else _take_values(tokens)
-            values[parameter.name] = [*values.get(parameter.name, []), *items]
+            yield word
+        elif has_value and name != parameter.name:
+            raise ParameterError(f"{word}: --no-... takes no value. Write {parameter.flag} or {parameter.flag}=false.")
+        elif has_value or not parameter.is_flag:
+            yield parameter.flag + has_value + text
         else:
-            value = text if has_value else _take_value(parameter, tokens)
-            earlier = values.get(parameter.name, []) if parameter.name == PARAMS_FILE else None
-            values[parameter.name] = value if earlier is None else [*earlier, value]
-    command.given = {name: Given(value, CLI, is_text=True) for name, value in values.items()}
-    return command
+            yield f"{parameter.flag}={'true' if name == parameter.name else 'false'}"
 
 
-def _own_option(command: Command, name: str, token: str, has_value: bool, parameters: ParameterSet) -> None:
-    options = {"help": "wants_help", "print_params": "prints_params", "force": "force"}
-    if name not in options:
-        valid = [parameter.flag for parameter in parameters.values() if not parameter.hidden]
-        valid += [f"--no-{p.flag[2:]}" for p in parameters.values() if p.is_flag] + [
-            "--help",
-            "--print-params",
-            "--force",
-        ]
-        near = nearest_name(token.partition("=")[0], valid)
-        raise ParameterError(f"unknown option {token.partition('=')[0]}" + (f"; did you mean {near}?" if near else "."))
-    if has_value:
-        raise ParameterError(f"{token}: this option takes no value.")
-    setattr(command, options[name], True)
+def _positional(shown: str) -> str:
+    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1."
 
 
-def _flag_value(parameter: Parameter, name: str, token: str, text: str | None) -> Any:
-    if name == parameter.name:
-        return "true" if text is None else text
-    if text is not None:
-        raise ParameterError(f"{token}: --no-... takes no value. Write {parameter.flag} or {parameter.flag}=false.")
-    return "false"
+def _explained(error: argparse.ArgumentError, words: list[str], parameters: "ParameterSet") -> str:
+    flag = str(error.argument_name).rpartition("/")[2]
+    parameter = parameters.owner_of(flag[2:].replace("-", "_"))
+    if parameter is None:
+        return f"{flag}: this option takes no value."
+    following = [after for word, after in zip(words, [*words[1:], ""]) if word == flag and after[:1] in ("", "-")]
+    found = "nothing" if not following or not following[0] else repr(parameter.shown(following[0]))
+    return (
+        f"{flag} needs a value ({parameter.value_type.word}), found {found}. A value that begins with a dash is written "
+        f"{flag}=-..."
+    )
 
 
-def _take_value(parameter: Parameter, tokens: list[str]) -> str:
-    if not tokens or not _is_value(tokens[0]):
-        found = f"found {tokens[0]!r}" if tokens else "found nothing"
-        raise ParameterError(
-            f"{parameter.flag} needs a value ({parameter.value_type.word}), {found}. A value that begins with a dash is "
-            f"written {parameter.flag}=-..."
+def _unexpected(word: str, words: list[str], parser: Parser, parameters: "ParameterSet") -> str:
+    if word.startswith("--"):
+        return f"unknown option {word.partition('=')[0]}{parser.hint(word)}"
+    options = [option for option in words[: words.index(word)] if option.startswith("--")]
+    owner = parameters.owner_of(options[-1].partition("=")[0][2:].replace("-", "_")) if options else None
+    return _positional(repr(word) if owner is None else repr(owner.shown(word)))
+
+
+def experiment_parser(
+    program: str, parameters: "ParameterSet", description: str = "", common: Iterable[str] = ()
+) -> Parser:
+    """Return the parser of one experiment; its help shows the experiment's own parameters first, then the `common` ones."""
+    usage = textwrap.fill(f"Usage: {program} [--option VALUE ...]", _width(), subsequent_indent="    ")
+    parser = _ExperimentParser(
+        usage=_literal(usage.removeprefix("Usage: ")),
+        description=description,
+        formatter_class=_ExperimentHelp,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        exit_on_error=False,
+    )
+    grouped = {parameter.name for group in parameters.groups for parameter in group.parameters}
+    rest = set(common)
+    sections = [
+        ("Parameters", None, [name for name in parameters if name not in grouped | rest]),
+        *((group.name, group.help, [entry.name for entry in group.parameters]) for group in parameters.groups),
+        ("Every experiment has", None, [name for name in parameters if name in rest - grouped]),
+    ]
+    for title, text, names in sections:
+        section = parser.add_argument_group(title, text)
+        for name in names:
+            _add_parameter(section, parameters[name])
+    section = parser.add_argument_group("Options")
+    for name, text in OWN_OPTIONS.items():
+        flags = ["-h", "--help"] if name == "help" else [f"--{name.replace('_', '-')}"]
+        if name not in parameters:
+            section.add_argument(*flags, dest=_own(name), action="store_true", help=text)
+    return parser
+
+
+def _add_parameter(section: "argparse._ArgumentGroup", parameter: "Parameter") -> None:
+    repeats = parameter.name == "params_file"
+    section.add_argument(
+        *([parameter.flag, f"--no-{parameter.flag[2:]}"] if parameter.is_flag else [parameter.flag]),
+        dest=parameter.name,
+        action="extend" if parameter.multiple else "append" if repeats else "store",
+        nargs="*" if parameter.multiple else None,
+        metavar="" if parameter.is_flag else parameter.value_type.word,
+        help=argparse.SUPPRESS if parameter.hidden else _literal(_help_text(parameter)),
+    )
+
+
+def _help_text(parameter: "Parameter") -> str:
+    default = parameter.describe_default()
+    notes = [] if default is None else [f"default: {default}"]
+    notes += ["required"] if parameter.required and default is None else []
+    notes += [f"or ${parameter.envvar}"] if parameter.envvar else []
+    return " ".join(filter(None, (parameter.help, f"({'; '.join(notes)})" if notes else "")))
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")  # argparse formats usage and help with %
+
+
+class _ExperimentHelp(argparse.HelpFormatter):
+    """Help that reads well at any width and prints text as it was written."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=_width(), max_help_position=26)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        """Add the usage line."""
+        super().add_usage(usage, actions, groups, "Usage: ")
+
+    def _format_text(self, text: str) -> str:
+        return self._fill_text(text, self._width, " " * self._current_indent) + "\n" * (
+            1 if self._current_indent else 2
         )
-    return tokens.pop(0)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return paragraphs(text, width, indent)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        words = [", ".join(action.option_strings), str(action.metavar or ""), "..." if action.nargs == "*" else ""]
+        return " ".join(filter(None, words))
 
 
-def _take_values(tokens: list[str]) -> list[str]:
-    taken = []
-    while tokens and _is_value(tokens[0]):
-        taken.append(tokens.pop(0))
-    return taken
+def paragraphs(text: str, width: int, indent: str = "") -> str:
+    """Wrap prose and leave indented lines, such as examples, as they are."""
+    blocks = []
+    for block in text.split("\n\n"):
+        keep = any(line.startswith((" ", "\t")) for line in block.splitlines())
+        filled = textwrap.fill(" ".join(block.split()), width, initial_indent=indent, subsequent_indent=indent)
+        blocks.append(block if keep else filled)
+    return "\n\n".join(blocks)
 
 
-def _is_value(token: str) -> bool:
-    return not token.startswith("-") or token == "-" or NUMBER.match(token) is not None
+def group_help(program: str, description: str, tree: str) -> str:
+    """Return the help of a group of experiments."""
+    usage = f"Usage: {program} EXPERIMENT [--option VALUE ...]    (EXPERIMENT -h lists its options)"
+    parts = [textwrap.fill(usage, _width(), subsequent_indent="    ", replace_whitespace=False)]
+    return "\n\n".join([*parts, *([paragraphs(description, _width())] if description else []), f"Experiments:\n{tree}"])
+
+
+def params_table(values: Mapping[str, object], origins: Mapping[str, str]) -> str:
+    """Return every value with its origin, one a line."""
+    rows = [(name, repr(value) if isinstance(value, str) else str(value)) for name, value in values.items()]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{name:<{widths[0]}}  {text:<{widths[1]}}  {origins[name]}".rstrip() for name, text in rows)
+
+
+def usage_line(program: str) -> str:
+    """Return the usage line of an experiment."""
+    return f"Usage: {program} [--option VALUE ...]    (-h lists all options)"
 
 
 def program_name() -> str:
     """Return how this program was started, as usage prints it."""
-    name = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c") else "experiment"
+    name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in ("", "-c") else "experiment"
     return f"python {name}" if name.endswith(".py") else name
 
 
-def exit_with_error(error: Exception, usage: str) -> None:
-    """Print one error and the usage line, and leave with status 2."""
-    print(printable_lines(f"Error: {error}\n{usage}"), file=sys.stderr)
-    raise SystemExit(2)
+def print_error(message: object, usage: str = "") -> None:
+    """Print an error, and the usage line, to stderr; line ends stay, other control characters are escaped."""
+    from drivetrain.core.display import printable_lines
+
+    print(printable_lines(f"Error: {message}" + (f"\n{usage}" if usage else "")), file=sys.stderr)
+
+
+def _width() -> int:
+    return max(30, min(100, shutil.get_terminal_size((80, 24)).columns))

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ParameterError, nearest_name
-from drivetrain.experiment.command_line import Command, exit_with_error, parse, program_name
-from drivetrain.experiment.help_text import experiment_help, group_help, params_table, usage_line
+from drivetrain.experiment.command_line import (
+    BAD_INPUT,
+    Command,
+    experiment_parser,
+    group_help,
+    params_table,
+    parse,
+    print_error,
+    program_name,
+    usage_line,
+)
 from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
@@ -130,7 +139,8 @@ class Experiment(_WithParameters):
         except ParameterError as error:
             if not exit_on_error:
                 raise
-            exit_with_error(error, usage_line(program))
+            print_error(error, usage_line(program))
+            raise SystemExit(BAD_INPUT) from None
         if command.prints_params:
             self._print(params_table(resolved.shown(), resolved.origins), exit_on_error)
             return None
@@ -138,8 +148,9 @@ class Experiment(_WithParameters):
 
     def help(self, program: str | None = None) -> str:
         """Return the help text."""
-        standard = [parameter.name for parameter in standard_parameters()]
-        return experiment_help(program or program_name(), description_of(self.main_function), self.parameters, standard)
+        common = [parameter.name for parameter in standard_parameters()]
+        about = description_of(self.main_function)
+        return experiment_parser(program or program_name(), self.parameters, about, common).format_help().rstrip()
 
     def run_in_new_process(self, params: Mapping[str, Any]) -> BaseProcess:
         """Run in a new process and return its handle; the caller waits for it."""
@@ -213,7 +224,8 @@ class ExperimentGroup(_WithParameters):
         except ParameterError as error:
             if not exit_on_error:
                 raise
-            exit_with_error(error, f"Usage: {program} EXPERIMENT [--option VALUE ...]")
+            print_error(error, f"Usage: {program} EXPERIMENT [--option VALUE ...]")
+            raise SystemExit(BAD_INPUT) from None
         return chosen.cli(arguments[1:], exit_on_error, program=f"{program} {chosen.name}")
 
     def help(self, program: str | None = None) -> str:

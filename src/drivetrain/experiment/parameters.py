@@ -18,9 +18,6 @@ from drivetrain.experiment.values import (
     wraps_secret,
 )
 
-RESERVED = ("help", "print_params", "force")
-"""Options of the command line itself. A parameter called `force` takes the word over; the other two are never given away."""
-
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
 """With the name of a secret parameter in capitals: the environment variable it may come from."""
 
@@ -123,11 +120,15 @@ class Parameter:
         items = list(value) if isinstance(value, list | tuple | set | range) else [value]
         return self.container([self._read_one(item, is_text, where) for item in items])
 
+    def shown(self, text: str) -> str:
+        """Return text that was given for this parameter as messages show it: a secret is masked."""
+        return MASK if self.is_secret else text
+
     def _read_one(self, value: Any, is_text: bool, where: str) -> Any:
         try:
             return self.value_type.read(value, is_text)
         except BadValue as problem:
-            shown = MASK if self.is_secret else repr(value)
+            shown = self.shown(repr(value))
             shown = shown if len(shown) <= 80 else shown[:77] + "..."
             reason = hide(str(problem), texts_of(value, is_secret=self.is_secret))
             raise ParameterError(f"{where}: {self.name} cannot be {shown}: {reason}.") from None

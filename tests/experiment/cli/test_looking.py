@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from drivetrain.experiment.cli.comparing import first_difference
+from drivetrain.experiment.cli.look import first_difference
 from tests.experiment.folders import hold_lock, make_run
 
 

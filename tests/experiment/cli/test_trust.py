@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from drivetrain.experiment.cli.trust import reasons_for_distrust
+from drivetrain.experiment.cli.resume import reasons_for_distrust
 from drivetrain.experiment.records import find_runs
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('owned').touch()\n"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from drivetrain.experiment.reports.scales import log_ticks, round_ticks, scale_for, short, smooth, thin
+from drivetrain.experiment.reports.chart import log_ticks, round_ticks, scale_for, short, smooth, thin
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (1e-9, 2e-9), (1e6, 5e7), (0.97, 0.99)])

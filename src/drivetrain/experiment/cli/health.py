@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drivetrain.core.quantities import shown_bytes
-from drivetrain.experiment.cli.checks import Check
+from drivetrain.experiment.cli.output import Check
 from drivetrain.experiment.records import FAILED, FINISHED, INTERRUPTED, LOST, RUNNING, RunRecord
-from drivetrain.experiment.reports.gather import RunData, gather_run, tail
-from drivetrain.experiment.reports.html import duration, moment
+from drivetrain.experiment.reports.gather import RunData, duration, gather_run, moment, tail
 from drivetrain.experiment.run_folder import MANIFEST, PARAMETERS, STATUS, read_json
 
 STALE_SECONDS = 60.0
@@ -54,7 +53,7 @@ def check_run(record: RunRecord) -> Iterator[Check]:
         found = (
             "readable" if readable else "missing or damaged" if not path.exists() or path.stat().st_size else "empty"
         )
-        yield Check(is_good=readable, name=name, found=found)
+        yield Check(readable, name, found)
     yield from _metrics(run)
     yield from _checkpoints(run)
     yield _state(record)
@@ -66,7 +65,7 @@ def check_run(record: RunRecord) -> Iterator[Check]:
 def _metrics(run: RunData) -> Iterator[Check]:
     count = sum(len(points) for points in run.series.values())
     problem = "; ".join(run.notes)
-    yield Check(is_good=not problem, name="metrics", found=problem or f"{count} values of {len(run.series)} metrics")
+    yield Check(not problem, "metrics", problem or f"{count} values of {len(run.series)} metrics")
     for tag, points in run.series.items():
         bad = next((step for step, value in points if not math.isfinite(value)), None)
         if bad is not None:
@@ -75,48 +74,33 @@ def _metrics(run: RunData) -> Iterator[Check]:
                 if "loss" in tag.lower()
                 else ""
             )
-            yield Check(is_good=False, name=tag, found=f"not finite from step {bad:g} on", remedy=remedy)
+            yield Check(False, tag, f"not finite from step {bad:g} on", remedy)
 
 
 def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
         found = f"{shown_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
-        yield Check(
-            is_good=good,
-            name=line.name,
-            found=found,
-            remedy="" if good else "it is passed over when the run is resumed; delete it",
-        )
+        yield Check(good, line.name, found, "" if good else "it is passed over when the run is resumed; delete it")
     if not run.checkpoints:
-        yield Check(is_good=None, name="checkpoints", found="none")
+        yield Check(None, "checkpoints", "none")
     left = sorted(run.record.checkpoints_path.glob(".tmp-*"))
     if left and not run.record.is_live:
         names = ", ".join(path.name for path in left)
-        yield Check(
-            is_good=None,
-            name="half a checkpoint",
-            found=f"{names}: the run died while saving",
-            remedy="the next start removes it",
-        )
+        yield Check(None, "half a checkpoint", f"{names}: the run died while saving", "the next start removes it")
 
 
 def _state(record: RunRecord) -> Check:
     status, state = record.status, record.state
     age = time.time() - float(status.get("heartbeat") or 0)
     if state == FINISHED:
-        return Check(is_good=True, name="state", found=f"finished after {duration(status.get('seconds'))}")
+        return Check(True, "state", f"finished after {duration(status.get('seconds'))}")
     if state == RUNNING:
         stale = age > STALE_SECONDS
         found = f"running, last sign of life {duration(max(age, 0))} ago, step {status.get('step')}"
-        return Check(
-            is_good=not stale,
-            name="state",
-            found=found,
-            remedy="it may hang: py-spy dump --pid shows where" if stale else "",
-        )
+        return Check(not stale, "state", found, "it may hang: py-spy dump --pid shows where" if stale else "")
     last = f", last sign of life {moment(float(status.get('heartbeat') or 0))}, step {status.get('step')}"
-    return Check(is_good=False, name="state", found=state + last)
+    return Check(False, "state", state + last)
 
 
 def causes_of_death(run: RunData) -> Iterator[Check]:
@@ -129,20 +113,16 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
             if isinstance(code, int) and code - 128 in set(signal.Signals)
             else "a signal"
         )
-        yield Check(
-            is_good=None,
-            name="cause",
-            found=f"stopped in good order by {name}: somebody, or a scheduler, asked it to end",
-        )
+        yield Check(None, "cause", f"stopped in good order by {name}: somebody, or a scheduler, asked it to end")
         return
     evidence = "\n".join([str(status.get("error") or ""), *(tail(path) for path in _logs(record.folder))])
     known = [(cause, remedy) for pattern, cause, remedy in CAUSES if re.search(pattern, evidence, re.IGNORECASE)]
     for cause, remedy in known:
-        yield Check(is_good=False, name="cause", found=cause, remedy=remedy)
+        yield Check(False, "cause", cause, remedy)
     if status.get("error"):
-        yield Check(is_good=False, name="error", found=str(status["error"]))
+        yield Check(False, "error", str(status["error"]))
     elif record.state == LOST and not known:
-        yield Check(is_good=False, name="cause", found=_silent_death(record))
+        yield Check(False, "cause", _silent_death(record))
 
 
 def _silent_death(record: RunRecord) -> str:
@@ -185,7 +165,5 @@ def _memory_kills() -> int:
 def _way_on(run: RunData) -> Check:
     valid = [line for line in run.checkpoints if line.problem is None]
     if not valid:
-        return Check(is_good=None, name="way on", found="no valid checkpoint: the run can only be begun again")
-    return Check(
-        is_good=True, name="way on", found=f"{valid[-1].name} is valid", remedy=f"drivetrain resume {run.record.folder}"
-    )
+        return Check(None, "way on", "no valid checkpoint: the run can only be begun again")
+    return Check(True, "way on", f"{valid[-1].name} is valid", f"drivetrain resume {run.record.folder}")

@@ -1,30 +1,26 @@
 """What verbs print: tables that fit the terminal, marked lines, or JSON for scripts; colours only where they are wanted."""
 
-import argparse
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.core.display import printable, printable_json, printable_lines
+from drivetrain.core.display import printable, printable_json
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where no terminal says how wide it is."""
 STDOUT, STDERR = 1, 2
 """The descriptors of the process, whatever `sys.stdout` is."""
+MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 STATE_STYLES = {"finished": "green", "running": "blue", "failed": "red", "lost": "red", "interrupted": "yellow"}
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print the same data as JSON")
-
-
 def console() -> Any:
-    """Return a console that obeys NO_COLOR, COLUMNS and redirections, and takes no text for markup."""
+    """Return a console that follows NO_COLOR, COLUMNS and redirections, and interprets no text as markup."""
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
@@ -57,7 +53,7 @@ def print_table(
 
 
 def print_lines(*lines: str, style: str = "") -> None:
-    """Print lines unbroken, so that paths can be copied; what a terminal would obey is printed as escapes."""
+    """Print lines without wrapping, so that paths can be copied; control characters are printed as escapes."""
     from rich.text import Text
 
     for line in lines:
@@ -75,16 +71,11 @@ def print_json(data: Any) -> None:
     print(printable_json(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str)))
 
 
-def print_error(message: object, usage: str = "") -> None:
-    """Print an error, and the usage line, to the error output; its line ends stay, other control characters do not."""
-    print(printable_lines(f"Error: {message}" + (f"\n{usage}" if usage else "")), file=sys.stderr)
-
-
 @contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Send everything that is printed meanwhile to the error output, so that the output holds nothing but JSON.
+    """Send everything that is printed within to stderr, so that stdout holds nothing but JSON.
 
-    Worker processes write to the descriptor they inherit and know nothing of `sys.stdout`, so the descriptor is turned as well.
+    Worker processes write to the descriptor they inherit, whatever `sys.stdout` is, so the descriptor is redirected as well.
     """
     sys.stdout.flush()
     try:
@@ -115,10 +106,39 @@ def _without_nan(data: Any) -> Any:
 
 def plain_text(value: Any) -> str:
     """Return a value as a table shows it."""
-    from drivetrain.experiment.reports.scales import short
+    from drivetrain.experiment.reports.chart import short
 
     if value is None:
         return "–"
     if isinstance(value, float):
         return short(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The outcome of one check."""
+
+    is_good: bool | None
+    """None: worth knowing, and neither good nor bad."""
+    name: str
+    found: str
+    remedy: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"good": self.is_good, "check": self.name, "found": self.found, "remedy": self.remedy}
+
+
+def print_checks(checks: Iterable[Check], *, as_json: bool) -> int:
+    """Print checks as they come in; 1 when any of them failed, else 0."""
+    done = []
+    for check in checks:
+        done.append(check)
+        if not as_json:
+            mark, style = MARKS[check.is_good]
+            remedy = f"  → {check.remedy}" if check.remedy else ""
+            print_lines(f"{mark} {check.name}: {check.found}{remedy}", style=style if check.is_good is not True else "")
+    if as_json:
+        print_json([check.as_data() for check in done])
+    return int(any(check.is_good is False for check in done))

@@ -6,6 +6,7 @@ The two last checkpoints must hold the same, to the bit.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.experiment.cli.checks import Check
-from drivetrain.experiment.cli.targets import find_target
+from drivetrain.experiment.cli.output import Check
+from drivetrain.experiment.cli.targets import find_experiment, find_target
 
 LEAST_STEPS = 4
 SECONDS = 600
 SEED = 20_240_229
+ENDED_EARLY = 64
+"""Exit status of a process whose experiment was over before the count was reached."""
 NOT_STATE = ("_wct", "elapsed", "seconds", "time")
 """Names of plain values that tell how long something took, which differs from run to run."""
 
@@ -66,7 +69,7 @@ def _check_factory(build: Callable[[], Any], target: str, num_steps: int) -> Che
     with redirect_stdout(sys.stderr):  # what the trainers print must not get between the checks
         verdict = verify_resume(fresh, dataset, num_steps, **options)
     remedy = "" if verdict.is_exact else "give what differs a state, or --deterministic strict on a GPU"
-    return Check(is_good=verdict.is_exact, name="resume", found=str(verdict), remedy=remedy)
+    return Check(verdict.is_exact, "resume", str(verdict), remedy)
 
 
 def _check_experiment(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:
@@ -75,30 +78,28 @@ def _check_experiment(target: str, num_steps: int, words: list[str]) -> Iterator
         whole, broken = Path(place, "whole"), Path(place, "broken")
         outcome = _start(target, words, whole, "stop", num_steps)
         if outcome is not None:
-            yield Check(is_good=False, name=f"{num_steps} steps", found=outcome)
+            yield Check(False, f"{num_steps} steps", outcome)
             return
-        yield Check(is_good=True, name=f"{num_steps} steps", found="done without interruption")
+        yield Check(True, f"{num_steps} steps", "done without interruption")
         outcome = _start(target, words, broken, "kill", half)
         if outcome is not None:
-            yield Check(is_good=False, name=f"kill after {half} steps", found=outcome)
+            yield Check(False, f"kill after {half} steps", outcome)
             return
-        yield Check(is_good=True, name="kill -9", found=f"one step after the checkpoint of step {half}")
+        yield Check(True, "kill -9", f"one step after the checkpoint of step {half}")
         outcome = _start(target, words, broken, "stop", num_steps - half)
         if outcome is not None:
-            yield Check(is_good=False, name="resume", found=outcome)
+            yield Check(False, "resume", outcome)
             return
         yield _verdict(whole, broken, num_steps)
 
 
 def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: int) -> str | None:
     """Run a part of the experiment in its own process; return what went wrong, None if it ended as it should."""
-    from drivetrain.experiment.cli.resume_child import ENDED_EARLY
-
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     command = [
         sys.executable,
         "-m",
-        "drivetrain.experiment.cli.resume_child",
+        "drivetrain.experiment.cli.resume_check",
         target,
         str(folder),
         ending,
@@ -126,25 +127,13 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
     try:
         a, b = _newest(whole), _newest(broken)
     except CheckpointError as error:
-        return Check(
-            is_good=False,
-            name="resume",
-            found=f"no checkpoint to compare: {error}",
-            remedy="use a Trainer or a Checkpointer",
-        )
+        return Check(False, "resume", f"no checkpoint to compare: {error}", "use a Trainer or a Checkpointer")
     for name in dict.fromkeys((*a, *b)):
         if not _same(a.get(name), b.get(name)):
             found = f"bit-exact: no; first difference: {name}"
-            return Check(
-                is_good=False,
-                name="resume",
-                found=found,
-                remedy="give what differs a state, or --deterministic strict on a GPU",
-            )
+            return Check(False, "resume", found, "give what differs a state, or --deterministic strict on a GPU")
     return Check(
-        is_good=True,
-        name="resume",
-        found=f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)",
+        True, "resume", f"bit-exact: yes ({num_steps} steps, killed after {num_steps // 2}, {len(a)} values compared)"
     )
 
 
@@ -185,3 +174,49 @@ def _bytes(tensor: Any) -> Any:
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Boundaries:
+    """Counts the steps of one process, where a Trainer or Checkpointer handles signals, and sends the signal at an exact step."""
+
+    def __init__(self, ending: str, at: int):
+        self.ending, self.at, self.count = ending, at, 0
+
+    def watch(self, owner: type, method: str) -> None:
+        """Count the calls of one method."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        def counted(this: Any, *args: Any, **kwargs: Any) -> Any:
+            self.passed()
+            return original(this, *args, **kwargs)
+
+        setattr(owner, method, counted)
+
+    def passed(self) -> None:
+        """Count a boundary: stop at it, or save at it and be killed at the next one."""
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGTERM if self.ending == "stop" else signal.SIGUSR1)
+        elif self.count == self.at + 1 and self.ending == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(target: str, folder: str, ending: str, at: str, seed: str, *words: str) -> int:
+    """Run the experiment of `target` in `folder`, continuing what is there, up to the step asked for."""
+    from drivetrain.checkpoint.checkpointer import Checkpointer
+    from drivetrain.experiment.command_line import parse
+    from drivetrain.experiment.resolve import Given, resolve
+    from drivetrain.experiment.running import run_experiment
+    from drivetrain.train.trainer import Trainer
+
+    boundaries = Boundaries(ending, int(at))
+    boundaries.watch(Trainer, "_at_boundary")
+    boundaries.watch(Checkpointer, "step")
+    experiment, rest = find_experiment(target, list(words))
+    given = {"random_seed": Given(int(seed), "run"), **parse(rest, experiment.parameters).given}
+    run_experiment(experiment, resolve(experiment.parameters, given, experiment.defaults), folder=Path(folder))
+    return ENDED_EARLY
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

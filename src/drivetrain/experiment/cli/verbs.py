@@ -1,45 +1,32 @@
 """The verbs of the command, and what their errors mean for the exit status.
 
-0 is done, 1 is a run that failed or a check that found something, 2 is bad input, 3 is a plan that fits nowhere, 130 and 143 are SIGINT
-and SIGTERM.
+0 is done, 1 is a run that failed or a check that found a problem, 2 is bad input, 3 is a plan that fits nowhere, 130 and 143 are
+SIGINT and SIGTERM.
 """
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+
+from drivetrain.experiment.command_line import BAD_INPUT, Parser, print_error
 
 VERBS = {
-    "run": ("running", "run an experiment"),
-    "launch": ("launching", "run an experiment on several processes"),
-    "sweep": ("sweeping", "run an experiment with many sets of parameters"),
-    "resume": ("resuming", "continue a run from its newest valid checkpoint"),
-    "ls": ("listing", "list runs"),
-    "show": ("showing", "show one run"),
-    "compare": ("comparing", "show how runs differ"),
-    "plan": ("planning", "find the fastest way to train a model, here or on machines that are not here"),
-    "report": ("reporting", "write one HTML file about one or several runs"),
-    "doctor": ("checking", "check this machine, a run, or whether a program resumes exactly"),
-    "demo": ("demonstrating", "train a small classifier on built-in data, on whatever is here"),
+    "run": ("run", "run an experiment"),
+    "launch": ("run", "run an experiment on several processes"),
+    "sweep": ("sweep", "run an experiment with many sets of parameters"),
+    "resume": ("resume", "continue a run from its newest valid checkpoint"),
+    "ls": ("look", "list runs"),
+    "show": ("look", "show one run"),
+    "compare": ("look", "show how runs differ"),
+    "plan": ("plan", "find the fastest way to train a model, here or on machines that are not here"),
+    "report": ("look", "write one HTML file about one or several runs"),
+    "doctor": ("doctor", "check this machine, a run, or whether a program resumes exactly"),
+    "demo": ("run", "train a small classifier on built-in data, on whatever is here"),
 }
-"""Each verb's module in this folder, and what it does."""
+"""Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations and speaks of errors as all of the library does."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and what was wrong, and leave with status 2."""
-        self.print_usage(sys.stderr)
-        from drivetrain.core.display import printable_lines
-
-        self.exit(BAD_INPUT, printable_lines(f"Error: {message}") + "\n")
+FAILED, INTERRUPTED = 1, 130
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -53,8 +40,9 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
         own = verbs.add_parser(verb, help=text, description=text[0].upper() + text[1:] + ".")
         if verb == chosen:
             loaded = importlib.import_module(f"drivetrain.experiment.cli.{module}")
-            loaded.configure(own)
-            own.set_defaults(execute=loaded.execute, parser=own)
+            own.usage = getattr(loaded, "USAGE", None)
+            own.add(loaded.ARGUMENTS[verb])
+            own.set_defaults(execute=getattr(loaded, verb), parser=own)
     return parser
 
 
@@ -62,18 +50,17 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status."""
     words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
     chosen = next((word for word in words if not word.startswith("-")), None)
+    from drivetrain.core.errors import DrivetrainError, unknown_name
+
     if chosen is not None and chosen not in VERBS:
-        return _refuse_verb(chosen)
+        print_error(unknown_name("verb", chosen, VERBS), "Usage: drivetrain VERB ...    (--help lists all verbs)")
+        return BAD_INPUT
     arguments, unknown = build_parser(chosen).parse_known_args(words)
     if unknown:
-        _refuse_option(arguments.parser, unknown[0])
-    from drivetrain.core.errors import DrivetrainError
-
+        arguments.parser.error(f"{unknown[0]} is not understood here{arguments.parser.hint(unknown[0])}")
     try:
         return int(arguments.execute(arguments))
     except DrivetrainError as error:
-        from drivetrain.experiment.cli.output import print_error
-
         print_error(error, arguments.parser.format_usage().rstrip())
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -82,20 +69,3 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `drivetrain ls | head`: the reader has what it wanted
         sys.stderr.close()
         return 0
-
-
-def _refuse_option(parser: argparse.ArgumentParser, word: str) -> NoReturn:
-    from drivetrain.core.errors import nearest_name
-
-    near = nearest_name(word.partition("=")[0], [flag for action in parser._actions for flag in action.option_strings])
-    parser.error(f"{word} is not understood here" + (f"; did you mean {near}?" if near else "."))
-
-
-def _refuse_verb(verb: str) -> int:
-    from drivetrain.core.errors import unknown_name
-
-    print(
-        f"Error: {unknown_name('verb', verb, VERBS)}\nUsage: drivetrain VERB ...    (--help lists all verbs)",
-        file=sys.stderr,
-    )
-    return BAD_INPUT

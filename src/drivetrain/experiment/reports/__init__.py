@@ -1,7 +1,6 @@
 """The report: one HTML file with everything a run or several runs left behind, readable without network or server.
 
-`gather` reads run folders into plain values, `scales` and `chart` draw curves as SVG, `sections` writes the parts of the page, `page` puts
-them together and into a file.
+`gather` reads run folders into plain values, `chart` and `pictures` draw, `html` has the pieces, `page` puts them together.
 """
 
 from drivetrain.core.lazy import lazy_exports

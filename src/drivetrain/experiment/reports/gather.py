@@ -3,15 +3,18 @@
 Nothing here fails because a run did: a file that is missing or damaged becomes a note.
 """
 
+import datetime
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
+from drivetrain.core.quantities import shown_seconds
 from drivetrain.experiment.records import RunRecord, read_run
-from drivetrain.experiment.reports.scales import Point
+from drivetrain.experiment.reports.chart import Point
 
 PICTURE_FOLDERS = ("images", "figures")
 PICTURE_TYPES = {
@@ -24,11 +27,29 @@ PICTURE_TYPES = {
 LOG_LINES = 40
 LOG_TAIL = 64 * 1024
 """Bytes from the end of a log in which its last lines are looked for."""
+ENVIRONMENT: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+    ("host", lambda manifest: (manifest.get("host") or {}).get("name")),
+    ("system", lambda manifest: (manifest.get("host") or {}).get("system")),
+    ("processor", lambda manifest: (manifest.get("host") or {}).get("processor")),
+    ("CPUs", lambda manifest: (manifest.get("host") or {}).get("cpus")),
+    ("devices", lambda manifest: ", ".join(map(str, manifest.get("devices") or []))),
+    ("processes", lambda manifest: manifest.get("processes")),
+    ("launcher", lambda manifest: manifest.get("launcher")),
+    ("Python", lambda manifest: (manifest.get("host") or {}).get("python")),
+    ("torch", lambda manifest: (manifest.get("packages") or {}).get("torch")),
+    ("drivetrain", lambda manifest: (manifest.get("packages") or {}).get("drivetrain")),
+    ("seed", lambda manifest: manifest.get("seed")),
+    ("commit", lambda manifest: (manifest.get("git") or {}).get("commit")),
+    ("branch", lambda manifest: (manifest.get("git") or {}).get("branch")),
+    ("source", lambda manifest: manifest.get("source")),
+    ("command", lambda manifest: " ".join(map(str, manifest.get("argv") or []))),
+)
+"""What the environment table says, and where it is in a manifest."""
 SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class PictureFile:
     """An image or figure file of a run."""
 
     path: Path
@@ -70,7 +91,7 @@ class RunData:
     texts: dict[str, str] = field(default_factory=dict)
     histograms: dict[str, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[PictureFile, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     log_tail: str = ""
     notes: tuple[str, ...] = ()
@@ -161,7 +182,7 @@ def main_metric(series: dict[str, tuple[Point, ...]]) -> str | None:
     return min(series, key=rank, default=None)
 
 
-def find_pictures(folder: Path) -> list[Picture]:
+def find_pictures(folder: Path) -> list[PictureFile]:
     """Return the pictures of a run, tag by tag, the newest of each first."""
     found = []
     for kind in PICTURE_FOLDERS:
@@ -170,7 +191,7 @@ def find_pictures(folder: Path) -> list[Picture]:
                 relative = path.relative_to(folder / kind)
                 step = relative.stem.partition("-")[0]
                 tag = relative.parent.as_posix() if len(relative.parts) > 1 else relative.stem
-                found.append(Picture(path=path, tag=_tag(tag), step=int(step) if step.isdecimal() else None))
+                found.append(PictureFile(path=path, tag=_tag(tag), step=int(step) if step.isdecimal() else None))
     return sorted(found, key=lambda picture: (picture.tag, -(picture.step or 0), picture.path.name))
 
 
@@ -220,7 +241,7 @@ def _pointer(directory: Path, pointer: str) -> Path | None:
 
     try:
         return read_pointer(directory, pointer)
-    except CheckpointError:  # told where checkpoints are verified
+    except CheckpointError:  # reported where checkpoints are verified
         return None
 
 
@@ -231,3 +252,26 @@ def tail(path: Path, lines: int = LOG_LINES) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Return how runs are called side by side: by folder, with the experiment where they differ in that."""
+    several = len({run.record.experiment for run in runs}) > 1
+    return [run.name if several else run.record.folder.resolve().name for run in runs]
+
+
+def differs(values: Sequence[Any]) -> bool:
+    """Return whether not all values are the same."""
+    return any(value != values[0] for value in values[1:])
+
+
+def moment(seconds: float) -> str:
+    """Return a time since 1970 as UTC text."""
+    if not seconds:
+        return "unknown"
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def duration(seconds: float | None) -> str:
+    """Return a duration as text; None is unknown."""
+    return "unknown" if seconds is None else shown_seconds(seconds)

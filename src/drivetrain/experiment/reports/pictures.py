@@ -10,11 +10,9 @@ from typing import Any
 
 from drivetrain.core.files import read_limited
 from drivetrain.core.quantities import shown_bytes
-from drivetrain.experiment.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
-from drivetrain.experiment.reports.gather import PICTURE_TYPES, Picture, RunData
+from drivetrain.experiment.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scale_for, short
+from drivetrain.experiment.reports.gather import PICTURE_TYPES, PictureFile, RunData, names_of
 from drivetrain.experiment.reports.html import section
-from drivetrain.experiment.reports.scales import scale_for, short
-from drivetrain.experiment.reports.sections import names_of
 
 LARGEST = 4_000_000
 """Bytes of one picture that is still put into the page."""
@@ -56,7 +54,7 @@ def _family(tag: str) -> str:
     return tag.rpartition("/")[0] or tag
 
 
-def _figure(picture: Picture, words: list[str]) -> str:
+def _figure(picture: PictureFile, words: list[str]) -> str:
     data = read_limited(picture.path, LARGEST)
     kind = PICTURE_TYPES[picture.path.suffix.lower()]
     large = " large" if _width(data) >= LARGE_FROM else ""

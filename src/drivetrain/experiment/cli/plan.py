@@ -12,45 +12,37 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.quantities import shown_bytes
-from drivetrain.experiment.cli.output import add_json_option, print_json, print_lines, prints_to_stderr
+from drivetrain.experiment.cli.output import print_json, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.targets import find_target
+from drivetrain.experiment.command_line import JSON, argument
 
 INFEASIBLE = 3
 HERE = ("auto", "cpu", "cuda")
 """Devices that are looked for on this machine; every other name is a preset or a file."""
-_USAGE = "drivetrain plan package.module:factory [options]\n       drivetrain plan show FILE\n       drivetrain plan diff FILE FILE"
+USAGE = "drivetrain plan package.module:factory [options]\n       drivetrain plan show FILE\n       drivetrain plan diff FILE FILE"
+WHAT_HELP = (
+    "package.module:factory or file.py:factory, a function that returns a Trainer (made with train_dataloader=) or a dict of "
+    "auto_accelerate's arguments; or `show FILE`, or `diff FILE FILE`"
+)
+DEVICE_HELP = "auto, cpu, cuda, the name of a preset such as h100-80g, or a JSON file (default: auto)"
+
+ARGUMENTS = {
+    "plan": [
+        argument("what", nargs="+", metavar="WHAT", help=WHAT_HELP),
+        argument("--world-size", type=int, metavar="N", help="processes to plan for (default: 1)"),
+        argument("--device", default="auto", help=DEVICE_HELP),
+        argument("--batch-size", type=int, metavar="N", help="samples of one update over all processes"),
+        argument("--memory-budget", metavar="M", help="share of the free memory such as 0.8, or a size such as 70GiB"),
+        argument("--time-limit", type=float, metavar="SECONDS", help="for the whole search (default: 120)"),
+        argument("--numerics", choices=("exact", "mixed", "low"), help="how far precision may change (default: mixed)"),
+        argument("--out", metavar="FILE", help="write the plan as JSON"),
+        argument("--picture", metavar="FILE", help="draw what the search compared, as a PNG"),
+        JSON,
+    ]
+}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`."""
-    parser.usage = _USAGE
-    parser.add_argument(
-        "what",
-        nargs="+",
-        metavar="WHAT",
-        help="package.module:factory or file.py:factory, a function that returns a Trainer (made with train_dataloader=) or a dict of "
-        "auto_accelerate's arguments; or `show FILE`, or `diff FILE FILE`",
-    )
-    parser.add_argument("--world-size", type=int, metavar="N", help="processes to plan for (default: 1)")
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="auto, cpu, cuda, the name of a preset such as h100-80g, or a JSON file (default: %(default)s)",
-    )
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples of one update over all processes")
-    parser.add_argument(
-        "--memory-budget", metavar="M", help="share of the free memory such as 0.8, or a size such as 70GiB"
-    )
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="for the whole search (default: 120)")
-    parser.add_argument(
-        "--numerics", choices=("exact", "mixed", "low"), help="how far precision may change (default: mixed)"
-    )
-    parser.add_argument("--out", metavar="FILE", help="write the plan as JSON")
-    parser.add_argument("--picture", metavar="FILE", help="draw what the search compared, as a PNG")
-    add_json_option(parser)
-
-
-def execute(arguments: argparse.Namespace) -> int:
+def plan(arguments: argparse.Namespace) -> int:
     """Find, show or compare plans."""
     word, *files = arguments.what
     if word == "show" and len(files) == 1:
@@ -103,7 +95,7 @@ def _find(target: str, made: Any, arguments: argparse.Namespace) -> Any:
         from drivetrain.strategy.device_spec import DeviceSpec
 
         device = DeviceSpec.load(device)
-    wishes = {
+    requests = {
         name: value
         for name, value in (
             ("numerics", arguments.numerics),
@@ -118,20 +110,20 @@ def _find(target: str, made: Any, arguments: argparse.Namespace) -> Any:
             f"--world-size {world}, --batch-size {arguments.batch_size}: expected whole numbers of at least 1."
         )
     if isinstance(made, Trainer):
-        return _for_trainer(target, made, device, world, arguments.batch_size, wishes)
+        return _for_trainer(target, made, device, world, arguments.batch_size, requests)
     if not isinstance(made, dict):
         raise ExperimentError(
             f"{target} returned a {type(made).__name__}; expected a Trainer, or a dict of auto_accelerate's arguments with 'model' in it."
         )
-    return _for_arguments(target, made, device, world, arguments.batch_size, wishes)
+    return _for_arguments(target, made, device, world, arguments.batch_size, requests)
 
 
 def _for_arguments(
-    target: str, made: dict[str, Any], device: Any, world: int, size: int | None, wishes: dict[str, Any]
+    target: str, made: dict[str, Any], device: Any, world: int, size: int | None, requests: dict[str, Any]
 ) -> Any:
     from drivetrain.train.auto import auto_accelerate
 
-    settings = {**made, **wishes, "plan_only": True, "world_size": world, "device": device}
+    settings = {**made, **requests, "plan_only": True, "world_size": world, "device": device}
     if size is not None and settings.get("dataset") is not None:
         settings["dataloader_args"] = {**(settings.get("dataloader_args") or {}), "batch_size": size}
     elif size is not None:
@@ -142,7 +134,7 @@ def _for_arguments(
         raise ExperimentError(f"{target}: {error}") from error
 
 
-def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int | None, wishes: dict[str, Any]) -> Any:
+def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int | None, requests: dict[str, Any]) -> Any:
     """Return the plan that the Trainer's automatic mode would find in another place."""
     from dataclasses import replace
 
@@ -164,7 +156,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
     task, _ = make_task(request)
     spec = device if isinstance(device, DeviceSpec) else None
     place = choose_device("cpu" if spec is not None else device)
-    asked = replace(constraints_of(request), plan_only=True, spec=spec, **wishes)
+    asked = replace(constraints_of(request), plan_only=True, spec=spec, **requests)
     plan = find_plan(task, device=place, world=world, constraints=asked)
     return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
 

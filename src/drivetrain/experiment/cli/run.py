@@ -1,4 +1,4 @@
-"""`drivetrain run`: run an experiment, say beforehand with what and where, and afterwards what came of it."""
+"""`drivetrain run`, `launch` and `demo`: run an experiment; print with what and where it runs, and then its result."""
 
 import argparse
 import sys
@@ -15,35 +15,75 @@ from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.core.secret import hide
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
-    add_json_option,
-    print_error,
     print_json,
     print_lines,
     print_table,
     prints_to_stderr,
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
-from drivetrain.experiment.cli.verbs import BAD_INPUT, FAILED
+from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
+from drivetrain.experiment.command_line import BAD_INPUT, JSON, argument, parse, print_error, usage_line
 
 OPTIONS_HELP = "options of the experiment; --help after TARGET lists them"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `run`."""
-    add_json_option(parser)
-    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="--option VALUE", help=OPTIONS_HELP)
+LAUNCH_OPTIONS = {
+    "nproc_per_node": "processes to start here; auto: one per accelerator (default: auto)",
+    "nnodes": "number of machines",
+    "node_rank": "number of this machine, from 0",
+    "master_addr": "address of machine 0",
+    "master_port": "a free port on machine 0",
+    "max_restarts": "how often the group is started again after one of its processes has died",
+}
+
+_TARGET = [
+    argument("target", metavar="TARGET", help=TARGET_HELP),
+    argument("options", nargs=argparse.REMAINDER, metavar="--option VALUE", help=OPTIONS_HELP),
+]
+ARGUMENTS = {
+    "run": [JSON, *_TARGET],
+    "launch": [
+        *(
+            argument(f"--{name.replace('_', '-')}", metavar="ADDRESS" if "addr" in name else "N", help=text)
+            for name, text in LAUNCH_OPTIONS.items()
+        ),
+        JSON,
+        *_TARGET,
+    ],
+    "demo": [
+        argument("--epochs", type=int, default=12, help="passes over the data (default: %(default)s)"),
+        argument("--output-dir", default="output", help="where the run folder is made (default: %(default)s)"),
+        argument("--seed", type=int, default=0, help="the run's seed (default: %(default)s)"),
+    ],
+}
 
 
-def execute(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run an experiment in this process, or on several if its options say so."""
     experiment, words = find_experiment(arguments.target, arguments.options)
     return start_words(experiment, words, program=f"drivetrain run {arguments.target}", as_json=arguments.json)
 
 
+def launch(arguments: argparse.Namespace) -> int:
+    """Run an experiment on several processes."""
+    experiment, words = find_experiment(arguments.target, arguments.options)
+    wanted = {name: getattr(arguments, name) for name in LAUNCH_OPTIONS}
+    wanted["nproc_per_node"] = wanted["nproc_per_node"] or "auto"
+    # As options of the experiment, before its own, so that values are checked and recorded by the one rule there is.
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items() if value is not None]
+    program = f"drivetrain launch {arguments.target}"
+    return start_words(experiment, ["--distributed", *options, *words], program=program, as_json=arguments.json)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Run the demonstration, which is an experiment like any other."""
+    from drivetrain.experiment.demo import run_demo
+
+    return run_demo(epochs=arguments.epochs, output_dir=arguments.output_dir, seed=arguments.seed)
+
+
 def start_words(experiment: Any, words: list[str], *, program: str, as_json: bool) -> int:
     """Start an experiment with the options of a command line."""
-    from drivetrain.experiment.command_line import parse
     from drivetrain.experiment.experiments import Experiment
     from drivetrain.experiment.resolve import resolve
 
@@ -57,7 +97,7 @@ def start_words(experiment: Any, words: list[str], *, program: str, as_json: boo
             return 0
         resolved = resolve(experiment.parameters, command.given, experiment.defaults)
     except ParameterError as error:
-        print_error(error, f"Usage: {program} [--option VALUE ...]    (-h lists all options)")
+        print_error(error, usage_line(program))
         return BAD_INPUT
     return start(experiment, resolved, argv=[*program.split(), *words], force=command.force, as_json=as_json)
 
@@ -75,7 +115,7 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
             run_experiment(experiment, resolved, argv=argv, force=force, folder=folder if is_new else None)
     except KeyboardInterrupt:
         _print_ending(folder, as_json)
-        return 130
+        return INTERRUPTED
     except SystemExit as stop:
         _print_ending(folder, as_json)
         return stop.code if isinstance(stop.code, int) else FAILED
@@ -152,8 +192,7 @@ def _from_user_code(error: Exception) -> TracebackType | None:
 
 def _print_ending(folder: Path, as_json: bool) -> None:
     from drivetrain.experiment.records import is_run, read_run
-    from drivetrain.experiment.reports.gather import read_checkpoints
-    from drivetrain.experiment.reports.html import duration
+    from drivetrain.experiment.reports.gather import duration, read_checkpoints
 
     if not is_run(folder):
         return

@@ -9,8 +9,6 @@ from drivetrain.core.errors import ParameterError, SweepError
 from drivetrain.experiment.cli.live_table import show_progress
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
-    add_json_option,
-    print_error,
     print_json,
     print_lines,
     print_table,
@@ -18,51 +16,40 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED
+from drivetrain.experiment.command_line import JSON, argument, print_error
 
 RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 AXES_HELP = (
     "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials"
 )
+EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)"
+OBJECTIVE_HELP = "entry of the returned dict or summary to rank by (default: the returned number)"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `sweep`."""
-    parser.add_argument("target", metavar="TARGET", help=TARGET_HELP)
-    parser.add_argument("axes", nargs="*", metavar="NAME=VALUES", help=AXES_HELP)
-    parser.add_argument(
-        "--sampler", default=None, help="grid, random or optuna (default: grid, or random where there are ranges)"
-    )
-    parser.add_argument("--trials", type=int, metavar="N", help="how many trials; needed unless the sampler is grid")
-    parser.add_argument(
-        "--executor",
-        default=None,
-        help="inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)",
-    )
-    parser.add_argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own")
-    parser.add_argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself")
-    parser.add_argument(
-        "--objective",
-        metavar="NAME",
-        help="entry of the returned dict or summary to rank by (default: the returned number)",
-    )
-    parser.add_argument(
-        "--direction", choices=("min", "max"), default="min", help="which values are good (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often a failed trial is tried again (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)")
-    parser.add_argument("--resume", metavar="DIR", help="the folder of a sweep to take up again")
-    add_json_option(parser)
+ARGUMENTS = {
+    "sweep": [
+        argument("target", metavar="TARGET", help=TARGET_HELP),
+        argument("axes", nargs="*", metavar="NAME=VALUES", help=AXES_HELP),
+        argument("--sampler", help="grid, random or optuna (default: grid, or random where there are ranges)"),
+        argument("--trials", type=int, metavar="N", help="how many trials; needed unless the sampler is grid"),
+        argument("--executor", help=EXECUTOR_HELP),
+        argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own"),
+        argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself"),
+        argument("--objective", metavar="NAME", help=OBJECTIVE_HELP),
+        argument("--direction", choices=("min", "max"), default="min", help="which values are good (default: min)"),
+        argument(
+            "--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: 0)"
+        ),
+        argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)"),
+        argument("--resume", metavar="DIR", help="the folder of a sweep to take up again"),
+        JSON,
+    ]
+}
 
 
-def execute(arguments: argparse.Namespace) -> int:
+def sweep(arguments: argparse.Namespace) -> int:
     """Run a sweep; failed trials make the exit status 1."""
-    from drivetrain.experiment.sweeps.sweeping import sweep
+    from drivetrain.experiment.sweeps import sweeping
 
     words = [word for word in arguments.axes if "=" not in word]
     experiment, rest = find_experiment(arguments.target, words)
@@ -74,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     in_pool = arguments.processes is not None or arguments.gpus_per_trial is not None
     try:
         with prints_to_stderr() if arguments.json else show_progress() as show:
-            result = sweep(
+            result = sweeping.sweep(
                 experiment,
                 space,
                 sampler=arguments.sampler or ("random" if has_ranges else "grid"),

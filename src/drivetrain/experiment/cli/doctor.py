@@ -1,5 +1,6 @@
-"""What `drivetrain doctor` finds on this machine: packages, devices, processes, disk, and what a run would use."""
+"""`drivetrain doctor`: check this machine, a run, or whether a program resumes exactly."""
 
+import argparse
 import importlib.metadata
 import os
 import shutil
@@ -7,9 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from drivetrain.core.errors import DrivetrainError
+from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.quantities import shown_bytes
-from drivetrain.experiment.cli.checks import Check
+from drivetrain.experiment.cli.look import DEFAULT_PLACE, find_run
+from drivetrain.experiment.cli.output import Check, print_checks
+from drivetrain.experiment.command_line import JSON, argument
 
 REQUIRED = ("torch", "numpy", "PyYAML", "rich", "safetensors", "pydantic")
 OPTIONAL = {
@@ -34,6 +37,49 @@ LEAST_DISK = 2_000_000_000
 LEAST_SHARED_MEMORY = 256_000_000
 GROUP_NAME = "gloo"
 
+ARGUMENTS = {
+    "doctor": [
+        argument(
+            "--resume-check",
+            type=int,
+            metavar="N",
+            help="run TARGET for N steps, and again with a kill half-way, and compare",
+        ),
+        argument("--output-dir", default=DEFAULT_PLACE, help="where runs will be written (default: %(default)s)"),
+        JSON,
+        argument("subject", nargs="?", metavar="RUN|TARGET", help="the folder of a run, or file.py:name"),
+        argument(
+            "options", nargs=argparse.REMAINDER, metavar="--option VALUE", help="options of the experiment TARGET"
+        ),
+    ]
+}
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check what was asked for; 1 if something is wrong with it."""
+    subject = arguments.subject
+    if arguments.resume_check is not None:
+        from drivetrain.experiment.cli.resume_check import check_resume
+
+        if subject is None:
+            raise ConfigError(
+                "--resume-check needs a TARGET: an experiment, or a function that returns a Trainer, such as train.py:build."
+            )
+        return print_checks(check_resume(subject, arguments.resume_check, arguments.options), as_json=arguments.json)
+    if arguments.options:
+        raise ConfigError(
+            f"{arguments.options[0]!r} is not understood here: options come before RUN, or belong to --resume-check N TARGET."
+        )
+    if subject is None:
+        return print_checks(check_machine(arguments.output_dir), as_json=arguments.json)
+    if not Path(subject).exists() and (subject.endswith(".py") or ":" in subject):
+        raise ConfigError(
+            f"{subject} is no run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
+        )
+    from drivetrain.experiment.cli.health import check_run
+
+    return print_checks(check_run(find_run(subject)), as_json=arguments.json)
+
 
 def check_machine(output_dir: str = "output") -> Iterator[Check]:
     """Yield one check after the other."""
@@ -55,35 +101,20 @@ def _packages() -> Iterator[Check]:
     from drivetrain import __version__
 
     python = ".".join(map(str, sys.version_info[:3]))
-    yield Check(is_good=sys.version_info >= (3, 11), name="Python", found=f"{python}, {sys.executable}", remedy="")
-    yield Check(is_good=True, name="drivetrain", found=f"{__version__}, {Path(__file__).parents[2]}")
+    yield Check(sys.version_info >= (3, 11), "Python", f"{python}, {sys.executable}", "")
+    yield Check(True, "drivetrain", f"{__version__}, {Path(__file__).parents[2]}")
     for package in REQUIRED:
         version = _version(package)
         remedy = "" if version else f"pip install {package}"
-        yield Check(
-            is_good=version is not None,
-            name=package,
-            found=version or "not installed, and it is required",
-            remedy=remedy,
-        )
+        yield Check(version is not None, package, version or "not installed, and it is required", remedy)
     version = _version("torch")
     if version is not None and _numbers(version) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        yield Check(
-            is_good=False,
-            name="torch",
-            found=f"{version} is older than {least}",
-            remedy=f"pip install 'torch>={least}'",
-        )
+        yield Check(False, "torch", f"{version} is older than {least}", f"pip install 'torch>={least}'")
     for package, (extra, purpose) in OPTIONAL.items():
         version = _version(package) or (_version("mlflow") if package.startswith("mlflow") else None)
         found = f"{version} ({purpose})" if version else f"not installed ({purpose})"
-        yield Check(
-            is_good=True if version else None,
-            name=package,
-            found=found,
-            remedy="" if version else f"pip install 'drivetrain[{extra}]'",
-        )
+        yield Check(True if version else None, package, found, "" if version else f"pip install 'drivetrain[{extra}]'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -98,26 +129,24 @@ def _devices() -> Iterator[Check]:
     threads = os.environ.get("OMP_NUM_THREADS")
     told = f", OMP_NUM_THREADS={threads}" if threads else ""
     yield Check(
-        is_good=True,
-        name="CPUs",
-        found=f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}",
+        True, "CPUs", f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}"
     )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         built = torch.backends.cuda.is_built()
         remedy = "check the driver with nvidia-smi" if built else "install a build of torch with CUDA to use a GPU"
-        yield Check(is_good=None, name="accelerator", found="none", remedy=remedy)
+        yield Check(None, "accelerator", "none", remedy)
     elif accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             found = f"{properties.name}, {shown_bytes(properties.total_memory)}, compute capability {properties.major}.{properties.minor}"
-            yield Check(is_good=True, name=f"cuda:{index}", found=found)
+            yield Check(True, f"cuda:{index}", found)
     else:
-        yield Check(is_good=True, name=accelerator.type, found=f"{torch.accelerator.device_count()} device(s)")
+        yield Check(True, accelerator.type, f"{torch.accelerator.device_count()} device(s)")
     try:
-        yield Check(is_good=True, name="a run will use", found=str(choose_device("auto")))
+        yield Check(True, "a run will use", str(choose_device("auto")))
     except DrivetrainError as error:
-        yield Check(is_good=False, name="a run will use", found=str(error))
+        yield Check(False, "a run will use", str(error))
 
 
 def _processes() -> Iterator[Check]:
@@ -128,40 +157,31 @@ def _processes() -> Iterator[Check]:
     try:
         world = launched_world()
     except DrivetrainError as error:
-        yield Check(is_good=False, name="launcher", found=str(error))
+        yield Check(False, "launcher", str(error))
         return
     if world is None:
         yield Check(
-            is_good=True,
-            name="launcher",
-            found="none: a run is one process unless --distributed or `drivetrain launch` say otherwise",
+            True, "launcher", "none: a run is one process unless --distributed or `drivetrain launch` say otherwise"
         )
     else:
-        yield Check(is_good=True, name="launcher", found=f"{world.launcher}: rank {world.rank} of {world.world_size}")
+        yield Check(True, "launcher", f"{world.launcher}: rank {world.rank} of {world.world_size}")
     if not dist.is_available():
-        yield Check(
-            is_good=False,
-            name="process group",
-            found="this build of torch has no torch.distributed",
-            remedy="install another build",
-        )
+        yield Check(False, "process group", "this build of torch has no torch.distributed", "install another build")
         return
     backends = [
         name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
     ]
     if dist.is_initialized():
-        yield Check(
-            is_good=True, name="process group", found=f"{dist.get_backend()}, {dist.get_world_size()} processes"
-        )
+        yield Check(True, "process group", f"{dist.get_backend()}, {dist.get_world_size()} processes")
         return
     try:
         dist.init_process_group(GROUP_NAME, store=dist.HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         remedy = "set GLOO_SOCKET_IFNAME to the name of a network interface"
-        yield Check(is_good=False, name="process group", found=f"{GROUP_NAME} cannot start: {error}", remedy=remedy)
+        yield Check(False, "process group", f"{GROUP_NAME} cannot start: {error}", remedy)
         return
-    yield Check(is_good=True, name="process group", found=f"{GROUP_NAME} starts; backends: {', '.join(backends)}")
+    yield Check(True, "process group", f"{GROUP_NAME} starts; backends: {', '.join(backends)}")
 
 
 def _places(output_dir: str) -> Iterator[Check]:
@@ -169,15 +189,10 @@ def _places(output_dir: str) -> Iterator[Check]:
     existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     remedy = "make room, or choose another --output-dir" if free < LEAST_DISK else ""
-    yield Check(is_good=free >= LEAST_DISK, name="free disk", found=f"{shown_bytes(free)} in {existing}", remedy=remedy)
+    yield Check(free >= LEAST_DISK, "free disk", f"{shown_bytes(free)} in {existing}", remedy)
     writable = os.access(existing, os.W_OK)
     remedy = "" if writable else "choose another --output-dir"
-    yield Check(
-        is_good=writable,
-        name="output folder",
-        found=f"{place} can{'' if writable else 'not'} be written",
-        remedy=remedy,
-    )
+    yield Check(writable, "output folder", f"{place} can{'' if writable else 'not'} be written", remedy)
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -185,14 +200,10 @@ def _places(output_dir: str) -> Iterator[Check]:
         remedy = (
             "" if enough else "give the container more (docker run --shm-size 1g): data workers pass batches through it"
         )
-        yield Check(
-            is_good=enough or None, name="shared memory", found=f"{shown_bytes(free)} free in {shared}", remedy=remedy
-        )
+        yield Check(enough or None, "shared memory", f"{shown_bytes(free)} free in {shared}", remedy)
 
 
 def _tools() -> Iterator[Check]:
     for tool, purpose in {"git": "records commit and changes of a run", "c++": "torch.compile on the CPU"}.items():
         path = shutil.which(tool) or (shutil.which("g++") or shutil.which("clang++") if tool == "c++" else None)
-        yield Check(
-            is_good=True if path else None, name=tool, found=f"{path} ({purpose})" if path else f"not found ({purpose})"
-        )
+        yield Check(True if path else None, tool, f"{path} ({purpose})" if path else f"not found ({purpose})")

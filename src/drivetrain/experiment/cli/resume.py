@@ -1,0 +1,177 @@
+"""`drivetrain resume`: continue a run in its own folder.
+
+This imports the file in which the run's experiment is defined, and importing a file runs it. The run folder, which may come from
+somebody else, names that file. So the file is printed first, and one that others could have written is not run without --trust.
+"""
+
+import argparse
+import os
+import stat
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
+from drivetrain.core.locking import is_locked
+from drivetrain.experiment.cli.look import find_run
+from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
+from drivetrain.experiment.cli.run import start
+from drivetrain.experiment.cli.targets import find_in_file
+from drivetrain.experiment.command_line import JSON, argument
+from drivetrain.experiment.manifest import hash_source
+from drivetrain.experiment.records import RunRecord, is_run
+
+KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "deterministic")
+"""How a run is started is no part of its identity; it is continued the way it was begun unless --set says otherwise."""
+
+
+ARGUMENTS = {
+    "resume": [
+        argument("run", metavar="RUN", help="the folder of a run, or one checkpoint in it"),
+        argument(
+            "--set", action="append", default=[], metavar="NAME=VALUE", help="change a parameter; may be repeated"
+        ),
+        argument("--force", action="store_true", help="accept changes of parameters that are not marked resumable"),
+        argument(
+            "--trust", action="store_true", help="run the program although somebody else may have written its file"
+        ),
+        JSON,
+    ]
+}
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Continue a run."""
+    record = find_run(arguments.run)
+    if record.is_live and is_locked(record.folder, is_patient=True):
+        raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait for it to end.")
+    source = source_of(record)
+    with prints_to_stderr() if arguments.json else nullcontext():
+        print_lines(*describe_source(record, source))  # before anything of it is run
+    if not arguments.trust:
+        check_trust(source)
+    experiment = _experiment_in(source, record)
+    resolved = _resolved(experiment, record, arguments)
+    if not arguments.json:
+        _print_place(record)
+    argv = ["drivetrain", "resume", arguments.run, *(word for change in arguments.set for word in ("--set", change))]
+    return start(experiment, resolved, argv=argv, force=arguments.force, as_json=arguments.json)
+
+
+def _experiment_in(source: Path, record: RunRecord) -> Any:
+    """Return the experiment of a run from the file it was defined in; this runs the file."""
+    try:
+        return find_in_file(source, record.experiment)
+    except ExperimentError as error:
+        raise ResumeError(
+            f"the experiment {record.experiment!r} of {record.folder} is no longer where it was: {error} Start the program from its new "
+            f"place with --resume {record.folder}."
+        ) from error
+
+
+def _resolved(experiment: Any, record: RunRecord, arguments: argparse.Namespace) -> Any:
+    from drivetrain.experiment.resolve import Given, resolve
+
+    given = {}
+    for name in KEPT:
+        parameter, value = experiment.parameters.get(name), record.parameters.get(name)
+        if parameter is not None and value not in (None, parameter.default):
+            given[name] = Given(value, "run")
+    for change in arguments.set:
+        name, separator, text = change.partition("=")
+        name = name.strip().replace("-", "_")
+        if not separator or name not in experiment.parameters:
+            from drivetrain.experiment.resolve import unknown_parameter
+
+            problem = "expected NAME=VALUE" if not separator else unknown_parameter(name, experiment.parameters)
+            raise ParameterError(f"--set {change}: {problem}")
+        multiple = experiment.parameters[name].multiple
+        given[name] = Given(text.split(",") if multiple else text, "cli", is_text=True)
+    given["resume"] = Given(arguments.run, "cli", is_text=True)
+    return resolve(experiment.parameters, given, experiment.defaults)
+
+
+def _print_place(record: RunRecord) -> None:
+    """Say which checkpoint is continued from, which were passed over and why."""
+    from drivetrain.experiment.reports.gather import read_checkpoints
+
+    lines = read_checkpoints(record.checkpoints_path, "full")
+    for line in lines:
+        if line.problem is not None:
+            print_lines(f"passed over  {line.name}: {line.problem}", style="yellow")
+    valid = [line for line in lines if line.problem is None]
+    if not valid:
+        print_lines("checkpoint   none that is valid: the run begins from its start")
+        return
+    progress = valid[-1].progress
+    place = ", ".join(
+        f"{word} {progress[unit]:g}"
+        for unit, word in (("ep", "epoch"), ("st", "step"), ("sp", "sample"))
+        if unit in progress
+    )
+    print_lines(f"checkpoint   {valid[-1].name}", f"continues at {place}")
+
+
+def source_of(record: RunRecord) -> Path:
+    """Return the file that defines a run's experiment, as a full path."""
+    source = record.manifest.get("source")
+    if not source:
+        raise ResumeError(
+            f"the run {record.folder} does not say which file its experiment is in (it was started from a prompt?). Start the program "
+            f"again with --resume {record.folder}."
+        )
+    path = Path(source)
+    if path.suffix != ".py":  # a module's name would be looked for in the present folder
+        raise ResumeError(f"the run {record.folder} names the file {source!r}, which is not a Python file (.py).")
+    return Path(os.path.abspath(path))
+
+
+def describe_source(record: RunRecord, path: Path) -> list[str]:
+    """Return lines that say what resuming a run will execute: file, function, command, and whether the file has changed."""
+    now, then = hash_source(path), record.manifest.get("source_sha256")
+    if then is None:
+        change = f"sha256 {now}; the run did not record the file's hash, so it is not known whether it has changed"
+    elif then == now:
+        change = f"sha256 {now}, unchanged since the run"
+    else:
+        change = f"CHANGED since the run: sha256 was {then}, is {now}"
+    return [
+        f"file        {path}",
+        f"            {change}",
+        f"function    {record.manifest.get('function') or record.experiment}",
+        f"command     {' '.join(map(str, record.manifest.get('argv') or ['not recorded']))}",
+    ]
+
+
+def reasons_for_distrust(path: Path) -> list[str]:
+    """Return why somebody else may have written a file; none where only this user or root can have."""
+    real = path.resolve()
+    reasons = [
+        f"it lies inside the run folder {folder}, which its author filled"
+        for folder in dict.fromkeys((*path.parents, *real.parents))
+        if is_run(folder)
+    ]
+    if not hasattr(os, "geteuid"):  # Windows, where these permissions mean nothing
+        return reasons
+    try:
+        facts = real.stat()
+        folders = [(folder, folder.stat().st_mode) for folder in real.parents]
+    except OSError:
+        return reasons  # it does not exist, which is said when it is loaded
+    if facts.st_uid not in (os.geteuid(), 0):
+        reasons.append(f"it belongs to another user ({facts.st_uid})")
+    if facts.st_mode & stat.S_IWOTH:
+        reasons.append("every user can write to it")
+    open_folders = [folder for folder, mode in folders if mode & stat.S_IWOTH and not mode & stat.S_ISVTX]
+    reasons += [f"every user can replace files in {folder}" for folder in open_folders]
+    return reasons
+
+
+def check_trust(path: Path) -> None:
+    """Raise a `ResumeError` for a file that somebody else may have written."""
+    reasons = reasons_for_distrust(path)
+    if reasons:
+        raise ResumeError(
+            f"{path} is not run: {'; '.join(reasons)}. Read the file; if you trust it, resume again with --trust, or start your own "
+            "copy of the program with --resume."
+        )
