@@ -1,8 +1,8 @@
 """Reading one value: text from a command line or the environment, or a plain value from Python or a file.
 
-The handful of types that nearly every parameter has are read here, by rules people expect of a command line (`1e3` is a
-whole number, `2.5` is not; `yes` is true). Every other annotation is given to pydantic's `TypeAdapter`, which is loaded when
-the first such value is read, so that help and simple programs do without it.
+The scalar types follow the rules people expect of a command line (`1e3` is a whole number, `2.5` is not; `yes` is true). Every
+other annotation is a pydantic `TypeAdapter` in which the same rules hold, loaded when the first such value is read, so that help and
+simple programs do without pydantic. Errors are ours: what was expected, and the nearest choice.
 """
 
 import enum
@@ -13,11 +13,11 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from drivetrain.core.errors import MissingExtra, nearest_name
 from drivetrain.core.secret import Secret
@@ -26,33 +26,45 @@ TRUE_WORDS = ("yes", "true", "t", "y", "1", "on")
 FALSE_WORDS = ("no", "false", "f", "n", "0", "off")
 MAX_DIGITS = 40
 """Longest whole number that is written with an exponent; more would only fill memory."""
+WHOLE_NUMBER = "expected a whole number, such as 3"
+CONTAINERS = (list, tuple, set, frozenset, dict, Sequence, Iterable, Mapping)
 
 
 class BadValue(ValueError):
-    """A value does not fit; the message says what was expected, the caller adds name and place."""
+    """A value does not fit; the message gives what was expected, the caller adds name and origin."""
 
 
 @dataclass(frozen=True)
 class ValueType:
     """How values of one type are read, and the word that help prints for them."""
 
-    read: Callable[[Any, bool], Any]
-    """Takes the value and whether it came as text; raises `BadValue`."""
+    convert: Callable[[Any], Any]
+    """Returns a value in this type, or raises `BadValue`."""
     word: str
+    takes_json: bool = False
+
+    def read(self, value: Any, is_text: bool) -> Any:
+        """Return a value in this type; text of a type that is written as JSON is parsed first."""
+        if self.takes_json and is_text and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise BadValue(f"expected JSON for {self.word}: {error}") from None
+        return self.convert(value)
 
 
-def read_int(value: Any, is_text: bool) -> int:
+def read_int(value: Any) -> int:
     """Read a whole number; `1e3` and 3.0 are whole, 2.5 is not."""
     if isinstance(value, str):
         return _int_from_text(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if not isinstance(value, bool):
-        try:
+    try:
+        if not isinstance(value, bool):
             return operator.index(value)
-        except TypeError:
-            pass
-    raise BadValue("expected a whole number, such as 3")
+    except TypeError:
+        pass
+    raise BadValue(WHOLE_NUMBER)
 
 
 def _int_from_text(text: str) -> int:
@@ -63,15 +75,15 @@ def _int_from_text(text: str) -> int:
     try:
         number = Decimal(text.strip())
     except InvalidOperation:
-        raise BadValue("expected a whole number, such as 3") from None
-    if not number.is_finite() or number.adjusted() > MAX_DIGITS or number.as_tuple().exponent < -1000:  # type: ignore[operator]
-        raise BadValue("expected a whole number, such as 3")
+        raise BadValue(WHOLE_NUMBER) from None
+    if not number.is_finite() or number.adjusted() > MAX_DIGITS or int(number.as_tuple().exponent) < -1000:
+        raise BadValue(WHOLE_NUMBER)
     if number != number.to_integral_value():
         raise BadValue(f"expected a whole number, such as {math.floor(number)}")
     return int(number)
 
 
-def read_float(value: Any, is_text: bool) -> float:
+def read_float(value: Any) -> float:
     """Read a number; `-.5`, `1e-3`, `inf` and `nan` are numbers."""
     try:
         if not isinstance(value, bool):
@@ -81,20 +93,16 @@ def read_float(value: Any, is_text: bool) -> float:
     raise BadValue("expected a number, such as 0.1 or 1e-3")
 
 
-def read_bool(value: Any, is_text: bool) -> bool:
+def read_bool(value: Any) -> bool:
     """Read a truth value: yes, true, t, y, 1, on and their opposites."""
-    if isinstance(value, bool):
-        return value
     word = str(value).strip().lower() if isinstance(value, str | int) else ""
-    if word in TRUE_WORDS:
-        return True
-    if word in FALSE_WORDS:
-        return False
+    if word in (*TRUE_WORDS, *FALSE_WORDS):
+        return word in TRUE_WORDS
     raise BadValue("expected true or false (yes, no, on, off, 1, 0)")
 
 
-def read_str(value: Any, is_text: bool) -> str:
-    """Read text; a number with a fraction is refused, because YAML has already shortened `1.10` to 1.1."""
+def read_str(value: Any) -> str:
+    """Read text; a number with a fraction is an error, because YAML has already shortened `1.10` to 1.1."""
     if isinstance(value, str):
         return value
     if isinstance(value, os.PathLike) and isinstance(os.fspath(value), str):
@@ -104,27 +112,21 @@ def read_str(value: Any, is_text: bool) -> str:
     raise BadValue("expected text; put it in quotes")
 
 
-def read_path(value: Any, is_text: bool) -> Path:
+def read_path(value: Any) -> Path:
     """Read a path."""
     if isinstance(value, str | os.PathLike) and "\0" not in str(value):
         return Path(value)
     raise BadValue("expected a path")
 
 
-def read_anything(value: Any, is_text: bool) -> Any:
-    """Take a value as it is."""
-    return value
-
-
+ANYTHING = ValueType(lambda value: value, "VALUE")
 SIMPLE: dict[Any, ValueType] = {
     int: ValueType(read_int, "INT"),
     float: ValueType(read_float, "FLOAT"),
     bool: ValueType(read_bool, "BOOL"),
     str: ValueType(read_str, "TEXT"),
     Path: ValueType(read_path, "PATH"),
-    Any: ValueType(read_anything, "VALUE"),
-    object: ValueType(read_anything, "VALUE"),
-    type(None): ValueType(read_anything, "VALUE"),
+    **dict.fromkeys((Any, object, type(None)), ANYTHING),
 }
 
 
@@ -132,7 +134,7 @@ def choice_of(values: Sequence[Any]) -> ValueType:
     """Return the type whose values are those listed; text matches whatever its case, and the listed value is returned."""
     words = [_word_of(value) for value in values]
 
-    def read(value: Any, is_text: bool) -> Any:
+    def convert(value: Any) -> Any:
         for candidate in values:
             if type(candidate) is type(value) and candidate == value:
                 return candidate
@@ -144,7 +146,7 @@ def choice_of(values: Sequence[Any]) -> ValueType:
         hint = f"; did you mean {near!r}" if near else ""
         raise BadValue(f"expected one of {', '.join(words)}{hint}")
 
-    return ValueType(read, "{" + ",".join(words) + "}")
+    return ValueType(convert, "{" + ",".join(words) + "}")
 
 
 def _word_of(value: Any) -> str:
@@ -155,35 +157,32 @@ def enum_type(kind: type[enum.Enum]) -> ValueType:
     """Return the type of an Enum's members, given by name or by value."""
     by_name = choice_of(list(kind))
 
-    def read(value: Any, is_text: bool) -> Any:
+    def convert(value: Any) -> Any:
         for member in kind:
             if value is member or (type(value) is type(member.value) and value == member.value):
                 return member
-        return by_name.read(value, is_text)
+        return by_name.convert(value)
 
-    return ValueType(read, by_name.word)
+    return ValueType(convert, by_name.word)
 
 
 def custom_type(function: Callable[[Any], Any]) -> ValueType:
     """Return the type that a function makes of text, or of the value itself from Python and files."""
+    name = str(getattr(function, "__name__", "value"))
 
-    def read(value: Any, is_text: bool) -> Any:
+    def convert(value: Any) -> Any:
         try:
             return function(value)
         except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
-            raise BadValue(f"{getattr(function, '__name__', function)} refuses it: {error}") from error
+            raise BadValue(f"{name} refuses it: {error}") from error
 
-    return ValueType(read, str(getattr(function, "__name__", "value")).strip("<>").upper())
+    return ValueType(convert, name.strip("<>").upper())
 
 
 def declared_type(kind: Any) -> ValueType:
     """Return the type of `parameter(type=...)`: a known type, an annotation, or any function of one value."""
-    if (
-        kind in SIMPLE
-        or kind is Secret
-        or typing.get_origin(kind) is not None
-        or (isinstance(kind, type) and issubclass(kind, enum.Enum))
-    ):
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    if kind in SIMPLE or kind is Secret or typing.get_origin(kind) is not None or is_enum:
         return annotated_type(kind)
     if not callable(kind):
         raise BadValue(f"type={kind!r} is neither a type nor a function of one value")
@@ -204,10 +203,10 @@ def secret_type(annotation: Any) -> ValueType:
     """Return the type whose values are read as those of X in `Secret[X]`, and then hidden."""
     inner = annotated_type(next(iter(typing.get_args(annotation)), str))
 
-    def read(value: Any, is_text: bool) -> Any:
-        return Secret(inner.read(value.reveal() if isinstance(value, Secret) else value, is_text))
+    def convert(value: Any) -> Any:
+        return Secret(inner.convert(value.reveal() if isinstance(value, Secret) else value))
 
-    return ValueType(read, "SECRET")
+    return ValueType(convert, "SECRET", inner.takes_json)
 
 
 def annotated_type(annotation: Any) -> ValueType:
@@ -238,15 +237,10 @@ def without_none(annotation: Any) -> Any:
 
 
 def adapted_type(annotation: Any) -> ValueType:
-    """Return the type of any other annotation, checked by pydantic; text that looks like JSON is read as JSON."""
+    """Return the type of any other annotation, checked by pydantic; on a command line it is written as JSON."""
     name = getattr(annotation, "__name__", None) or str(annotation)
 
-    def read(value: Any, is_text: bool) -> Any:
-        if is_text and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise BadValue(f"expected JSON for {name}: {error}") from None
+    def convert(value: Any) -> Any:
         validate, error_type = _adapter(annotation)
         try:
             return validate(value)
@@ -254,22 +248,33 @@ def adapted_type(annotation: Any) -> ValueType:
             details = "; ".join(_reason(entry) for entry in error.errors())  # type: ignore[attr-defined]
             raise BadValue(f"expected {name}: {details}") from None
 
-    return ValueType(read, name.rpartition(".")[2].upper() if name.replace(".", "").isidentifier() else "VALUE")
+    is_plain_name = name.replace(".", "").isidentifier()
+    return ValueType(convert, name.rpartition(".")[2].upper() if is_plain_name else "VALUE", takes_json=True)
 
 
-def _reason(entry: dict[str, Any]) -> str:
-    place = ".".join(str(part) for part in entry["loc"])
-    return f"{place}: {entry['msg']}" if place else str(entry["msg"])
+def _reason(entry: Mapping[str, Any]) -> str:
+    path = ".".join(str(part) for part in entry["loc"])
+    message = str(entry["msg"]).removeprefix("Value error, ")
+    return f"{path}: {message}" if path else message
 
 
 @functools.cache
 def _adapter(annotation: Any) -> tuple[Callable[[Any], Any], type[Exception]]:
     try:
-        from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+        from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
     except ImportError as error:
         raise MissingExtra("pydantic", None, f"a parameter of type {annotation}") from error
+
+    def with_rules(inner: Any) -> Any:
+        """Apply the rules for scalars inside containers, too."""
+        if inner in SIMPLE and SIMPLE[inner] is not ANYTHING:
+            return Annotated[inner, BeforeValidator(SIMPLE[inner].convert)]
+        origin = typing.get_origin(inner)
+        return origin[tuple(map(with_rules, typing.get_args(inner)))] if origin in CONTAINERS else inner
+
+    ruled = with_rules(annotation)
     try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+        adapter = TypeAdapter(ruled, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError:  # a type that brings its own configuration (a model, a typed dict) takes no second one
-        adapter = TypeAdapter(annotation)
+        adapter = TypeAdapter(ruled)
     return adapter.validate_python, ValidationError
