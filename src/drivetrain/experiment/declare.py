@@ -15,8 +15,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def experiment(name: Any = None, inherit_params: Any = None, defaults: Mapping[str, Any] | None = None) -> Any:
+def experiment(
+    name: Any = None,
+    inherit_params: Any = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    directions: Mapping[str, str] | None = None,
+) -> Any:
     """Make a function an experiment: `@experiment`, or `@experiment(name=..., inherit_params=..., defaults={...})`.
+
+    `directions={"eval/cost": "min"}` declares which values of a metric are good where its name does not say so.
 
     >>> @experiment
     ... def square(x: int = 3):
@@ -25,8 +33,8 @@ def experiment(name: Any = None, inherit_params: Any = None, defaults: Mapping[s
     ('square', 'x')
     """
     if callable(name):
-        return declare_experiment(name, None, inherit_params, defaults)
-    return lambda function: declare_experiment(function, name, inherit_params, defaults)
+        return declare_experiment(name, None, inherit_params, defaults, directions)
+    return lambda function: declare_experiment(function, name, inherit_params, defaults, directions)
 
 
 def group(name: Any = None, inherit_params: Any = None) -> Any:

@@ -19,6 +19,7 @@ from drivetrain.experiment.command_line import (
     program_name,
     usage_line,
 )
+from drivetrain.experiment.directions import check_direction
 from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
@@ -90,10 +91,16 @@ class Experiment(_WithParameters):
     """A function with parameters that can be run: from Python, from a command line, in a process of its own."""
 
     def __init__(
-        self, main_function: Callable[..., Any], name: str | None = None, defaults: Mapping[str, Any] | None = None
+        self,
+        main_function: Callable[..., Any],
+        name: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        directions: Mapping[str, str] | None = None,
     ):
         super().__init__(main_function, name)
         self.defaults = dict(defaults or {})
+        self.directions = {tag: check_direction(good, tag) for tag, good in (directions or {}).items()}
+        """Metrics of which small ("min") or large ("max") values are good, where the name does not say so."""
         self.signature = CallSignature(main_function)
         for parameter in standard_parameters():
             self.add_parameter(parameter)
@@ -198,11 +205,13 @@ class ExperimentGroup(_WithParameters):
         inherit_params: Any = None,
         defaults: Mapping[str, Any] | None = None,
         inherit_params_from_group: bool = True,
+        *,
+        directions: Mapping[str, str] | None = None,
     ) -> Any:
         """Declare an experiment of this group: `@group.experiment` or `@group.experiment(...)`."""
         group = self if inherit_params_from_group else None
         make = lambda function, own: declare_experiment(
-            function, own, inherit_params, defaults, inherit_first=group, member_of=self
+            function, own, inherit_params, defaults, directions, inherit_first=group, member_of=self
         )
         return make(name, None) if callable(name) else lambda function: make(function, name)
 
@@ -262,13 +271,14 @@ def declare_experiment(
     name: str | None,
     inherit_params: Any,
     defaults: Mapping[str, Any] | None,
+    directions: Mapping[str, str] | None = None,
     *,
     inherit_first: Any = None,
     member_of: ExperimentGroup | None = None,
 ) -> Experiment:
     """Make an experiment of a function."""
     app.load_all_plugins()
-    made: Experiment = app.experiment_created(Experiment(function, name, defaults))
+    made: Experiment = app.experiment_created(Experiment(function, name, defaults, directions))
     for source in (inherit_first, inherit_params):
         if source is not None:
             made.inherit(source)

@@ -12,6 +12,7 @@ from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, read_limited
 from drivetrain.core.locking import is_locked
 from drivetrain.experiment.run_folder import JSON_LIMIT, LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
+from drivetrain.experiment.standard import START_ONLY
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
 STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, LOST)
@@ -32,6 +33,7 @@ MANIFEST_FIELDS: dict[str, type | types.UnionType] = {
     "devices": list,
     "git": dict,
     "packages": dict,
+    "directions": dict,
 }
 STATUS_FIELDS: dict[str, type | types.UnionType] = {
     "state": str,
@@ -74,6 +76,17 @@ class RunRecord:
         return {name: str(origin) for name, origin in (self.manifest.get("origins") or {}).items()}
 
     @property
+    def directions(self) -> dict[str, str]:
+        """Metrics whose good direction, "min" or "max", the experiment declares."""
+        declared = self.manifest.get("directions") or {}
+        return {name: good for name, good in declared.items() if good in ("min", "max")}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameters without those that only name this start, such as `resume`."""
+        return {name: value for name, value in self.parameters.items() if name not in START_ONLY}
+
+    @property
     def started(self) -> float:
         """When the run began, in seconds since 1970."""
         return float(self.manifest.get("started") or 0.0)
@@ -100,7 +113,7 @@ class RunRecord:
 
 
 def is_run(folder: Path) -> bool:
-    """Say whether a folder is that of a run."""
+    """Return whether a folder is that of a run."""
     return is_regular(folder / MANIFEST) and is_regular(folder / PARAMETERS)
 
 

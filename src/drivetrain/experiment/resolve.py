@@ -4,6 +4,7 @@ The rule is the same for a command line and for `run(...)`, in whatever order th
 it came from.
 """
 
+import logging
 import os
 import shlex
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ from drivetrain.core.secret import is_masked, masked, texts_of
 from drivetrain.experiment.parameters import Parameter, ParameterSet
 
 PARAMS_FILE = "params_file"
+NOT_DECLARED = (None, "default", "defaults", "sweep")
+"""Origins of values that nobody gave for this run."""
+
+logger = logging.getLogger("drivetrain")
 
 
 class Given(NamedTuple):
@@ -68,8 +73,8 @@ class Resolved:
         return frozenset().union(*found)
 
     def is_declared(self, name: str) -> bool:
-        """Say whether somebody gave this value for this run, rather than it being a default."""
-        return self.origins.get(name) not in (None, "default", "defaults")
+        """Return whether somebody gave this value for this run, rather than it being a default."""
+        return self.origins.get(name) not in NOT_DECLARED
 
 
 def given_in_python(values: Mapping[str, Any], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
@@ -228,8 +233,11 @@ def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str,
         place = f"{file.name}:{file.line(*keys) or 1}"
         if name not in parameters:
             raise ParameterError(f"{place}: {unknown_parameter('.'.join(keys), parameters)}")
-        if parameters[name].allow_from_file:
+        parameter = parameters[name]
+        if parameter.allow_from_file:
             given[name] = Given(value, place)
+        elif value not in (None, parameter.default) and not parameter.hidden:
+            logger.warning("%s: %s is never read from a file and is ignored. Give %s.", place, name, parameter.flag)
     return given
 
 

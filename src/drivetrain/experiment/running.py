@@ -271,7 +271,7 @@ def _run_in(
             status.end(
                 ending.state,
                 exit_code=ending.exit_code,
-                error=_sentence(ending.error, run.hidden),
+                error=_sentence(ending, run.hidden),
                 **result,
                 **ending.extra,
             )
@@ -318,6 +318,7 @@ def _write_record(
         launcher=None if world is None else world.launcher,
         trial=trial,
         notes=notes,
+        directions=experiment.directions,
         devices=_devices(resolved.values),
     )
     write_json(start.folder / MANIFEST, manifest)
@@ -383,8 +384,12 @@ def _log_ending(experiment: "Experiment", ending: Ending) -> None:
     logger.error("%s: failed", experiment.name, exc_info=ending.error, extra={"file_only": True})
 
 
-def _sentence(error: BaseException | None, hidden: Iterable[str]) -> str | None:
-    return None if error is None else hide(f"{type(error).__name__}: {error}", hidden)
+def _sentence(ending: Ending, hidden: Iterable[str]) -> str | None:
+    """Return the error of a run; being stopped by a signal is a state, not an error."""
+    error = ending.error
+    if error is None or (ending.state == "interrupted" and isinstance(error, SystemExit | KeyboardInterrupt)):
+        return None
+    return hide(f"{type(error).__name__}: {error}", hidden)
 
 
 def bind_proxies(experiment: "Experiment", run: Run) -> None:

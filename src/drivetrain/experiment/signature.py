@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import masked
 from drivetrain.experiment.parameters import Parameter
+from drivetrain.experiment.resolve import NOT_DECLARED
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -28,8 +29,6 @@ LISTS: dict[Any, Callable[[list[Any]], Any]] = {
     tuple: tuple,
 }
 MISSING = inspect.Parameter.empty
-NOT_DECLARED = ("default", "defaults")
-"""Origins of values that nobody gave for this run."""
 
 SECTION = re.compile(
     r"^(args|arguments|parameters|params|returns|return|raises|yields|example|examples|note|notes):?\s*$", re.I

@@ -15,6 +15,9 @@ BOOKKEEPING = frozenset(
 )
 """Where and how a run happens, not what it computes: they do not make it another run when it is resumed."""
 
+START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
+"""Parameters of one start of a program: never read from a file, and not shown among the parameters of a run."""
+
 
 def process_count(value: Any) -> int | str:
     """Read a number of processes, or `auto`."""
@@ -59,6 +62,7 @@ def standard_parameters() -> list[Parameter]:
             str,
             "never",
             help="never; auto: continue the newest unfinished run with the same parameters; or the folder of a run.",
+            allow_from_file=False,
         ),
         Parameter("device", str, "auto", help="Device to compute on: auto, cpu, cuda, cuda:1, mps, ..."),
         Parameter("cuda", is_flag=True, default=True, help="Use CUDA if it is there; given explicitly: insist on it."),

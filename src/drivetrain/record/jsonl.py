@@ -89,6 +89,10 @@ class JsonlSink(FileSink):
         """Take results of the run."""
         self._add("summary", "summary", values, step, time)
 
+    def direction(self, tag: str, good: str, step: int, time: float) -> None:
+        """Take the direction of a metric."""
+        self._add("direction", tag, good, step, time)
+
     def take_waiting(self) -> list[str]:
         """Return the lines that wait to be written, and forget them."""
         waiting, self._waiting = self._waiting, []

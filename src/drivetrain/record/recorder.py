@@ -175,6 +175,12 @@ class Recorder:
         """Record results of the run; tensors are read at once, which waits for their device."""
         self._add("summary", "summary", _plain_mapping("summary", values))
 
+    def direction(self, tag: str, good: Literal["min", "max"]) -> None:
+        """Declare whether small ("min") or large ("max") values of a metric are good; reports then show its best value."""
+        if good not in ("min", "max"):
+            raise ConfigError(unknown_name("direction", good, ["min", "max"]))
+        self._add("direction", check_tag(tag), good)
+
     def last(self, tag: str) -> float:
         """Return the number recorded last under `tag` by this process; waits for the device."""
         self._stream.read()

@@ -60,6 +60,9 @@ class Sink(Protocol):
     def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
         """Take results of the run."""
 
+    def direction(self, tag: str, good: str, step: int, time: float) -> None:
+        """Take whether small ("min") or large ("max") values of a metric are good."""
+
     def step(self, step: int, time: float) -> None:
         """Hear that a step has ended."""
 

@@ -11,6 +11,7 @@ from drivetrain.core.errors import ExperimentError, nearest_name
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_json, print_lines, print_table
 from drivetrain.experiment.command_line import JSON, argument
+from drivetrain.experiment.directions import read_directions
 from drivetrain.experiment.records import STATES, RunRecord, find_runs, is_run, read_run
 from drivetrain.experiment.reports.chart import Point, short
 from drivetrain.experiment.reports.gather import (
@@ -19,17 +20,22 @@ from drivetrain.experiment.reports.gather import (
     differs,
     duration,
     gather_run,
-    main_metric,
     moment,
     names_of,
-    read_series,
-    summarize,
+    summarize_run,
 )
 
 DEFAULT_PLACE = "output"
 SHOWN_LOG_LINES = 10
 SHOWN_DIFF_LINES = 60
 NOT_HARDWARE = ("commit", "branch", "source", "command", "seed", "torch", "drivetrain")
+DIRECTION = argument(
+    "--direction",
+    action="append",
+    default=[],
+    metavar="NAME=min|max",
+    help="which values of a metric are good; may be repeated",
+)
 SEVERAL_HELP = "run folders; a folder that holds runs stands for all of them"
 REPORT_HELP = "the file to write (default: report.html in the run, or here for several)"
 
@@ -38,13 +44,15 @@ ARGUMENTS = {
         argument("dir", nargs="?", default=DEFAULT_PLACE, metavar="DIR", help="where to look (default: %(default)s)"),
         argument("--status", choices=STATES, help="only runs in this state; lost: says running, and no process does"),
         argument("--experiment", help="only runs of this experiment"),
+        DIRECTION,
         JSON,
     ],
-    "show": [argument("run", metavar="RUN", help="the folder of a run"), JSON],
-    "compare": [argument("runs", nargs="+", metavar="RUN", help=f"two or more {SEVERAL_HELP}"), JSON],
+    "show": [argument("run", metavar="RUN", help="the folder of a run"), DIRECTION, JSON],
+    "compare": [argument("runs", nargs="+", metavar="RUN", help=f"two or more {SEVERAL_HELP}"), DIRECTION, JSON],
     "report": [
         argument("runs", nargs="+", metavar="RUN", help=SEVERAL_HELP),
         argument("--output", metavar="FILE", help=REPORT_HELP),
+        DIRECTION,
         JSON,
     ],
 }
@@ -57,8 +65,9 @@ def ls(arguments: argparse.Namespace) -> int:
         raise ExperimentError(
             f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )
+    directions = read_directions(arguments.direction)
     rows = [
-        _row(record)
+        _row(record, directions)
         for record in reversed(list(find_runs(place)))
         if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
     ]
@@ -75,17 +84,15 @@ def ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(record: RunRecord) -> dict[str, Any]:
-    series = read_series(record)
-    tag = main_metric(series)
-    summary = summarize(tag, series[tag]) if tag is not None else None
+def _row(record: RunRecord, directions: dict[str, str]) -> dict[str, Any]:
+    summary = summarize_run(record, directions)
     return {
         "state": record.state,
         "experiment": record.experiment,
         "started": record.started,
         "age": max(0.0, time.time() - record.started) if record.started else None,
         "steps": record.status.get("step"),
-        "metric": tag,
+        "metric": None if summary is None else summary.tag,
         "last": None if summary is None else summary.last,
         "best": None if summary is None else summary.best,
         "seconds": record.status.get("seconds"),
@@ -94,7 +101,9 @@ def _row(record: RunRecord) -> dict[str, Any]:
 
 
 def _metric(row: dict[str, Any]) -> str:
-    return "–" if row["metric"] is None else f"{row['metric']} {short(row['last'])} ({short(row['best'])})"
+    if row["metric"] is None:
+        return "–"
+    return f"{row['metric']} {short(row['last'])}" + ("" if row["best"] is None else f" ({short(row['best'])})")
 
 
 def _age(seconds: float | None) -> str:
@@ -113,7 +122,7 @@ def _age(seconds: float | None) -> str:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show one run."""
-    run = gather_run(find_run(arguments.run).folder, verify="full")
+    run = gather_run(find_run(arguments.run).folder, verify="full", directions=read_directions(arguments.direction))
     if arguments.json:
         print_json(_as_data(run))
     else:
@@ -130,7 +139,7 @@ def _as_data(run: RunData) -> dict[str, Any]:
         "state": record.state,
         "status": record.status,
         "parameters": {
-            name: {"value": value, "origin": record.origins.get(name)} for name, value in record.parameters.items()
+            name: {"value": value, "origin": record.origins.get(name)} for name, value in record.settings.items()
         },
         "environment": {name: read(record.manifest) for name, read in ENVIRONMENT},
         "plan": record.manifest.get("plan"),
@@ -155,7 +164,7 @@ def _print_run(run: RunData) -> None:
     )
     if record.status.get("error"):
         print_lines(*indented("error     ", record.status["error"]), style="red")
-    rows: list[list[Any]] = [[name, value, record.origins.get(name, "")] for name, value in record.parameters.items()]
+    rows: list[list[Any]] = [[name, value, record.origins.get(name, "")] for name, value in record.settings.items()]
     print_table(["parameter", "value", "from"], rows)
     found = [(name, read(record.manifest)) for name, read in ENVIRONMENT]
     print_table(["environment", ""], [(name, str(value)) for name, value in found if value not in (None, "")])
@@ -188,7 +197,8 @@ def compare(arguments: argparse.Namespace) -> int:
     records = find_all_runs(arguments.runs)
     if len(records) < 2:
         raise ExperimentError(f"compare needs at least two runs, got {len(records)}: {', '.join(arguments.runs)}.")
-    runs = [gather_run(record.folder, verify="off") for record in records]
+    directions = read_directions(arguments.direction)
+    runs = [gather_run(record.folder, verify="off", directions=directions) for record in records]
     found = compare_runs(runs)
     if arguments.json:
         print_json(found)
@@ -207,7 +217,7 @@ def compare_runs(runs: Sequence[RunData]) -> dict[str, Any]:
     return {
         "runs": names_of(runs),
         "folders": [str(record.folder) for record in records],
-        "parameters": _differing([record.parameters for record in records]),
+        "parameters": _differing([record.settings for record in records]),
         "code": {
             "commits": [_git(record, "commit") for record in records],
             "diff": _diff_of_diffs(records),
@@ -282,7 +292,12 @@ def _print_comparison(found: dict[str, Any]) -> None:
             print_lines(f"... {len(diff) - SHOWN_DIFF_LINES} more lines; --json has all of them")
     if not differs(commits) and not diff:
         print_lines("code: no difference" if any(commits) else "code: unknown, no run was started in a git repository")
-    rows = [(f"{tag}, {which}", *entry[which]) for tag, entry in found["metrics"].items() for which in ("last", "best")]
+    rows = [
+        (f"{tag}, {which}", *entry[which])
+        for tag, entry in found["metrics"].items()
+        for which in ("last", "best")
+        if any(value is not None for value in entry[which])
+    ]
     if rows:
         print_table(["metric", *runs], rows)
     for tag, step in found["losses_differ_from"].items():
@@ -296,7 +311,7 @@ def report(arguments: argparse.Namespace) -> int:
     from drivetrain.experiment.reports.page import write_report
 
     folders = [record.folder for record in find_all_runs(arguments.runs)]
-    path = write_report(folders, arguments.output).resolve()
+    path = write_report(folders, arguments.output, directions=read_directions(arguments.direction)).resolve()
     if arguments.json:
         print_json({"report": str(path), "runs": [str(folder) for folder in folders]})
     else:

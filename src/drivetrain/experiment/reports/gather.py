@@ -5,7 +5,7 @@ Nothing here fails because a run did: a file that is missing or damaged becomes 
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
 from drivetrain.core.quantities import shown_seconds
+from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.chart import Point
 
@@ -45,7 +46,6 @@ ENVIRONMENT: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
     ("command", lambda manifest: " ".join(map(str, manifest.get("argv") or []))),
 )
 """What the environment table says, and where it is in a manifest."""
-SMALLER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,9 @@ class MetricSummary:
 
     tag: str
     last: float
-    best: float
-    best_step: float
+    best: float | None
+    """None where nothing says whether small or large values are good."""
+    best_step: float | None
     count: int
 
 
@@ -94,6 +95,8 @@ class RunData:
     pictures: tuple[PictureFile, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     log_tail: str = ""
+    directions: dict[str, str] = field(default_factory=dict)
+    """Metrics whose good direction was declared."""
     notes: tuple[str, ...] = ()
     """What could not be read, and why."""
 
@@ -104,10 +107,10 @@ class RunData:
 
     def metrics(self) -> list[MetricSummary]:
         """Return last and best value of every metric."""
-        return [summarize(tag, points) for tag, points in self.series.items()]
+        return [summarize(tag, points, self.directions) for tag, points in self.series.items()]
 
 
-def gather_run(folder: str | Path, *, verify: str = "size") -> RunData:
+def gather_run(folder: str | Path, *, verify: str = "size", directions: Mapping[str, str] | None = None) -> RunData:
     """Read a run folder; `verify` is how carefully checkpoints are checked: off, size or full."""
     record = read_run(folder)
     notes: list[str] = []
@@ -132,13 +135,30 @@ def gather_run(folder: str | Path, *, verify: str = "size") -> RunData:
         pictures=tuple(find_pictures(record.folder)),
         checkpoints=tuple(read_checkpoints(record.checkpoints_path, verify)),
         log_tail=tail(record.log_path),
+        directions=_directions(record, rows, directions),
         notes=tuple(notes),
     )
 
 
-def read_series(record: RunRecord) -> dict[str, tuple[Point, ...]]:
-    """Return steps and values of every scalar of a run; none where nothing readable was recorded."""
-    return gather_series(_rows(record.metrics_path, []))
+def summarize_run(record: RunRecord, directions: Mapping[str, str] | None = None) -> MetricSummary | None:
+    """Return the metric that says most about a run; None where nothing readable was recorded."""
+    rows = _rows(record.metrics_path, [])
+    series = gather_series(rows)
+    tag = main_metric(series)
+    return None if tag is None else summarize(tag, series[tag], _directions(record, rows, directions))
+
+
+def _directions(
+    record: RunRecord, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return declared directions: given here, else with the Recorder, else with the experiment."""
+    recorded = {
+        str(row["tag"]): row["value"] for row in rows if row["kind"] == "direction" and row["value"] in ("min", "max")
+    }
+    by_name: dict[str, str] = {}
+    for source in (given or {}, recorded, record.directions):  # the first entry that matches a tag counts
+        by_name |= {name: good for name, good in source.items() if name not in by_name}
+    return by_name
 
 
 def gather_series(rows: list[dict[str, Any]]) -> dict[str, tuple[Point, ...]]:
@@ -162,11 +182,12 @@ def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         return []
 
 
-def summarize(tag: str, points: tuple[Point, ...]) -> MetricSummary:
-    """Return the last and the best value of a metric; the name says whether small or large is good."""
-    finite = [(step, value) for step, value in points if math.isfinite(value)] or [points[-1]]
-    smaller = any(word in tag.lower() for word in SMALLER_IS_BETTER)
-    best_step, best = (min if smaller else max)(finite, key=lambda point: point[1])
+def summarize(tag: str, points: tuple[Point, ...], directions: Mapping[str, str] | None = None) -> MetricSummary:
+    """Return the last value of a metric, and the best one where its direction is declared or its name gives it."""
+    best_step, best, good = None, None, direction_of(tag, directions)
+    if good is not None:
+        finite = [(step, value) for step, value in points if math.isfinite(value)] or [points[-1]]
+        best_step, best = (min if good == "min" else max)(finite, key=lambda point: point[1])
     return MetricSummary(tag=tag, last=points[-1][1], best=best, best_step=best_step, count=len(points))
 
 
@@ -176,7 +197,7 @@ def main_metric(series: dict[str, tuple[Point, ...]]) -> str | None:
     def rank(tag: str) -> tuple[bool, bool, str]:
         words = tag.lower()
         evaluated = any(word in words for word in ("eval", "val", "test"))
-        scored = any(word in words for word in ("acc", "f1", "auc", "score", "iou", "bleu"))
+        scored = direction_of(tag) == "max"
         return not evaluated, not (scored or "loss" in words), words if scored else "~" + words
 
     return min(series, key=rank, default=None)

@@ -5,7 +5,7 @@ Each section takes the runs, one or several, and returns HTML; several runs are 
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ SPLITS = re.compile(r"^(training|train|evaluation|eval|validation|valid|val|test
 NOT_TRAINING = ("eval", "val", "test")
 
 
-def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+def write_report(
+    runs: Sequence[str | Path], output: str | Path | None = None, *, directions: Mapping[str, str] | None = None
+) -> Path:
     """Write the report of one or several run folders and return the file; one run's goes into its own folder by default."""
     if not runs:
         raise ConfigError("a report needs at least one run folder, such as output/digits/2026-01-31_12-00-00_ab12cd.")
-    data = [gather_run(folder) for folder in runs]
+    data = [gather_run(folder, directions=directions) for folder in runs]
     path = Path(output) if output is not None else Path(runs[0]) / FILE_NAME if len(data) == 1 else Path(FILE_NAME)
     if path.is_dir():
         path = path / FILE_NAME
@@ -109,7 +111,8 @@ def summary_cards(run: RunData) -> str:
     ]
     for tag in shown[:3]:
         entry = summaries[tag]
-        cards.append((short(entry.last), f"{tag}; best {short(entry.best)} at step {short(entry.best_step)}"))
+        best = "" if entry.best is None else f"; best {short(entry.best)} at step {_shown(entry.best_step)}"
+        cards.append((short(entry.last), tag + best))
     known = [entry.last for entry in summaries.values()]
     cards += [(number(value), name) for name, value in run.summary.items() if value not in known][:3]
     if isinstance(record.status.get("step"), int):
@@ -173,19 +176,25 @@ def metrics(runs: Sequence[RunData]) -> str:
     found = [{entry.tag: entry for entry in run.metrics()} for run in runs]
     rows = []
     for tag in dict.fromkeys(tag for entries in found for tag in entries):
-        last = [short(entries[tag].last) if tag in entries else "–" for entries in found]
-        best = [short(entries[tag].best) if tag in entries else "–" for entries in found]
+        own = [entries.get(tag) for entries in found]
+        last = [_shown(None if entry is None else entry.last) for entry in own]
+        best = [_shown(None if entry is None else entry.best) for entry in own]
         rows.append(row(f"{tag} (last)", last, _same(last), "number"))
-        rows.append(row(f"{tag} (best)", best, _same(best), "number"))
+        if any(entry is not None and entry.best is not None for entry in own):
+            rows.append(row(f"{tag} (best)", best, _same(best), "number"))
     return section("Metrics", _compared(["metric", *names_of(runs)], rows, numbers_from=1) if rows else "")
 
 
 def _metric_row(entry: MetricSummary) -> str:
     return row(
         entry.tag,
-        [short(entry.last), short(entry.best), short(entry.best_step), f"{entry.count:,}"],
+        [short(entry.last), _shown(entry.best), _shown(entry.best_step), f"{entry.count:,}"],
         cell_kind="number",
     )
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else short(value)
 
 
 def _same(values: Sequence[Any]) -> str:
@@ -203,7 +212,7 @@ def parameters(runs: Sequence[RunData]) -> str:
     given = {
         name for run in runs for name, origin in run.record.origins.items() if origin not in ("default", "defaults")
     }
-    every = dict.fromkeys(name for run in runs for name in run.record.parameters)
+    every = dict.fromkeys(name for run in runs for name in run.record.settings)
     ordered = sorted(every, key=lambda name: (name not in given, name in common))
     if len(runs) == 1:
         record = runs[0].record

@@ -1,0 +1,71 @@
+"""Whether small or large values of a metric are good: as declared, else by its name, else unknown.
+
+A metric of unknown direction has a last value and no best one.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from drivetrain.core.errors import ParameterError
+
+Direction = Literal["min", "max"]
+
+SMALL_IS_GOOD = frozenset(
+    "wer cer ter der eer mer nll nlpd bce ce kl ppl bpb bpc bpd bpt fid kid fvd lpips mse mae rmse nrmse rmsle mape smape wape "
+    "mase crps brier ece hd hd95 assd ber fpr fnr".split()
+)
+LARGE_IS_GOOD = frozenset(
+    "acc f1 auc auroc auprc roc ap map miou iou dice bleu sacrebleu chrf rouge meteor cider spice comet bertscore psnr ssim "
+    "recall precision sensitivity specificity reward return r2 ndcg mrr top em pass elbo mos pesq stoi sdr sisdr snr kappa mcc "
+    "pearson spearman inception".split()
+)
+"""Short names, compared with whole words of a tag without the number at their end: `eval/F1@10` has `f`, `f1`."""
+
+SMALL_WORDS = (
+    "loss",
+    "error",
+    "perplex",
+    "bits_per",
+    "negative_log",
+    "cross_entropy",
+    "divergence",
+    "edit_distance",
+    "regret",
+    "deviance",
+)
+LARGE_WORDS = ("accuracy", "score", "likelihood", "similarity", "correct", "success", "win_rate", "jaccard", "hit_rate")
+"""Longer names, looked for anywhere in a tag."""
+
+
+def direction_of(tag: str, declared: Mapping[str, str] | None = None) -> Direction | None:
+    """Return whether small ("min") or large ("max") values of a metric are good, None where nothing says so.
+
+    A declaration counts for its tag, and for tags that end in it after a slash.
+
+    >>> direction_of("eval/WER"), direction_of("val_accuracy"), direction_of("lr"), direction_of("lr", {"lr": "max"})
+    ('min', 'max', None, 'max')
+    """
+    for name, direction in (declared or {}).items():
+        if tag == name or tag.endswith("/" + name):
+            return check_direction(direction, name)
+    plain = re.sub(r"[^a-z0-9]+", "_", tag.lower())
+    words = set(plain.split("_")) | {word.rstrip("0123456789") for word in plain.split("_")}
+    if any(word in plain for word in SMALL_WORDS) or words & SMALL_IS_GOOD:
+        return "min"
+    return "max" if any(word in plain for word in LARGE_WORDS) or words & LARGE_IS_GOOD else None
+
+
+def check_direction(direction: object, name: str) -> Direction:
+    """Return a direction, or raise for anything else."""
+    if direction not in ("min", "max"):
+        raise ParameterError(
+            f"direction of {name!r}: {direction!r} is not known. Give 'min' where small values are good, or 'max'."
+        )
+    return direction
+
+
+def read_directions(words: list[str]) -> dict[str, str]:
+    """Read `NAME=min` and `NAME=max`, as a command line has them."""
+    pairs = [word.rpartition("=")[::2] for word in words]
+    return {name: check_direction(direction, name or word) for (name, direction), word in zip(pairs, words)}
