@@ -79,21 +79,20 @@ def test_thousands_of_candidates_share_one_global_batch_and_are_all_different():
     assert {candidate.micro * candidate.accumulation for candidate in found if candidate.data_ranks == 8} == {8}
 
 
+@pytest.mark.filterwarnings("ignore:left out of the plan")  # what this device cannot run
 def test_every_kind_of_candidate_is_a_valid_plan():
-    found = space(8)
-    seen = {}
-    for one in found.candidates:
-        seen.setdefault(tuple(one.names()), one)
-    assert len(seen) > 100
-    for one in list(seen.values())[::17]:
-        plan = found.plan(one)
-        assert sorted(plan.opt_names()) == sorted(one.names())
-        names = [
-            name
-            for name in plan.opt_names()
-            if name not in ("tf32", "cuda_graphs", "chunked_cross_entropy", "cpu_offload")
-        ]
-        Strategy([entry for entry in plan if entry.name in names]).validate(device="cpu", world_size=8)
+    for world in (8, 64):
+        found = space(world, profile=make_profile(cross_entropy_head="head", parameter_bytes=10**11))
+        seen = {}
+        for one in found.candidates:
+            seen.setdefault(tuple(one.names()), one)
+        assert len(seen) > 100
+        together = set().union(*seen)
+        assert {"fsdp", "chunked_cross_entropy", "cpu_offload", "cuda_graphs", "zero1"} <= together
+        for one in seen.values():
+            plan = found.plan(one)
+            assert sorted(plan.opt_names()) == sorted(one.names())
+            plan.validate(device="cpu", world_size=world)
 
 
 def test_numerics_bound_the_precision():
@@ -429,6 +428,25 @@ def test_what_may_win_gets_the_time_that_nobody_else_needs():
     assert [plan.opt_names() for plan, _, _ in trials.asked] == [[]]
 
 
+def test_a_better_prediction_is_tried_whatever_has_been_measured():
+    slow = [scored(2.0 + i, 1, micro=64 // 2**i, accumulation=2**i) for i in range(1, 5)]
+    fast = scored(0.14, 1, micro=64, precision="bfloat16")
+    known = TrialResult(outcome="ok", step_seconds=2.16, steps=3)
+    answers = {(): known, ("micro_batch",): known, ("amp_native",): replace(known, step_seconds=0.2)}
+
+    def tried(is_valid=lambda candidate: True, left=1000.0):
+        measuring, trials = measure(slow, answers)
+        before, measuring.clock = len(trials.asked), Clock(left)
+        measuring.look_further([fast, *slow], is_valid)
+        return [plan.opt_names() for plan, _, _ in trials.asked[before:]], choose(measuring.found).seconds
+
+    assert tried() == ([["amp_native"]], 0.2)
+    assert tried(is_valid=lambda candidate: False) == ([], 2.16)
+    assert tried(left=1.0) == ([], 2.16)  # there is no time for it
+    late, _ = measure([*slow, fast], answers)
+    assert choose(late.found).seconds == 0.2  # nor does a number of measured plans end the round before it
+
+
 @pytest.mark.parametrize(("limit", "compilations"), [(150.0, 1), (250.0, 2)])
 def test_where_a_compilation_took_too_long_another_needs_as_long(limit, compilations, monkeypatch):
     now = [0.0]
@@ -618,6 +636,17 @@ def test_what_cannot_win_any_more_is_not_tried():
 
 
 # ---------------------------------------------------------------------------------------- finding
+
+
+def test_a_plan_that_cannot_be_applied_is_not_chosen_however_fast_it_is_predicted_to_be():
+    run = find._Search(make_task(batch=64), torch.device("cpu"), 8, SearchConstraints(spec=H100), None)
+    sizes = {"zero": 8, "micro": 8, "sharding": "fsdp"}
+    rejected, valid = scored(1, 1, chunked_loss=True, cpu_offload=True, **sizes), scored(2, 1, **sizes)
+    plain = scored(9, 1, data=8, micro=8)
+    here = build_space(place(8))
+    assert run._unmeasured([rejected, valid, plain], plain, here, []) == valid
+    assert "cannot be used together" in run._rejected
+    assert run._unmeasured([rejected], plain, here, []) == plain
 
 
 def make_task(model=None, batch=8, **changes):

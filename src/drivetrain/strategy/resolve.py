@@ -3,6 +3,7 @@
 This is pure: it looks and touches nothing, and all ranks that call it with the same arguments get the same result or the same error.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -78,7 +79,8 @@ def resolve_plan(
     parallel = merged.get(mesh_method().name)
     axes = fit_axes(parallel.axes if parallel is not None else (), world)
     site = Site(device=place, world=world, axes=dict(axes), names=frozenset(merged), model=model)
-    _refuse_conflicts(merged, site)
+    if (conflict := conflict_between(merged, place)) is not None:
+        raise ConflictError(conflict)
     dropped: list[tuple[str, str]] = []
     for name, config in list(merged.items()):
         method = find_method(name)
@@ -146,20 +148,27 @@ def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _refuse_conflicts(merged: Mapping[str, Any], site: Site) -> None:
-    groups: dict[str, list[str]] = {}
-    for name in merged:
-        if find_method(name).is_alone_in_group:
-            groups.setdefault(find_method(name).group, []).append(name)
-    for group, members in groups.items():
+def conflict_between(configs: Mapping[str, Any], device: torch.device) -> str | None:
+    """Return why methods with these configurations cannot be in one plan, and what to do; None: they can.
+
+    Loaded plans and the candidates of a search are held to the same rules.
+    """
+    reason = _conflict_of_names(tuple(configs))
+    if reason is not None:
+        return reason
+    found = (find_method(name).clash(config, configs, device) for name, config in configs.items())
+    return next((reason for reason in found if reason is not None), None)
+
+
+@functools.lru_cache(4096)  # a search asks for thousands of candidates with few different sets of methods
+def _conflict_of_names(names: tuple[str, ...]) -> str | None:
+    methods = [find_method(name) for name in names]
+    for group in dict.fromkeys(method.group for method in methods if method.is_alone_in_group):
+        members = [method.name for method in methods if method.is_alone_in_group and method.group == group]
         if len(members) > 1:
-            raise ConflictError(
-                f"{' and '.join(members)} cannot be used together: a plan has one method of the group {group!r}. Keep one of them."
-            )
-    for name in merged:
-        for other, remedy in find_method(name).conflicts.items():
-            if other in merged:
-                raise ConflictError(f"{name} and {other} cannot be used together. {remedy}")
-    for name, config in merged.items():
-        if (reason := find_method(name).clash(config, merged, site.device)) is not None:
-            raise ConflictError(reason)
+            return f"{' and '.join(members)} cannot be used together: a plan has one method of the group {group!r}. Keep one of them."
+    for method in methods:
+        for other, remedy in method.conflicts.items():
+            if other in names:
+                return f"{method.name} and {other} cannot be used together. {remedy}"
+    return None

@@ -5,7 +5,6 @@ Nothing runs in this process but arithmetic and shapes; models, random states an
 `find_plan` with the same arguments; rank 0 finds out and decides.
 """
 
-import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods
 from drivetrain.strategy.search.agreement import master_does
+from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.constraints import SearchConstraints, budget_bytes
 from drivetrain.strategy.search.decision import (
     Measurement,
@@ -93,7 +93,8 @@ class _Search:
         self.thinking = Clock(constraints.time_limit or _UNTIMED)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
-        self._refused = ""
+        self._rejected = ""
+        self._validity: dict[Strategy, bool] = {}
         self.reason = self._why_nothing_is_measured()
         self._on_progress = on_progress
         self._profiler: ModelProfiler | None = None
@@ -120,20 +121,25 @@ class _Search:
             seconds = broadcast_from_master(self.seconds)
             return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
         if not top:
-            raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._refused}")
+            raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._rejected}")
         with self._timed("simulate"):
             ranked, simulated = self._simulate(top, space, machine, budget)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
         ranked = ranked or top[-1:]
         with self._timed("measure"):
-            measuring = self._measure(ranked, plain, space, budget, trials, known)
+            measuring = self._measure(ranked, fitting, plain, space, budget, trials, known)
         self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
         found = [] if measuring is None else measuring.found
         report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
         best = self._completed(choose(found, tie=TIE if constraints.start is None else 0.0), known)
         if best is None and _all_failed(found, plain):
             return failed_plan(found, report)
-        chosen = best.scored if best is not None else self._unmeasured(ranked, plain, fitting, found)
+        if best is not None:
+            chosen = best.scored
+        else:
+            too_large = {item.candidate for item in simulated if item.peak > budget}
+            others = [item for item in fitting if item.candidate not in too_large]
+            chosen = self._unmeasured([*ranked, *others], plain or ranked[0], space, found)
         is_simulated = any(item.candidate == chosen.candidate for item in simulated)
         evidence: dict[str, Evidence] = {"memory": "simulated" if is_simulated else "modelled", "time": "modelled"}
         return finished_plan(
@@ -211,21 +217,25 @@ class _Search:
         return {name: configs for name, configs in found if configs}
 
     def _is_valid(self, plan: Strategy) -> bool:
-        """Return whether a plan can be applied: what its methods refuse together is known only to them."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what would be dropped is said when a plan is applied
-            try:
-                plan.validate(self.task.model, self.device, self.world)
-            except StrategyError as error:
-                self._refused = str(error)
-                return False
-        return True
+        """Return whether a plan can be applied: what its methods reject together is known only to them."""
+        if plan not in self._validity:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what would be dropped is reported when a plan is applied
+                try:
+                    plan.validate(self.task.model, self.device, self.world)
+                    self._validity[plan] = True
+                except StrategyError as error:
+                    self._rejected, self._validity[plan] = str(error), False
+        return self._validity[plan]
 
     def _promising(
         self, scored: list[Scored], known: Known, space: Space, budget: float
     ) -> tuple[list[Scored], list[Scored]]:
         """Return all candidates and the promising ones, after finding out what the predictions of those that matter read."""
-        is_valid = functools.cache(lambda candidate: self._is_valid(space.plan(candidate)))
+
+        def is_valid(candidate: Candidate) -> bool:
+            return self._is_valid(space.plan(candidate))
+
         while True:
             fitting = [item for item in scored if item.peak <= budget]
             pool = fitting if self.reason is None else self._trusted(fitting) or fitting
@@ -326,6 +336,7 @@ class _Search:
     def _measure(
         self,
         ranked: Sequence[Scored],
+        fitting: Sequence[Scored],
         plain: Scored | None,
         space: Space,
         budget: float,
@@ -341,6 +352,7 @@ class _Search:
             learn=experience.learn, corrected=experience.corrected, completed=known.completed,
         )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
+        measuring.look_further(fitting, lambda candidate: self._is_valid(space.plan(candidate)))
         measuring.refine()
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
@@ -356,12 +368,12 @@ class _Search:
         return f"there is no {' and no '.join(missing)}" if missing else None
 
     def _unmeasured(
-        self, ranked: Sequence[Scored], plain: Scored | None, fitting: Sequence[Scored], found: Sequence[Measurement]
+        self, fitting: Sequence[Scored], last: Scored, space: Space, found: Sequence[Measurement]
     ) -> Scored:
-        """Return the best prediction that needs no proof and is not of a kind that failed; else the plain plan."""
+        """Return the best prediction that can be applied, needs no proof and is not of a kind that failed; else the last resort."""
         failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}
-        left = [item for item in (*ranked, *fitting) if item.candidate.kind not in failed]
-        return next(iter(preferred(self._trusted(left))), plain or ranked[0])
+        left = preferred(self._trusted([item for item in fitting if item.candidate.kind not in failed]))
+        return next((item for item in left if self._is_valid(space.plan(item.candidate))), last)
 
     def _trusted(self, scored: Sequence[Scored]) -> list[Scored]:
         """Return what may be used without a trial: nothing that pays only sometimes on this kind of device."""

@@ -30,6 +30,8 @@ MOST_PLANS = 4
 """Plans measured in the first round."""
 PLENTY = 0.5
 """A plan that is predicted to need no more than this share of the memory needs no closer look before it is tried."""
+_FURTHER, _MUCH_FASTER = 200, 0.8
+"""How many further candidates are looked at, from the fastest on, and which share of the best measured time makes one worth a trial."""
 _CLOSE = 0.1
 """Plans this close to the fastest are measured again with more steps."""
 _START = {"cuda": 12.0, "cpu": 8.0}
@@ -100,8 +102,10 @@ class Measuring:
         while waiting:
             item = waiting.pop(0)
             usable = sum(one.is_usable for one in self.found)
-            if self.obstacle is not None or usable >= most or len(self.found) >= 2 * most:
+            if self.obstacle is not None:
                 break
+            if (usable >= most or len(self.found) >= 2 * most) and not self._is_better(item):
+                continue
             if self._is_known(item) or self._cannot_win(item):
                 continue
             if self._has_time(item, FEW_STEPS):
@@ -110,6 +114,26 @@ class Measuring:
             else:
                 late.append(item)
         self._hope(late)
+
+    def _is_better(self, item: Scored, share: float = 1 - TIE) -> bool:
+        """Return whether a plan is predicted to take less than a share of what the best measured one takes."""
+        best = choose(self.found)
+        return best is not None and self.corrected(item).seconds < share * best.seconds
+
+    def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
+        """Try plans that were not among the promising ones, while there is one predicted to be much faster than all measured ones."""
+        failed = {one.scored.candidate.kind for one in self.found if not one.is_usable}
+        for item in fitting[:_FURTHER]:
+            if self.obstacle is not None:
+                return
+            is_open = item.candidate.kind not in failed and not self._is_known(item)
+            if not (is_open and self._is_better(item, _MUCH_FASTER) and is_valid(item.candidate)):
+                continue
+            if not self._has_time(item, FEW_STEPS):
+                return
+            self._try(item, self.space.plan(item.candidate), FEW_STEPS)
+            if not self.found[-1].is_usable:
+                failed.add(item.candidate.kind)
 
     def _hope(self, late: Sequence[Scored]) -> None:
         """Try the best of what was too late in the time that is left, if it may win: nobody else needs that time."""

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import torch
+
 from drivetrain.core.errors import BatchSizeError, PlanInfeasible
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.mesh import AXES
 from drivetrain.strategy.method import Option
-from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.resolve import conflict_between, resolve_plan
 from drivetrain.strategy.search.candidates import Candidate, in_order, steps_of
 from drivetrain.strategy.search.problem import PlanningProblem, Requests
 from drivetrain.strategy.search.scope import Scope
@@ -73,18 +75,25 @@ def _candidates(scope: Scope) -> Iterator[Candidate]:
             sizes: dict[str, Any] = {**mesh, "micro": micro, "accumulation": accumulation}
             found = [Candidate(**sizes)]
             for options in scope.on_mesh(dimensions, mesh, micro, accumulation):
-                found = [larger for one in found for option in options if (larger := _with(one, option)) is not None]
+                found = [
+                    larger
+                    for one in found
+                    for option in options
+                    if (larger := _with(one, option, scope.device)) is not None
+                ]
             for candidate in found:
                 fits = all(method.fits(config, candidate) is None for method, config in candidate.steps)
                 if fits and scope.requests.allows(candidate):
                     yield candidate
 
 
-def _with(candidate: Candidate, option: Option) -> Candidate | None:
-    """Return a combination with one more option, or None where a method of it does not fit there."""
+def _with(candidate: Candidate, option: Option, device: torch.device) -> Candidate | None:
+    """Return a combination with one more option, or None where a method of it does not fit there or conflicts with another one."""
     if not option:
         return candidate
     larger = candidate.adding(option)
+    if conflict_between(larger.configs, device) is not None:
+        return None
     return larger if all(method.fits(config, larger) is None for method, config in steps_of(option)) else None
 
 
