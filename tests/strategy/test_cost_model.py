@@ -6,9 +6,16 @@ import pytest
 
 from drivetrain.strategy.profile.values import Link, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.search.candidates import label_of
-from drivetrain.strategy.search.cost import Cost
-from drivetrain.strategy.search.memory import activation_bytes, gathered_bytes, predict_memory
-from drivetrain.strategy.search.time_model import collective_time, communication_time, link_of, predict_time
+from drivetrain.strategy.search.cost import (
+    Cost,
+    activation_bytes,
+    collective_time,
+    communication_time,
+    gathered_bytes,
+    link_of,
+    predict_memory,
+    predict_time,
+)
 from tests.strategy.candidates import candidate as make_candidate
 from tests.strategy.candidates import effects
 

@@ -10,11 +10,21 @@ from benchmarks import memory_prediction
 from drivetrain.core.errors import ConfigError
 from drivetrain.strategy.device_spec import PRESETS, DeviceSpec, parse_size, preset_named_like
 from drivetrain.strategy.profile import machine as machines
-from drivetrain.strategy.profile.machine import Prediction, learn, link_of, machine_from_spec, profile_machine
-from drivetrain.strategy.profile.machine_cache import cache_file, cache_folder, read_machine, write_machine
+from drivetrain.strategy.profile.machine import (
+    Prediction,
+    cache_file,
+    cache_folder,
+    host_memory,
+    learn,
+    link_of,
+    machine_from_spec,
+    memory_bytes,
+    profile_machine,
+    read_machine,
+    write_machine,
+)
 from drivetrain.strategy.profile.measure_machine import measure
-from drivetrain.strategy.profile.this_machine import host_memory, memory_bytes
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,10 @@ from torch import nn
 
 from drivetrain.strategy.profile import model as profiling
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
-from drivetrain.strategy.profile.lines import line_through, upper_edge
+from drivetrain.strategy.profile.findings import line_through, upper_edge
 from drivetrain.strategy.profile.model import ModelProfiler, profile_model
 from drivetrain.strategy.profile.step_memory import StepMemory
 from drivetrain.strategy.profile.torch_private import fake_mode
-from drivetrain.strategy.profile.tracker import MemoryTimeline
 from drivetrain.strategy.profile.values import ARITHMETICS, PARTS
 from drivetrain.strategy.task import CallModel, TrainingTask
 from tests.module.models import ResNet
@@ -150,12 +149,12 @@ def real_peak(model, batch, call, loss):
     loss(batch, call(model, batch)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    timeline = MemoryTimeline()
+    timeline = StepMemory(512)
     with timeline:
-        timeline.label(model.parameters(), "parameters")
-        timeline.label(model.buffers(), "buffers")
-        timeline.label((value for state in optimizer.state.values() for value in state.values()), "optimizer")
-        timeline.label(batch.values(), "inputs")
+        timeline.register(model.parameters(), "parameters")
+        timeline.register(model.buffers(), "buffers")
+        timeline.register((value for state in optimizer.state.values() for value in state.values()), "optimizer")
+        timeline.register(batch.values(), "inputs")
         loss(batch, call(model, batch)).backward()
     timeline.freeze()
     return max(timeline.totals())
@@ -580,7 +579,7 @@ def test_a_model_compiles_as_before_after_a_profile():
 )
 def test_convolutions_borrow_what_they_did_on_an_h200(dtype, layer, shape, mebibytes):
     for layout, borrowed in ((torch.contiguous_format, mebibytes * 2**20), (torch.channels_last, 0)):
-        with fake_mode(), MemoryTimeline() as timeline:
+        with fake_mode(), StepMemory(512) as timeline:
             x = torch.empty(shape, dtype=dtype).to(memory_format=layout).requires_grad_()
             weight = torch.empty(layer.weight.shape, dtype=dtype).to(memory_format=layout).requires_grad_()
             y = torch.conv2d(x, weight, None, layer.stride, layer.padding, 1, layer.groups)
@@ -608,10 +607,10 @@ LOSSES = {
 def test_a_loss_holds_in_a_profile_what_it_holds_in_torch(name):
     x, y = torch.randn(8, 100), torch.randn(8, 100)
     real = LOSSES[name](x, y).untyped_storage().nbytes()
-    with fake_mode() as mode, MemoryTimeline(), torch.no_grad():
+    with fake_mode() as mode, StepMemory(512), torch.no_grad():
         assert LOSSES[name](mode.from_tensor(x), mode.from_tensor(y)).untyped_storage().nbytes() == real
     memory = StepMemory()
-    with fake_mode() as mode, memory.watching(), torch.no_grad():
+    with fake_mode() as mode, memory, torch.no_grad():
         loss = LOSSES[name](mode.from_tensor(x), mode.from_tensor(y))
         assert loss.untyped_storage().nbytes() == real
         held = memory.record().segments["start"]

@@ -11,22 +11,20 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import BatchSizeError, ConfigError, ConflictError, PlanInfeasible, UnknownMethodError
+from drivetrain.strategy import explain
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.methods.cpu_threads import CpuThreadsConfig
 from drivetrain.strategy.profile.model import profile_model
 from drivetrain.strategy.registry import _methods, register_method
-from drivetrain.strategy.search import find, picture
-from drivetrain.strategy.search.constraints import budget_bytes, parse_memory
-from drivetrain.strategy.search.cost import Cost
+from drivetrain.strategy.search import find
+from drivetrain.strategy.search.constraints import PlanningProblem, budget_bytes, parse_memory
+from drivetrain.strategy.search.cost import Cost, parts_read
 from drivetrain.strategy.search.decision import Measurement, choose
-from drivetrain.strategy.search.experience import Experience
 from drivetrain.strategy.search.find import SearchConstraints, find_plan
-from drivetrain.strategy.search.known import Known, doubtful
-from drivetrain.strategy.search.measure import Clock, Measuring, measuring_order
-from drivetrain.strategy.search.memory import parts_read
-from drivetrain.strategy.search.problem import PlanningProblem
+from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful
+from drivetrain.strategy.search.measure import Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.ranking import (
     Scored,
     is_ruled_out,
@@ -40,7 +38,7 @@ from drivetrain.strategy.search.ranking import (
 )
 from drivetrain.strategy.search.space import build_space
 from drivetrain.strategy.task import CallModel, TrainingTask
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Strategy
 from tests.strategy.candidates import candidate, checkpoint_of, effects, sharding_of
 from tests.strategy.candidates import candidate as make_candidate
@@ -373,7 +371,7 @@ class Trials:
 def measure(items, answers, limit=1000.0, budget=1e12):
     trials = Trials(answers, [])
     found = build_space(place(machine=CPU))
-    measuring = Measuring(found, torch.device("cpu"), Clock(limit), budget, trials, lambda text: None)
+    measuring = Measuring(found, torch.device("cpu"), SearchTime(limit), budget, trials, lambda text: None)
     plain = next((item for item in items if item.candidate.names() == []), None)
     measuring.round(measuring_order(items, plain))
     measuring.refine()
@@ -436,7 +434,7 @@ def test_a_better_prediction_is_tried_whatever_has_been_measured():
 
     def tried(is_valid=lambda candidate: True, left=1000.0):
         measuring, trials = measure(slow, answers)
-        before, measuring.clock = len(trials.asked), Clock(left)
+        before, measuring.clock = len(trials.asked), SearchTime(left)
         measuring.look_further([fast, *slow], is_valid)
         return [plan.opt_names() for plan, _, _ in trials.asked[before:]], choose(measuring.found).seconds
 
@@ -461,7 +459,7 @@ def test_where_a_compilation_took_too_long_another_needs_as_long(limit, compilat
     plain = TrialResult(outcome="ok", step_seconds=0.4, steps=3, startup_seconds=2.0)
     trials = Slow({("native_dynamo",): late, (): plain}, [])
     space = build_space(place(machine=CPU))
-    measuring = Measuring(space, torch.device("cpu"), Clock(limit, 0.0), 1e12, trials, lambda text: None)
+    measuring = Measuring(space, torch.device("cpu"), SearchTime(limit, 0.0), 1e12, trials, lambda text: None)
     items = [scored(0.1, 1, micro=64, compile=scope) for scope in ("model", "block")]
     measuring.round(measuring_order([*items, scored(0.5, 1, micro=64)], None))
     assert sum(bool(plan.opt_names()) for plan, _, _ in trials.asked) == compilations
@@ -511,7 +509,7 @@ def test_other_threads_are_chosen_only_if_the_same_plan_is_slower_with_those_of_
         (): TrialResult(outcome="ok", step_seconds=0.3, steps=3),
     }
     trials = Trials(answers, [])
-    measuring = Measuring(here, torch.device("cpu"), Clock(1000.0), 100.0, trials, lambda text: None)
+    measuring = Measuring(here, torch.device("cpu"), SearchTime(1000.0), 100.0, trials, lambda text: None)
     measuring.round([other, plain])
     assert len(trials.asked) == 2
     measuring.refine()
@@ -534,8 +532,8 @@ class CountingProfiler:
 
 def known(clock=None, seconds=30.0, **values):
     profiler = CountingProfiler()
-    clock = Clock(120.0) if clock is None else clock
-    return Known(make_profile(compiled_bytes=None), GPU, clock, seconds, profiler, **values), profiler
+    clock = SearchTime(120.0) if clock is None else clock
+    return Knowledge(make_profile(compiled_bytes=None), GPU, clock, seconds, profiler, **values), profiler
 
 
 def test_a_profile_grows_by_what_candidates_read_and_nothing_is_asked_twice():
@@ -562,7 +560,7 @@ def test_a_profile_grows_by_what_candidates_read_and_nothing_is_asked_twice():
 def test_a_profile_takes_only_its_share_of_the_time():
     about, profiler = known(seconds=2.0)
     about.find_out({"float32/full"})
-    late, other = known(clock=Clock(10.0, time.monotonic() - 9.0))
+    late, other = known(clock=SearchTime(10.0, time.monotonic() - 9.0))
     late.find_out({"float32/full"})
     assert profiler.limits[0] == 2.0 and about.seconds < 2.0 and 0.0 <= other.limits[0] < 0.5
 
@@ -578,7 +576,7 @@ def test_a_search_captures_graphs_only_for_the_plans_that_are_tried_first():
     constraints = SearchConstraints(spec=H100, excluded=frozenset({"checkpoint"}))
     run = find._Search(make_task(batch=64), torch.device("cpu"), 1, constraints, None)
     run.reason = None  # as if the device were here
-    about = Known(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
+    about = Knowledge(make_profile(compiled_bytes=None), GPU, run.thinking, 30.0, profiler)
     found = build_space(run._problem(about.profile, GPU))
     candidates, top = run._promising(about.predicted(found.candidates), about, found, 1e15)
     assert top and not about.asked  # all of them fit easily, and will be measured
@@ -600,7 +598,7 @@ def learning(ratio, **first):
         return predict(candidate(**{"micro": 64, "precision": "bfloat16", **values}), profile, machine)
 
     measuring = Measuring(
-        build_space(place(machine=CPU)), torch.device("cpu"), Clock(1000.0), 1e15, Trials({}, []), lambda text: None,
+        build_space(place(machine=CPU)), torch.device("cpu"), SearchTime(1000.0), 1e15, Trials({}, []), lambda text: None,
         learn=experience.learn, corrected=experience.corrected,
     )  # fmt: skip
     tried = item(compile="model", **first)
@@ -782,7 +780,7 @@ def test_the_picture_shows_candidates(tmp_path, simulated_plan):
     ):  # the ticks of a narrow logarithmic axis are crooked
         axes.set = Mock()
         points = [f"0.1 {peak * 2**30} float32, eager" for peak in peaks]
-        picture._draw(axes, Strategy([]), {"points": points, "candidates": 2, "fitting": 2}, ["black"])
+        explain._draw(axes, Strategy([]), {"points": points, "candidates": 2, "fitting": 2}, ["black"])
         assert axes.set.call_args.kwargs["xscale"] == scale
     with pytest.raises(ConfigError, match="not found by a search"):
         Strategy(["checkpoint"]).picture(tmp_path / "none.png")

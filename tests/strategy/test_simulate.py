@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.strategy.batching import plan_batch
-from drivetrain.strategy.profile.following import Update
 from drivetrain.strategy.profile.simulate import simulate, simulate_plans
-from drivetrain.strategy.profile.step_memory import StepMemory, by_category
+from drivetrain.strategy.profile.step_memory import StepMemory, Update, by_category
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.value import Strategy
@@ -389,7 +388,7 @@ def test_the_snippet_of_the_page_on_planning_elsewhere_runs(capsys):
 
 def test_how_a_model_can_be_split_is_found_out_once(monkeypatch):
     from drivetrain.module import tensor_inference
-    from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
+    from drivetrain.strategy.profile.simulate import remembered_tensor_plans
 
     asked = []
     infer = tensor_inference.infer_tp_plan

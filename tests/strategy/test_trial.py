@@ -21,12 +21,11 @@ from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
-from drivetrain.strategy.trial import measuring, memory_kills
+from drivetrain.strategy.trial import measuring, memory
 from drivetrain.strategy.trial.checking import verdict
-from drivetrain.strategy.trial.nesting import MARK, refuse_inside_trial
-from drivetrain.strategy.trial.report import Report, merge
+from drivetrain.strategy.trial.process import MARK, refuse_inside_trial
+from drivetrain.strategy.trial.report import Report, Yardstick, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
-from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy import trial_tasks
 from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task
@@ -119,9 +118,9 @@ def write_counts(folder, group=None, machine=0, gibibytes=64):
 def test_a_killed_process_ran_out_of_memory_only_if_the_system_says_so_of_its_own_group(tmp_path, monkeypatch):
     files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
     for name, file in files.items():
-        monkeypatch.setattr(memory_kills, name, tmp_path / file)
+        monkeypatch.setattr(memory, name, tmp_path / file)
     write_counts(tmp_path, group=1, machine=5)
-    kills = memory_kills.MemoryKills()
+    kills = memory.MemoryKills()
     write_counts(tmp_path, group=1, machine=8)  # another container of this machine ran out of memory
     assert not kills.explain(resident=60 << 30)
     write_counts(tmp_path, group=2, machine=8)
@@ -131,13 +130,13 @@ def test_a_killed_process_ran_out_of_memory_only_if_the_system_says_so_of_its_ow
 def test_where_only_the_machine_counts_a_small_process_was_not_meant(tmp_path, monkeypatch):
     files = {"_GROUPS": "", "_OWN_GROUPS": "own", "_MACHINE": "vmstat", "_MEMORY": "meminfo"}
     for name, file in files.items():
-        monkeypatch.setattr(memory_kills, name, tmp_path / file)
+        monkeypatch.setattr(memory, name, tmp_path / file)
     write_counts(tmp_path, machine=5)
-    kills = memory_kills.MemoryKills()
+    kills = memory.MemoryKills()
     assert not kills.explain(resident=60 << 30)  # the count has not risen
     write_counts(tmp_path, machine=6)
     assert kills.explain(resident=60 << 30) and not kills.explain(resident=1 << 30)
-    assert memory_kills.resident_bytes_of(os.getpid()) > 50 << 20
+    assert memory.resident_bytes_of(os.getpid()) > 50 << 20
 
 
 @pytest.mark.slow

@@ -29,12 +29,10 @@ from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
 from drivetrain.strategy.plan_layout import PlanLayout, mesh_of_copies
-from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.snapshot import ModelSnapshot
+from drivetrain.strategy.snapshot import ModelSnapshot, ProcessSettings
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from drivetrain.strategy.stepping import Stepping
@@ -50,7 +48,8 @@ class Application:
     `model` and `optimizer` are those of the Context; to set them is to change the Context.
     """
 
-    mesh: "DeviceMesh | None" = None
+    mesh: Any = None
+    """torch's DeviceMesh; None on one process."""
     whole: nn.Module | None = None
     """The model of which `model` holds some stages, while a plan with a pipeline is applied."""
     autocast_dtype: torch.dtype | None = None

@@ -10,7 +10,7 @@ from typing import Literal
 
 from drivetrain.strategy.mesh import DATA_AXES
 
-Scope = Literal["none", "block", "model"]
+CompileScope = Literal["none", "block", "model"]
 UNFUSED_UPDATE = 2.5
 """Passes over memory of an update that is not fused, over those of a fused one."""
 
@@ -65,7 +65,7 @@ class Effects:
     """The key of the machine's rates."""
     arithmetic: str = "float32"
     """The key of the profile's numbers: "float32" or "bfloat16" for all that computes in 16 bits."""
-    compiled: Scope = "none"
+    compiled: CompileScope = "none"
     """What is compiled: nothing, the blocks, or the whole model."""
     is_recorded: bool = False
     """Whether kernels are recorded once and replayed: launching costs nothing, and their memory pool is their own."""
@@ -140,7 +140,7 @@ class Effects:
         """What decides which kernels run; plans of one kind mispredict alike."""
         return self._kind(self.compiled, self.is_recorded)
 
-    def _kind(self, compiled: Scope, is_recorded: bool) -> str:
+    def _kind(self, compiled: CompileScope, is_recorded: bool) -> str:
         how = "eager" if compiled == "none" else f"compiled {compiled}"
         shown = "" if self.threads is None else f", threads {self.threads}"
         return f"{self.precision}, {how}{' with graphs' if is_recorded else ''}{shown}"
@@ -150,6 +150,6 @@ class Effects:
         """Kinds with nearly the same kernels: the same precision, compiled in another scope, with or without recording."""
         if not self.is_compiled:
             return ()
-        scopes: tuple[Scope, ...] = ("model", "block")
+        scopes: tuple[CompileScope, ...] = ("model", "block")
         kinds = [self._kind(scope, recorded) for scope in scopes for recorded in (False, True)]
         return tuple(dict.fromkeys(kind for kind in kinds if kind != self.kind))

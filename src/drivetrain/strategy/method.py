@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.cost import Cost
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 Numerics = Literal["exact", "tf32", "mixed", "low"]
 """How far results may drift: not at all beyond rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
@@ -193,7 +193,7 @@ class Method:
         """Return configurations that depend on this process, such as its CPUs; the answer of rank 0 counts for all."""
         return ()
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         """Return what a search may do with the method; leaving it out is added unless it must be used.
 
         A method that states no effect on cost is offered only where it must be used: it could only make a plan less simple.
@@ -205,24 +205,24 @@ class Method:
         configs = scope.kept(self.name) or [*scope.base(self.name), *map(self.parse, found)] or [self.parse(None)]
         return [((self.name, config),) for config in dict.fromkeys(configs)]
 
-    def may_be_left_out(self, scope: "Scope") -> bool:
+    def may_be_left_out(self, scope: "SearchScope") -> bool:
         """Return whether plans without the method are compared too, where it has options."""
         return True
 
-    def flag_options(self, scope: "Scope", is_sensible: bool) -> list[Option]:
+    def flag_options(self, scope: "SearchScope", is_sensible: bool) -> list[Option]:
         """Return the options of a method that is used as it is, where that is sensible and possible."""
         is_offered = scope.must(self.name) or (is_sensible and scope.usable(self))
         return [((self.name, scope.config(self)),)] if is_offered else []
 
-    def axis_sizes(self, scope: "Scope") -> list[int]:
+    def axis_sizes(self, scope: "SearchScope") -> list[int]:
         """Return sizes of the method's axis that the model and the machine allow, without 1."""
         return []
 
-    def axis_options(self, scope: "Scope", size: int, micro: int, accumulation: int) -> list[Option]:
+    def axis_options(self, scope: "SearchScope", size: int, micro: int, accumulation: int) -> list[Option]:
         """Return the options on a mesh with its axis; none rejects the mesh for this batch split."""
         return [((self.name, scope.config(self)),)]
 
-    def splits(self, scope: "Scope", per_rank: int) -> list[tuple[int, int]] | None:
+    def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]] | None:
         """Return pairs of micro-batch and accumulation for a rank's part of a batch; None: the method does not split batches."""
         return None
 

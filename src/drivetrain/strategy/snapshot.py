@@ -1,10 +1,13 @@
-"""Remember a model's structure, to put it back when a plan fails half-way.
+"""Remember a model's structure and the process's settings, to restore both when a plan fails half-way.
 
-Nothing is copied: classes, dictionaries and the memory behind each parameter are remembered by reference, and a plan replaces those
-rather than writing into them. The one exception is the agreement of ranks on rank 0's values; it comes after everything that can be
-wrong has been checked.
+Of the model nothing is copied: classes, dictionaries and the memory behind each parameter are remembered by reference, and a plan replaces
+those rather than writing into them. The one exception is the agreement of ranks on rank 0's values; it comes after everything that can be
+wrong has been checked. Settings that hold for a whole process change what a step computes or costs: a trial runs under the caller's, and
+what a plan changes is gone before the next plan is tried in the same process.
 """
 
+import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,3 +42,70 @@ class ModelSnapshot:
 
 def _shallow(value: Any) -> Any:
     return value.copy() if isinstance(value, dict | set | list) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """The settings of a process at one moment."""
+
+    threads: int
+    dtype: torch.dtype
+    precision: tuple[str, ...]
+    """How float32 products are computed, by backend."""
+    legacy_precision: str | None
+    """The same under its older name; None where torch refuses to say it."""
+    benchmark: bool
+    deterministic: bool
+    warn_only: bool
+    activation_budget: float
+    """Share of the activations that the compiler may keep."""
+
+    @classmethod
+    def capture(cls) -> "ProcessSettings":
+        """Return the settings of this process; no device is touched."""
+        return cls(
+            threads=torch.get_num_threads(),
+            dtype=torch.get_default_dtype(),
+            precision=tuple(backend.fp32_precision for backend in _backends()),
+            legacy_precision=_legacy_precision(),
+            benchmark=torch.backends.cudnn.benchmark,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            activation_budget=_functorch().activation_memory_budget
+            if "torch._functorch.config" in sys.modules
+            else 1.0,
+        )
+
+    def restore(self) -> None:
+        """Give this process the settings."""
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.dtype)
+        if self.legacy_precision is not None and self.legacy_precision != _legacy_precision():
+            torch.set_float32_matmul_precision(self.legacy_precision)
+        for backend, value in zip(_backends(), self.precision):
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
+        torch.backends.cudnn.benchmark = self.benchmark
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if now != (self.deterministic, self.warn_only):  # the call imports the compiler, which takes seconds
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        if self.activation_budget != 1.0 or "torch._functorch.config" in sys.modules:
+            _functorch().activation_memory_budget = self.activation_budget
+
+
+def _backends() -> tuple[Any, ...]:
+    backends: Any = torch.backends
+    return backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul
+
+
+def _legacy_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set through the newer names, in a way that the older one cannot express
+        return None
+
+
+def _functorch() -> Any:
+    from torch._functorch import config
+
+    return config

@@ -4,6 +4,7 @@ Nothing changes it in place: the methods that edit return a new one. Two plans a
 were written: the order of application is fixed, and numbers, reasons and fingerprints are only told about it.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -170,7 +171,7 @@ class Strategy:
         proportion, and a plan that would exceed its budget is refused; times are left out, and what was measured no longer holds.
         """
         from drivetrain.strategy.mesh import DATA_AXES, resize_axes
-        from drivetrain.strategy.search.rescaling import rescaled_prediction, shortfall_of
+        from drivetrain.strategy.search.cost import rescaled_prediction, shortfall_of
 
         found, config = self.get_parallel_mode()
         axes = dict(self.mesh) if self.mesh is not None else dict(config.axes) if found else {}
@@ -232,7 +233,7 @@ class Strategy:
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw throughput over memory of every candidate that the search compared, as a PNG; needs matplotlib."""
-        from drivetrain.strategy.search.picture import draw
+        from drivetrain.strategy.explain import draw
 
         draw(self, path)
 
@@ -304,3 +305,31 @@ def as_entry(item: Any) -> Entry:
         raise StrategyFormatError(f"{name!r}: tunable={tunable!r} is not understood; expected True or False.")
     method = find_method(name)
     return Entry(method.name, method.parse(config), tunable)
+
+
+def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> dict[str, Any]:
+    """Return what identifies the place a plan was applied in."""
+    text = "\n".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+    )
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "model": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "device": kind,
+        "torch": torch.__version__.partition("+")[0],
+        "world": world,
+        "global_batch": global_batch,
+    }
+
+
+def changes_since(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
+    """Return one line for each part of a fingerprint that differs from that of a loaded plan."""
+    if old is None:
+        return []
+    return [
+        f"loaded plan: {name} was {old[name]}, is {value}"
+        for name, value in new.items()
+        if name in old and old[name] != value
+    ]

@@ -20,13 +20,12 @@ from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.fingerprint import fingerprint
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.registry import method_names
 from drivetrain.strategy.search.constraints import SearchConstraints
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.nesting import refuse_inside_trial
-from drivetrain.strategy.value import Strategy
+from drivetrain.strategy.trial.process import refuse_inside_trial
+from drivetrain.strategy.value import Strategy, fingerprint
 from drivetrain.train.auto import read_samples
 from drivetrain.train.batches import BatchForm, WholeForm, carried_loss
 from drivetrain.train.resuming import ddp_settings

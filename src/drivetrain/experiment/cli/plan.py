@@ -63,7 +63,7 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
     if arguments.out is not None and failure is None:
         plan.save(arguments.out)
     if arguments.picture is not None:
-        from drivetrain.strategy.search.picture import draw
+        from drivetrain.strategy.explain import draw
 
         draw(plan, arguments.picture)
     if arguments.json:
@@ -140,8 +140,8 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
 
     from drivetrain.runtime.device import choose_device
     from drivetrain.strategy.device_spec import DeviceSpec
-    from drivetrain.strategy.fingerprint import fingerprint
     from drivetrain.strategy.search.find import find_plan
+    from drivetrain.strategy.value import fingerprint
     from drivetrain.train.settings import TrainSettings
     from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 

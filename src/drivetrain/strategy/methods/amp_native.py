@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +92,7 @@ class AmpNative(SixteenBits):
                 )
         return None
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         dtype = sixteen_bits(scope)
         is_offered = scope.must(self.name) or (dtype in scope.machine.flops and scope.usable(self))
         return [((self.name, scope.config(self, dtype=dtype)),)] if is_offered else []
@@ -109,7 +109,7 @@ class AmpNative(SixteenBits):
         ctx.skip_nonfinite = config.skip_if_nonfinite
 
 
-def sixteen_bits(scope: "Scope") -> str:
+def sixteen_bits(scope: "SearchScope") -> str:
     """Return the 16-bit type that a search uses: the one that was asked for, else what the machine is fast in."""
     kept = next((config.dtype for config in scope.kept(AmpNative.name)), "auto")
     return kept if kept != "auto" else "bfloat16" if "bfloat16" in scope.machine.flops or scope.is_cpu else "float16"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 _GAIN = {"cuda": 0.75, "cpu": 0.95}
@@ -26,7 +26,7 @@ class ChannelsLast(Method):
     leaves_no_trace = True
     why = "convolutions read the channels of a pixel in one go"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, scope.profile.has_convolution)
 
     def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:

@@ -13,7 +13,7 @@ from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _MODES = ("full", "selective", "offload")
 _SEARCHED: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ class Checkpoint(Method):
     leaves_no_trace = True
     why = "activations of blocks are computed again instead of kept"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         if not scope.has_blocks and not scope.must(self.name):
             return []
         configs = scope.kept(self.name) or [

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _CHUNKS = 8
 """Into how many parts the logits are cut, at least."""
@@ -42,7 +42,7 @@ class ChunkedCrossEntropy(Method):
     why = "the logits of a large vocabulary are never held at once"
     is_minor = leaves_no_trace = True
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, scope.profile.cross_entropy_head is not None and scope.problem.has_loss)
 
     def fits(self, config: ChunkedConfig, candidate: "Candidate") -> str | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _PARTS = ("params", "optimizer")
 _SHARDED = ("fsdp", "zero2")
@@ -47,7 +47,7 @@ class CpuOffload(Method):
     why = "the optimizer's state is kept and updated in host memory"
     is_minor = True
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         profile = scope.profile
         state = 2 * profile.parameter_bytes + profile.optimizer_bytes
         return self.flag_options(scope, not scope.is_cpu and state > _LARGE_STATE * scope.budget)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class CpuThreads(Method):
         found = self.candidates(None, device, world)
         return tuple(config for config in found if config.threads != torch.get_num_threads())
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         offered, kept = [config.threads for config in scope.local(self)], scope.kept(self.name)
         if kept:
             found = [kept[0].threads or (offered or [scope.machine.threads])[-1]]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 _COMPILER = "native_dynamo"
@@ -26,7 +26,7 @@ class CudaGraphs(Method):
     warm_up_steps = 1
     not_simulated = "there is nothing to record on fake tensors"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, not scope.is_cpu and _COMPILER in method_names())
 
     def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:

@@ -15,7 +15,7 @@ from drivetrain.strategy.registry import find_method
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Fp8(Method):
     why = "large linear layers multiply in 8 bits"
     not_simulated = "it needs the device itself"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         """Offer it together with 16-bit autocast, for all that stays out of 8 bits."""
         amp, rates = find_method(AmpNative.name), scope.machine.flops
         is_fast = "float8" in rates and sixteen_bits(scope) == "bfloat16" and bool(amp.options(scope))

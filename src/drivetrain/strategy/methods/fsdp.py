@@ -17,7 +17,7 @@ from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,7 +58,7 @@ class Fsdp(Method):
     )
     why = "parameters, gradients and optimizer state are split over ranks"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return sharding_options(self, scope)
 
     def affect(self, effects: "Effects", config: Any) -> None:
@@ -183,7 +183,7 @@ def shard_over_data(
         buffer.data = buffer.data.to(ctx.device)
 
 
-def sharding_options(method: Method, scope: "Scope") -> list[Option]:
+def sharding_options(method: Method, scope: "SearchScope") -> list[Option]:
     """Return a method that splits what data ranks share, where there are some; on a CPU only if one is asked for."""
     is_sensible = not scope.is_cpu or scope.needs_dimension(str(method.dimension))
     return method.flag_options(scope, is_sensible) if scope.world > 1 else []

@@ -12,7 +12,7 @@ from drivetrain.strategy.method import Method, NoConfig, Option, Stage
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _SMALL_WORLD = 8
 """Up to here a search compares it with an update that is not fused; beyond, the mesh alone makes enough candidates."""
@@ -26,12 +26,12 @@ class FusedOptimizer(Method):
     why = "the update runs in one kernel"
     is_minor = is_simple = sets_update_loop = leaves_no_trace = True
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         problem = scope.problem
         is_chosen = any(problem.optim_args.get(key) is not None for key in ("fused", "foreach"))
         return self.flag_options(scope, problem.optim_func in _FUSED and not is_chosen)
 
-    def may_be_left_out(self, scope: "Scope") -> bool:
+    def may_be_left_out(self, scope: "SearchScope") -> bool:
         return scope.world <= _SMALL_WORLD
 
     def affect(self, effects: "Effects", config: NoConfig) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Half(SixteenBits):
     is_alone_in_group = True
     why = "parameters and activations in 16 bits"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, sixteen_bits(scope) in scope.machine.flops)
 
     def fits(self, config: HalfConfig, candidate: "Candidate") -> str | None:

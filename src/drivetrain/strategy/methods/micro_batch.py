@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.batching import BatchPlan
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class MicroBatch(Method):
     short = "size"
     stays_idle = leaves_no_trace = True
 
-    def splits(self, scope: "Scope", per_rank: int) -> list[tuple[int, int]]:
+    def splits(self, scope: "SearchScope", per_rank: int) -> list[tuple[int, int]]:
         if scope.profile.has_batchnorm:
             scope.note(
                 "micro_batch: the model has batch norms, whose statistics a split batch would change; none is split"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _SCOPES = ("auto", "block", "model")
 _FUSED = Kernels(traffic=0.3, launches=0.25)
@@ -56,7 +56,7 @@ class NativeDynamo(Method):
     compiles = leaves_no_trace = True
     not_simulated = "kernels are not compiled on fake tensors; the compiler may keep less"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         kept = scope.kept(self.name)
         if kept and kept[0].scope != "auto":
             scopes = [kept[0].scope]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class PipelineParallel(Method):
     why = "layers are split over the ranks of the pipe axis"
     prevents_simulation = "the stages of a pipeline learn shapes from each other, and a fake world answers nothing"
 
-    def axis_sizes(self, scope: "Scope") -> list[int]:
+    def axis_sizes(self, scope: "SearchScope") -> list[int]:
         if scope.profile.has_batchnorm:
             return []  # whose statistics micro-batches would change
         blocks = sum(unit.count for unit in scope.profile.units if unit.path)
         return list(range(2, min(scope.world, blocks) + 1))
 
-    def axis_options(self, scope: "Scope", size: int, micro: int, accumulation: int) -> list[Option]:
+    def axis_options(self, scope: "SearchScope", size: int, micro: int, accumulation: int) -> list[Option]:
         """Cut a pass into at least as many micro-batches as stages, so that all are busy; nothing is accumulated in addition."""
         parts = (size, 2 * size, 4 * size, 8 * size)
         possible = [count for count in parts if accumulation == 1 and count <= micro and micro % count == 0]

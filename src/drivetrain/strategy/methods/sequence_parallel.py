@@ -27,7 +27,7 @@ from drivetrain.strategy.profile.values import divides_heads
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _LARGEST = 16
 """The largest size of the axis that a search tries."""
@@ -62,7 +62,7 @@ class SequenceParallel(Method):
     axis: ClassVar[str] = "sequence"
     why = "activations are split over the positions of a sequence"
 
-    def axis_sizes(self, scope: "Scope") -> list[int]:
+    def axis_sizes(self, scope: "SearchScope") -> list[int]:
         length = scope.profile.sequence_length
         sizes = range(2, min(scope.world, _LARGEST) + 1)
         return [size for size in sizes if length and length % size == 0 and divides_heads(scope.profile, size)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 _KEPT = 10 / 34
 """Share of a transformer block's activations that stays on every rank."""
@@ -63,7 +63,7 @@ class TensorParallel(Method):
         values["plan"] = tuple(sorted(plan))
         return values
 
-    def axis_sizes(self, scope: "Scope") -> list[int]:
+    def axis_sizes(self, scope: "SearchScope") -> list[int]:
         most = min(scope.world, scope.machine.per_node)
         return [size for size in range(2, most + 1) if divides_heads(scope.profile, size)]
 

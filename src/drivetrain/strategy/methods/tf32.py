@@ -10,7 +10,7 @@ from drivetrain.strategy.method import Method, Option, Stage
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Tf32(Method):
     leaves_no_trace = True
     not_simulated = "it does not change memory"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return self.flag_options(scope, "tf32" in scope.machine.flops)
 
     def label(self, config: Tf32Config) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.search.candidates import Candidate
-    from drivetrain.strategy.search.scope import Scope
+    from drivetrain.strategy.search.space import SearchScope
 
 
 class Zero1(Method):
@@ -27,7 +27,7 @@ class Zero1(Method):
     ignored_keys = ("use_ds_zero", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm")
     why = "optimizer state is split over the data ranks"
 
-    def options(self, scope: "Scope") -> list[Option]:
+    def options(self, scope: "SearchScope") -> list[Option]:
         return sharding_options(self, scope)
 
     def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:

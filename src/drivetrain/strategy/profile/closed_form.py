@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
-from drivetrain.strategy.profile.optimizer_memory import small_step
+from drivetrain.strategy.profile.findings import small_step
 from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
 from drivetrain.strategy.task import TrainingTask
 
@@ -67,7 +67,7 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
     )
 
 
-class _Cost:
+class _LayerWork:
     """What one layer does with one sample: elements in and out, operations."""
 
     def __init__(self, inputs: float, outputs: float, flops: float):
@@ -86,9 +86,9 @@ def _sample_shape(task: TrainingTask) -> tuple[int | None, float, float]:
     return (max(lengths) if lengths else None), 1.0, size
 
 
-def _layers(model: nn.Module, length: int, pixels: float) -> dict[nn.Module, _Cost]:
+def _layers(model: nn.Module, length: int, pixels: float) -> dict[nn.Module, _LayerWork]:
     """Return the cost of every layer that has a weight, in definition order, following the strides of convolutions."""
-    costs: dict[nn.Module, _Cost] = {}
+    costs: dict[nn.Module, _LayerWork] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             stride = 1.0
@@ -96,24 +96,24 @@ def _layers(model: nn.Module, length: int, pixels: float) -> dict[nn.Module, _Co
                 stride *= step
             before, pixels = pixels, max(pixels / stride, 1.0)
             flops = 2.0 * module.weight.numel() * pixels
-            costs[module] = _Cost(module.in_channels * before, module.out_channels * pixels, flops)
+            costs[module] = _LayerWork(module.in_channels * before, module.out_channels * pixels, flops)
         elif isinstance(module, nn.Linear):
             flops = 2.0 * module.weight.numel() * length
-            costs[module] = _Cost(module.in_features * length, module.out_features * length, flops)
+            costs[module] = _LayerWork(module.in_features * length, module.out_features * length, flops)
         elif isinstance(module, nn.Embedding):
-            costs[module] = _Cost(0.0, module.embedding_dim * length, 0.0)
+            costs[module] = _LayerWork(0.0, module.embedding_dim * length, 0.0)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             elements = float(module.normalized_shape[-1] * length)
-            costs[module] = _Cost(elements, elements, 0.0)
+            costs[module] = _LayerWork(elements, elements, 0.0)
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
-            costs[module] = _Cost(module.num_features * pixels, module.num_features * pixels, 0.0)
+            costs[module] = _LayerWork(module.num_features * pixels, module.num_features * pixels, 0.0)
     return costs
 
 
 def _unit(
     path: str,
     group: BlockGroup | None,
-    layers: dict[nn.Module, _Cost],
+    layers: dict[nn.Module, _LayerWork],
     length: int | None,
     root: nn.Module | None = None,
     outside: Iterable[Any] = (),

@@ -24,6 +24,10 @@ class Deadline:
         """Return whether a part that takes so long would end in time."""
         return self._end is None or time.monotonic() + seconds < self._end
 
+    def left(self) -> float | None:
+        """Return the seconds left, at least 0; None where it never ends."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
     def check(self) -> None:
         """Raise `OutOfTime` where the time is up."""
         if not self.allows():

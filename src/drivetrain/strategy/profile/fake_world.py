@@ -8,8 +8,8 @@ refuse while anybody looks at them), cutting into a thousand chunks, and DDP's r
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
 from drivetrain.strategy.profile.torch_private import PrivateFeatureMissing, faked, is_fake
+from drivetrain.strategy.task import TrainingTask
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _FIRST_BUCKET = 2**20
 _BUCKET_MIB = 25
@@ -49,27 +53,55 @@ def fake_world(size: int) -> Iterator[None]:
         destroy_group()
 
 
-def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
+def fake_model(task: TrainingTask, mode: "FakeTensorMode") -> nn.Module:
+    """Return a fake copy of the task's model, in training mode; a model that is made by a function is made inside the mode."""
+    if task.model is not None:
+        return fake_copy(task.model, mode).train()
+    assert task.model_fn is not None, "a task has a model or a function that makes one"
+    try:
+        with mode:
+            return task.model_fn().train()
+    except (
+        Exception
+    ):  # a constructor that reads values (a ramp of drop rates, say) needs real ones; then the copy is faked
+        return fake_copy(task.model_fn(), mode).train()
+
+
+def fake_copy(model: nn.Module, mode: "FakeTensorMode") -> nn.Module:
     """Return a copy of a model on a pretended CPU: structure, names and ties are its own, memory it has none.
 
     Tensors are replaced while the structure is copied, so that a model on the meta device, or one that fills the machine, is fine.
     """
-    return _copied(model, lambda tensor: faked(mode, tensor))
+    return _copied(model, lambda tensor: faked(mode, tensor), mode)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose tensors are on the meta device, so that it can be sent to another process."""
-    return _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"), nullcontext())
 
 
-def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
-    known: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+def _copied(model: nn.Module, replace: Callable[[Tensor], Tensor], mode: AbstractContextManager[object]) -> nn.Module:
+    """Return a deep copy with every tensor replaced, those too that a module keeps without registering them; shared ones stay shared."""
+    known: dict[int, Tensor] = {}
+    unregistered = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    for tensor in [*model.parameters(), *model.buffers(), *unregistered]:
         if id(tensor) not in known:
             with torch.no_grad():
                 new = replace(tensor.detach())
-            known[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            if isinstance(tensor, nn.Parameter):
+                with mode:
+                    new = nn.Parameter(new, tensor.requires_grad)
+                new.__dict__.update({key: kept for key, kept in vars(tensor).items() if not isinstance(kept, Tensor)})
+            known[id(tensor)] = new
     return copy.deepcopy(model, known)
+
+
+def prepared_inputs(task: TrainingTask, size: int, mode: "FakeTensorMode") -> Any:
+    """Return the model's fake input for so many samples: prepared as real ones, on the host, then faked."""
+    from torch.utils._pytree import tree_map_only
+
+    prepared = task.prepared(task.batch(size), torch.device("cpu"))
+    return tree_map_only(Tensor, lambda tensor: faked(mode, tensor), prepared)
 
 
 @contextmanager
@@ -131,7 +163,7 @@ class GradientBuckets:
     The first backward pass only learns that order, as DDP's first one does before it builds its buckets anew.
     """
 
-    def __init__(self, model: nn.Module, mode: Any, bucket_cap_mb: int | None = None):
+    def __init__(self, model: nn.Module, mode: "FakeTensorMode", bucket_cap_mb: int | None = None):
         self.mode = mode
         self.group = data_group()
         self.limits = [_FIRST_BUCKET, (bucket_cap_mb or _BUCKET_MIB) * 2**20]

@@ -1,19 +1,27 @@
-"""A large model of many equal blocks, understood from small ones: simulate a few blocks, one more, and continue the line.
+"""A large model of many equal blocks, understood from few of them. Anything else is run whole.
 
-Everything that a step holds or sends grows by the same amount with each block, at the same place of the step. So the largest moment of
-each place (the first block's forward, the last but one's backward, the update) is continued by exact differences, and the largest of
-them is the model's. Only families of blocks with the same shapes in one container are cut; anything else is simulated whole.
+A plan (`simulate`): everything that a step holds or sends grows by the same amount with each block, at the same place of the step. So the
+largest moment of each place (the first block's forward, the last but one's backward, the update) is continued by exact differences between
+a few blocks and one more, and the largest of them is the model's. Only families of blocks with the same shapes in one container are cut.
+
+The plain model (`model`), where every moment of a step is needed: four blocks are enough. Say there were more, between the second and the
+third: while the third one runs, each of them would hold what the second one keeps when it has been left, and in backward, when the second
+one's turn has come, what the third one leaves. That is exact where the second and the third allocate alike, which is checked.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
-from drivetrain.strategy.profile.step_memory import Amounts, Record
+from drivetrain.strategy.profile.step_memory import Amounts, Change, Record, StepMemory
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.value import Strategy
 
@@ -24,7 +32,7 @@ Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Family:
+class BlockFamily:
     """Equal blocks in one container."""
 
     container: str
@@ -36,7 +44,7 @@ class Family:
         return self.names[:count]
 
 
-def find_cuttable(model: nn.Module, groups: Sequence[BlockGroup] | None = None) -> list[Family]:
+def find_cuttable(model: nn.Module, groups: Sequence[BlockGroup] | None = None) -> list[BlockFamily]:
     """Return the families that a smaller model can stand for."""
     families = []
     for group in find_blocks(model) if groups is None else groups:
@@ -46,7 +54,7 @@ def find_cuttable(model: nn.Module, groups: Sequence[BlockGroup] | None = None) 
             continue
         container = containers.pop()
         if isinstance(model.get_submodule(container), nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            families.append(Family(container, group.names))
+            families.append(BlockFamily(container, group.names))
     return families
 
 
@@ -55,7 +63,7 @@ def _shapes(module: nn.Module) -> Hashable:
     return tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
 
 
-def choose_counts(families: Sequence[Family], plan: Strategy) -> list[Counts]:
+def choose_counts(families: Sequence[BlockFamily], plan: Strategy) -> list[Counts]:
     """Return the numbers of blocks to simulate: a base, and for each family that is cut one more; empty where nothing is saved."""
     period = 1
     for name, config, _ in plan:
@@ -81,7 +89,7 @@ def _ends(period: int) -> int:
     return max(_ENDS, period)
 
 
-def cut_model(model: nn.Module, families: Iterable[Family], counts: Counts) -> None:
+def cut_model(model: nn.Module, families: Iterable[BlockFamily], counts: Counts) -> None:
     """Take all but the first blocks out of their containers; the names of the others stay."""
     for family, count in zip(families, counts):
         container = model.get_submodule(family.container)
@@ -89,7 +97,7 @@ def cut_model(model: nn.Module, families: Iterable[Family], counts: Counts) -> N
             del container._modules[name.rpartition(".")[2]]
 
 
-def pinned(plan: Strategy, model: nn.Module, families: Sequence[Family], counts: Counts) -> Strategy:
+def pinned(plan: Strategy, model: nn.Module, families: Sequence[BlockFamily], counts: Counts) -> Strategy:
     """Return the plan with "auto" replaced by names, because a smaller model may divide otherwise."""
     gone = {name for family, count in zip(families, counts) for name in family.names[count:]}
     groups = find_blocks(model)
@@ -159,7 +167,9 @@ def continued(base: Record, others: Sequence[tuple[int, Record]], counts: Counts
     return Record(total, collectives)
 
 
-def watch_blocks(model: nn.Module, families: Sequence[Family], counts: Counts, tracker: Any, window: Any) -> list[Any]:
+def watch_blocks(
+    model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: Any, window: Any
+) -> list[Any]:
     """Let a tracker know when blocks are entered, left, and go backward; return what to remove afterwards."""
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
@@ -186,3 +196,141 @@ def watch_blocks(model: nn.Module, families: Sequence[Family], counts: Counts, t
         for index, name in enumerate(family.kept(count)):
             watch(model.get_submodule(name), number, index)
     return handles
+
+
+BLOCKS_RUN = 4
+"""The first and the last may differ from the others; the two between them must not."""
+
+
+def shortened_container(model: nn.Module, groups: Sequence[BlockGroup]) -> nn.ModuleList | nn.Sequential | None:
+    """Return the list that holds all repeated blocks and nothing else, if they are of one shape; None where there is no such list."""
+    families = find_cuttable(model, groups)
+    if len(families) != 1 or sum(group.repeats for group in groups) != 1:
+        return None
+    container = model.get_submodule(families[0].container)
+    if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(families[0].names):
+        return None
+    return container
+
+
+@contextmanager
+def with_depth(container: nn.Module, depth: int) -> Iterator[None]:
+    """Leave only the first blocks of a list for a while."""
+    blocks = dict(container._modules)
+    for name in list(blocks)[depth:]:
+        del container._modules[name]
+    try:
+        yield
+    finally:
+        container._modules.clear()
+        container._modules.update(blocks)
+
+
+class BlockMarks:
+    """Where in a timeline each of four blocks begins, forward and backward."""
+
+    def __init__(self, timeline: StepMemory, blocks: Sequence[nn.Module]):
+        self._timeline = timeline
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        """In the order in which they happen: the last block first."""
+        self._handles = [block.register_forward_pre_hook(self._enter) for block in blocks]
+        self._handles += [block.register_forward_hook(self._leave) for block in blocks]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.forward.append(len(self._timeline.events))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._return_to)
+                break
+
+    def _return_to(self, gradient: Tensor) -> None:
+        self.backward.append(len(self._timeline.events))
+
+    def remove(self) -> None:
+        """Take the hooks off the blocks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class DeeperTimeline:
+    """The timeline of four blocks as it would be with `more` of them between the second and the third."""
+
+    def __init__(self, timeline: StepMemory, marks: BlockMarks, more: int):
+        self.events, self._labels, self._more = timeline.events, timeline.kinds, more
+        self._second = range(*marks.forward[1:3])
+        self._third = range(*marks.forward[2:4])
+        self._third_back = range(*marks.backward[1:3])
+        self._second_back = range(*marks.backward[2:4])
+
+    @staticmethod
+    def made_of(timeline: StepMemory, marks: BlockMarks, more: int) -> "DeeperTimeline | None":
+        """Return the timeline with more blocks, or None where the two in the middle do not allocate alike."""
+        if len(marks.forward) != BLOCKS_RUN or len(marks.backward) != BLOCKS_RUN:
+            return None
+        deeper = DeeperTimeline(timeline, marks, more)
+        is_alike = deeper._sizes(deeper._second) == deeper._sizes(deeper._third)
+        is_alike = is_alike and deeper._sizes(deeper._third_back) == deeper._sizes(deeper._second_back)
+        return deeper if is_alike and all(a <= b for a, b in pairwise(marks.forward + marks.backward)) else None
+
+    def _sizes(self, part: range) -> list[int]:
+        """Return allocations in order, and the sum of what is released between two of them, whose order means nothing."""
+        sizes = [0]
+        for index in part:
+            size = self.events[index].size
+            if size < 0 and sizes[-1] < 0:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+        return sizes
+
+    def _alive(self, at: int, *parts: range) -> set[int]:
+        """Return the storages that were allocated in some parts and are there before an event."""
+        alive = set()
+        for index, event in enumerate(self.events[:at]):
+            if event.size < 0:
+                alive.discard(event.key)
+            elif any(index in part for part in parts):
+                alive.add(event.key)
+        return alive
+
+    def _with_repeated(self) -> Iterator[tuple[Change, dict[int, int]]]:
+        """Yield each event with the storages, by key, that every further block holds at that moment."""
+        kept = self._alive(self._third.stop, self._second)
+        left = self._alive(self._second_back.stop, self._third, self._third_back)
+        held: dict[int, int] = {}
+        left_held: dict[int, int] = {}
+        for index, event in enumerate(self.events):
+            if event.size < 0:
+                left_held.pop(event.key, None)
+                if index not in self._third_back:  # there only the block next to the third one gives something back
+                    held.pop(event.key, None)
+            elif event.key in kept:
+                held[event.key] = held.get(event.key, 0) + event.size
+            elif event.key in left:
+                left_held[event.key] = left_held.get(event.key, 0) + event.size
+            if index < self._second.stop:
+                yield event, {}
+            else:
+                yield event, (held if index < self._second_back.start else left_held)
+
+    def totals(self) -> list[int]:
+        """Return the bytes in use after each event."""
+        total, totals = 0, []
+        for event, repeated in self._with_repeated():
+            total += event.size
+            totals.append(total + self._more * sum(repeated.values()))
+        return totals
+
+    def parts_at(self, index: int) -> dict[str, int]:
+        """Return the bytes in use after an event, by label."""
+        parts: dict[str, int] = defaultdict(int)
+        for place, (event, repeated) in enumerate(self._with_repeated()):
+            parts[self._labels[event.key]] += event.size
+            if place == index:
+                for key, size in repeated.items():
+                    parts[self._labels[key]] += self._more * size
+                break
+        return dict(parts)

@@ -1,17 +1,27 @@
-"""What runs on fake tensors gave, and the profile that is made of it: straight lines through two batch sizes."""
+"""What runs on fake tensors gave, and the profile that is made of it: straight lines through two batch sizes.
 
+What an optimizer keeps is read off a fused step on fake tensors, which asks for no values. Temporaries of a `foreach` step are those of a
+small real step, in proportion: it allocates whole lists of tensors as large as the parameters.
+"""
+
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.blocks import BlockGroup
-from drivetrain.strategy.profile.lines import line_through, steepest
-from drivetrain.strategy.profile.tracker import UnitRecorder, UnitTotals
+from drivetrain.strategy.profile.few_blocks import DeeperTimeline
+from drivetrain.strategy.profile.step_memory import StepMemory
+from drivetrain.strategy.profile.unit_recorder import UnitRecorder, UnitTotals
 from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+from drivetrain.strategy.task import TrainingTask
 
+ROUNDING = 512
+"""CUDA's allocator hands out multiples of this."""
 SIZES = (2, 4)
 """Samples in the two runs; never 1, which disappears in a squeeze and has no variance to normalise by."""
 
@@ -134,3 +144,133 @@ def bytes_behind(tensors: list[Tensor]) -> int:
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the tensors inside nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+Line = tuple[float, float]
+"""Fixed part and part per sample."""
+
+
+def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:
+    """Return the line through two points.
+
+    >>> line_through((2, 4), (10.0, 16.0))
+    (4.0, 3.0)
+    """
+    each = (values[1] - values[0]) / (sizes[1] - sizes[0])
+    return values[0] - sizes[0] * each, each
+
+
+def upper_edge(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that are the highest somewhere from one sample upwards, flattest first.
+
+    >>> upper_edge([(10.0, 1.0), (0.0, 2.0), (5.0, 1.0), (4.0, 1.4)])
+    [(10.0, 1.0), (0.0, 2.0)]
+    """
+    edge: list[Line] = []
+    for line in sorted(set(lines), key=lambda line: (line[1], line[0])):
+        if edge and edge[-1][1] == line[1]:
+            edge.pop()
+        while edge and edge[-1][0] + edge[-1][1] <= line[0] + line[1]:
+            edge.pop()  # lower at one sample already, and flatter
+        while len(edge) > 1 and _crossing(edge[-2], line) <= _crossing(edge[-2], edge[-1]):
+            edge.pop()
+        edge.append(line)
+    return edge
+
+
+def _crossing(flat: Line, steep: Line) -> float:
+    return (flat[0] - steep[0]) / (steep[1] - flat[1])
+
+
+def steepest(lines: Sequence[Line]) -> Line:
+    """Return the line that wins for large batches."""
+    return max(lines, key=lambda line: line[1])
+
+
+def upper_lines(
+    sizes: Sequence[int], timelines: Sequence[StepMemory | DeeperTimeline]
+) -> tuple[list[Line], dict[str, Line]]:
+    """Return the moments of a step that can be its peak, as lines in the batch size, and the steepest one by category.
+
+    Runs that did not allocate in the same order give one line through their peaks, and no categories.
+    """
+    moments = [
+        [(index, total) for index, total in enumerate(timeline.totals()) if timeline.events[index].size > 0]
+        for timeline in timelines
+    ]
+    if len(moments[0]) != len(moments[1]):
+        return [line_through(sizes, [max(total for _, total in each) for each in moments])], {}
+    lines = [line_through(sizes, [small, large]) for (_, small), (_, large) in zip(*moments)]
+    edge = upper_edge(lines)
+    place = lines.index(steepest(edge))
+    small, large = (timeline.parts_at(each[place][0]) for timeline, each in zip(timelines, moments))
+    parts = {name: line_through(sizes, [small.get(name, 0), large.get(name, 0)]) for name in {*small, *large}}
+    return edge, parts
+
+
+_SIDE = 128  # of the square parameters of the small step
+
+
+def optimizer_with_state(task: TrainingTask, model: nn.Module) -> torch.optim.Optimizer | None:
+    """Return the task's optimizer of a fake model after one step, gradients cleared; call it inside the fake mode."""
+    recipe = task.recipe()
+    if recipe is None:
+        return None
+    if "fused" in _parameters(task) and not recipe.settings.get("foreach"):
+        recipe.settings["fused"] = True
+    optimizer = recipe.make(model)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all tensors of an optimizer's state."""
+    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state_tensors(optimizer))
+
+
+def small_step(task: TrainingTask) -> tuple[float, float, bool]:
+    """Return state and temporaries of a small real step, each per byte of parameters, and whether it was a `foreach` step."""
+    has_foreach = "foreach" in _parameters(task) and not task.optim_args.get("fused")
+    count = 4 if has_foreach else 1
+    model = nn.ParameterList([nn.Parameter(torch.zeros(_SIDE, _SIDE)) for _ in range(count)])
+    settings: dict[str, Any] = dict(task.optim_args)
+    if has_foreach:
+        settings.setdefault("foreach", True)
+    assert task.optim_func is not None
+    optimizer = task.optim_func(list(model), **settings)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model)
+
+    def step() -> None:
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    timeline = StepMemory(ROUNDING)
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    with timeline:
+        timeline.register([*model, *state_tensors(optimizer), *(p.grad for p in model if p.grad is not None)], "known")
+        before = timeline.totals()[-1]
+        optimizer.step()
+    temporary = max(timeline.totals()) - before
+    timeline.freeze()
+    return state_bytes(optimizer) / size, temporary / size, has_foreach
+
+
+def _parameters(task: TrainingTask) -> frozenset[str]:
+    """Return the names of the optimizer's settings."""
+    try:
+        return frozenset(inspect.signature(task.optim_func).parameters) if task.optim_func is not None else frozenset()
+    except (TypeError, ValueError):  # a callable without a signature
+        return frozenset()

@@ -1,31 +1,38 @@
 """Find out what this machine can do: measured once in child processes, kept on disk, improved by every trial.
 
 Where there is no time to measure, the figures of an earlier run are taken, or those of the data sheet at an assumed efficiency. Free
-memory is always asked anew.
+memory is always asked for again. An accelerator's context takes hundreds of megabytes and some seconds, and a process that has one cannot
+fork; so names, drivers and free memory come from the driver's own command line, and from the device only where this process uses it.
+
+Measured machines are one small JSON file each, by device, driver, torch and topology, in `$DRIVETRAIN_CACHE`, else
+`$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`. Files are replaced in one step; one that cannot be read counts as none.
 """
 
+import dataclasses
+import functools
+import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drivetrain.core.files import replace_bytes
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
-from drivetrain.strategy.profile.machine_cache import cache_file, read_machine, write_machine
-from drivetrain.strategy.profile.this_machine import device_name, driver_version, host_memory, memory_bytes
 from drivetrain.strategy.profile.values import Link, MachineProfile
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 
 EFFICIENCY = 0.55
 """What a program reaches of a data sheet's figures, until it is measured."""
@@ -238,3 +245,141 @@ def _presumed(device: torch.device) -> MachineProfile:
     found = preset_named_like(name, memory[0] if memory is not None else None) or DeviceSpec.preset("l4")
     machine = replace(machine_from_spec(found), device=name, kind=device.type)
     return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called."""
+    if device.type == "cuda":
+        return _smi(device, "name") or "cuda"
+    return _processor() if device.type == "cpu" else device.type
+
+
+def driver_version(device: torch.device) -> str:
+    """Return the version of a device's driver, empty where there is none."""
+    return _smi(device, "driver_version") if device.type == "cuda" else ""
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int] | None:
+    """Return total and free bytes of a device, or None when they cannot be had without starting it."""
+    if device.type == "cuda":
+        if torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info(device)
+            return total, free
+        answer = _smi(device, "memory.total,memory.free")
+        parts = [part.strip() for part in answer.split(",")]
+        if len(parts) == 2 and all(part.isdigit() for part in parts):
+            return int(parts[0]) * 2**20, int(parts[1]) * 2**20
+        return None
+    return host_memory() if device.type == "cpu" else None
+
+
+def host_memory() -> tuple[int, int]:
+    """Return total and available bytes of this host, or of the container that limits this process."""
+    total = free = 0
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if key == "MemTotal":
+                total = int(rest.split()[0]) * 1024
+            elif key == "MemAvailable":
+                free = int(rest.split()[0]) * 1024
+    except OSError:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = total // 2
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit.isdigit():
+            total, free = min(total, int(limit)), min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # no such limit here
+    return total, free
+
+
+def _smi(device: torch.device, what: str) -> str:
+    """Ask nvidia-smi about one device; empty when it cannot answer. What does not change is asked once."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    number = device.index or 0
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    identity = names[number] if number < len(names) else str(number)
+    return _ask_smi(identity, what) if "memory" in what else _ask_smi_once(identity, what)
+
+
+def _ask_smi(identity: str, what: str) -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    question = [command, f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", identity]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+_ask_smi_once = functools.cache(_ask_smi)
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+_VERSION = 2
+"""Of the measurement and of the formulas that corrections belong to; a change of either begins anew."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's cache; it need not exist."""
+    if own := os.environ.get("DRIVETRAIN_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "drivetrain"
+
+
+def cache_file(**identity: Any) -> Path:
+    """Return the file of a machine that is identified by plain values."""
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return cache_folder() / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_machine(path: Path) -> MachineProfile | None:
+    """Return the machine that a file holds, or None for a file that is missing, damaged or of another version."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(held, dict) or held.get("version") != _VERSION:
+            return None
+        return machine_from_plain(held["machine"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_machine(path: Path, machine: MachineProfile) -> bool:
+    """Replace a file; a folder that cannot be written to costs the next run a measurement, and nothing else."""
+    text = json.dumps({"version": _VERSION, "machine": dataclasses.asdict(machine)}, indent=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, text.encode(), durable=False)
+    except OSError:
+        return False
+    return True
+
+
+def machine_from_plain(held: Mapping[str, Any]) -> MachineProfile:
+    """Return a machine from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
+    values = dict(held)
+    for name in ("intra", "inter"):
+        values[name] = Link(latency=float(values[name]["latency"]), bandwidth=float(values[name]["bandwidth"]))
+    if values.get("capability") is not None:
+        first, second = values["capability"]
+        values["capability"] = (int(first), int(second))
+    values["flops"] = {str(name): float(rate) for name, rate in dict(values["flops"]).items()}
+    values["corrections"] = {str(name): float(rate) for name, rate in dict(values["corrections"]).items()}
+    machine = MachineProfile(**values)
+    if not (machine.flops.get("float32", 0) > 0 and machine.bandwidth > 0 and machine.memory > 0):
+        raise ValueError("a machine without a rate")
+    return machine

@@ -20,28 +20,39 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
 from drivetrain.strategy.profile.closed_form import closed_form_profile
-from drivetrain.strategy.profile.compiled import compiled_saved_bytes, loss_of
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
-from drivetrain.strategy.profile.depth import (
+from drivetrain.strategy.profile.fake_world import fake_model, prepared_inputs
+from drivetrain.strategy.profile.few_blocks import (
     BLOCKS_RUN,
     BlockMarks,
     DeeperTimeline,
     shortened_container,
     with_depth,
 )
-from drivetrain.strategy.profile.fake_model import fake_model, prepared_inputs
-from drivetrain.strategy.profile.findings import SIZES, Findings, bytes_behind, tensors_of
-from drivetrain.strategy.profile.lines import line_through, upper_lines
-from drivetrain.strategy.profile.optimizer_memory import optimizer_with_state, small_step, state_bytes, state_tensors
-from drivetrain.strategy.profile.torch_private import fake_mode
-from drivetrain.strategy.profile.tracker import MemoryTimeline, UnitRecorder, saving_hooks
+from drivetrain.strategy.profile.findings import (
+    ROUNDING,
+    SIZES,
+    Findings,
+    bytes_behind,
+    line_through,
+    optimizer_with_state,
+    small_step,
+    state_bytes,
+    state_tensors,
+    tensors_of,
+    upper_lines,
+)
+from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
+from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode
+from drivetrain.strategy.profile.unit_recorder import UnitRecorder, saving_hooks
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
 
@@ -68,7 +79,7 @@ class ModelProfiler:
 
     def __init__(self, task: TrainingTask):
         self.task = task
-        self._simulation: _Simulation | None = None
+        self._runs: _FakeRuns | None = None
         self._modelled: ModelProfile | None = None
         """Closed forms, where a run on fake tensors failed or took too long."""
 
@@ -86,20 +97,20 @@ class ModelProfiler:
         if self._modelled is not None:
             return self._modelled
         try:
-            if self._simulation is None:
-                self._simulation = _Simulation(self.task, deadline)
-            self._simulation.deadline = deadline
-            return self._simulation.profile(parts)
+            if self._runs is None:
+                self._runs = _FakeRuns(self.task, deadline)
+            self._runs.deadline = deadline
+            return self._runs.profile(parts)
         except OutOfTime as late:
             why = f"its run on fake tensors was stopped after {late.seconds:.1f} s"
         except Exception as error:  # the user's code meets fake tensors here, and may fail in any way
             why = f"the model could not run on fake tensors ({_short(error)})"
-        self._simulation = None
+        self._runs = None
         self._modelled = closed_form_profile(self.task, f"{why}: closed forms from its parameters and layers instead")
         return self._modelled
 
 
-class _Simulation:
+class _FakeRuns:
     """One fake model and the runs that are made with it."""
 
     def __init__(self, task: TrainingTask, deadline: Deadline):
@@ -239,12 +250,12 @@ class _Simulation:
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
         self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
 
-    def _timeline(self, arithmetic: str, inputs: Any) -> MemoryTimeline | DeeperTimeline:
+    def _timeline(self, arithmetic: str, inputs: Any) -> StepMemory | DeeperTimeline:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
         container = self._container()
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
-            return self._step(arithmetic, inputs, MemoryTimeline(self.deadline.check), contextlib.nullcontext())
-        timeline = MemoryTimeline(self.deadline.check)
+            return self._step(arithmetic, inputs, StepMemory(ROUNDING, self.deadline.check), contextlib.nullcontext())
+        timeline = StepMemory(ROUNDING, self.deadline.check)
         marks = BlockMarks(timeline, list(container)[:BLOCKS_RUN])
         try:
             self._step(arithmetic, inputs, timeline, with_depth(container, BLOCKS_RUN))
@@ -255,21 +266,21 @@ class _Simulation:
         return timeline if deeper is None else deeper
 
     def _step(
-        self, arithmetic: str, inputs: Any, timeline: MemoryTimeline, shortened: AbstractContextManager[None]
-    ) -> MemoryTimeline:
+        self, arithmetic: str, inputs: Any, timeline: StepMemory, shortened: AbstractContextManager[None]
+    ) -> StepMemory:
         """Write down the allocations of a step that begins with optimizer state and without gradients."""
         started = time.monotonic()
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())  # of the whole model
         with shortened, self.mode, timeline:
-            timeline.label(parameters, "parameters")
-            timeline.label(buffers, "buffers")
-            timeline.label(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
-            timeline.label(tensors_of(inputs), "inputs")
+            timeline.register(parameters, "parameters")
+            timeline.register(buffers, "buffers")
+            timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
+            timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
             timeline.phase = "temporaries"
             loss.backward()
-            timeline.label([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
+            timeline.register([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()
         self.model.zero_grad(set_to_none=True)
         self._step_seconds = time.monotonic() - started
@@ -369,3 +380,39 @@ def _no_cycles_collected() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+class _Forward(nn.Module):
+    """A model with its loss, as one module."""
+
+    def __init__(self, task: TrainingTask, model: nn.Module, low: bool):
+        super().__init__()
+        self.task, self.model, self.low = task, model, low
+
+    def forward(self, inputs: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low, cache_enabled=False):
+            return loss_of(self.task, inputs, self.task.call(self.model, inputs))
+
+
+def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Any, arithmetic: str) -> float:
+    """Return what the compiled forward pass of a fake model keeps for backward, beside parameters and inputs."""
+    whole = _Forward(task, model, arithmetic != "float32")
+    state = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    leaves, layout = tree_flatten(inputs)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        values = list(leaves)
+        for index, tensor in zip(places, tensors[len(state) :]):
+            values[index] = tensor
+        named = dict(zip(state, tensors))
+        return torch.func.functional_call(whole, named, (tree_unflatten(values, layout),), tie_weights=True)
+
+    return captured_saved_bytes(run, [*state.values(), *(leaves[index] for index in places)])
+
+
+def loss_of(task: TrainingTask, inputs: Any, outputs: Any) -> Tensor:
+    """Return the task's loss, or where it has none the mean of everything a model returns."""
+    if task.loss_func is not None:
+        return task.loss(inputs, outputs)
+    return mean_of_outputs(outputs)

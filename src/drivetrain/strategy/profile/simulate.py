@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.module import ddp
+from drivetrain.module import ddp, tensor_inference
+from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
+from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.fake_world import (
     GradientBuckets,
     fake_copy,
@@ -34,8 +36,8 @@ from drivetrain.strategy.profile.fake_world import (
     pretended_moves,
 )
 from drivetrain.strategy.profile.few_blocks import (
+    BlockFamily,
     Counts,
-    Family,
     choose_counts,
     continued,
     cut_model,
@@ -43,9 +45,7 @@ from drivetrain.strategy.profile.few_blocks import (
     pinned,
     watch_blocks,
 )
-from drivetrain.strategy.profile.following import Update
-from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, by_category
-from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
+from drivetrain.strategy.profile.step_memory import CATEGORIES, Record, StepMemory, Update, by_category
 from drivetrain.strategy.profile.torch_private import fake_mode, faked
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
@@ -89,7 +89,7 @@ def simulate_plans(
     time_limit: float | None = None,
 ) -> list[Simulation]:
     """Simulate several plans one after another, all within the time limit; where a process group exists, in one child process."""
-    deadline = None if time_limit is None else time.monotonic() + time_limit
+    deadline = Deadline(time_limit)
     if is_distributed():
         return _in_child(task, plans, world, device_kind, deadline)
     random_state = capture_rng()
@@ -100,10 +100,6 @@ def simulate_plans(
         restore_rng(random_state)
 
 
-class _OutOfTime(Exception):
-    """The time limit is over."""
-
-
 @dataclass
 class _Job:
     """One plan to simulate, and what was found out on the way."""
@@ -112,27 +108,23 @@ class _Job:
     plan: Strategy
     world: int
     kind: str
-    deadline: float | None
+    deadline: Deadline
     notes: list[str] = field(default_factory=list)
 
-    def check_time(self) -> None:
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise _OutOfTime
 
-
-def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: float | None) -> Simulation:
+def _simulate(task: TrainingTask, plan: Strategy, world: int, kind: str, deadline: Deadline) -> Simulation:
     started = time.monotonic()
     job = _Job(task, _simulable(plan), world, kind, deadline)
     left_out = {entry.name: find_method(entry.name).not_simulated for entry in plan}
     job.notes += [f"{name}: not simulated, {reason}" for name, reason in left_out.items() if reason is not None]
     try:
-        job.check_time()
+        job.deadline.check()
         _reject_unsimulable(plan)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a plan would warn about is said when it is applied
             _leave_out_replicas(job)
             result = _numbers(job, *_run(job))
-    except _OutOfTime:
+    except OutOfTime:
         result = Simulation(failure="the time limit ended before the simulation did")
     except NotImplementedError as error:
         result = Simulation(failure=str(error))
@@ -190,7 +182,7 @@ def _run(job: _Job) -> tuple[Record, int]:
     if runs:
         try:
             records = [_follow(job, model, families, counts) for counts in runs]
-        except _OutOfTime:
+        except OutOfTime:
             raise
         except Exception as error:  # it may count on all of its blocks; then all are simulated
             job.notes.append(
@@ -219,9 +211,9 @@ def _structure(task: TrainingTask) -> nn.Module:
         return task.model_fn()
 
 
-def _follow(job: _Job, model: nn.Module, families: Sequence[Family], counts: Counts) -> tuple[Record, int]:
+def _follow(job: _Job, model: nn.Module, families: Sequence[BlockFamily], counts: Counts) -> tuple[Record, int]:
     """Apply the plan to a fake copy with so many blocks, warm it up, and follow one update."""
-    job.check_time()
+    job.deadline.check()
     mode = fake_mode()
     copied = fake_copy(model, mode)
     copied.train(model.training)
@@ -240,10 +232,10 @@ def _follow(job: _Job, model: nn.Module, families: Sequence[Family], counts: Cou
         resolved = resolve_plan(plan, model=copied, device="cpu", world=job.world)
         batch, accumulation = _short_window(job, resolved)
         ctx = task.shaped(copied, resolved, batch)
-        job.check_time()
+        job.deadline.check()
         if is_whole:
             job.notes += ctx.notes
-        step = Update(task, ctx, batch, buckets, job.check_time)
+        step = Update(task, ctx, batch, buckets, job.deadline.check)
         with mode:
             tracker = StepMemory(_ROUNDING.get(job.kind, 1))
             step.run(None)
@@ -332,7 +324,7 @@ def _on_host(plan: Strategy) -> list[str]:
 
 
 def _in_child(
-    task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: float | None
+    task: TrainingTask, plans: Sequence[Strategy], world: int, kind: str, deadline: Deadline
 ) -> list[Simulation]:
     """Simulate in a process of its own, which has no process group yet; it gets the structure of the model, not its memory."""
     from torch.utils._pytree import tree_map_only
@@ -345,7 +337,7 @@ def _in_child(
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         child = context.Process(
-            target=_child, args=(theirs, sent, list(plans), world, kind, _left(deadline)), daemon=True
+            target=_child, args=(theirs, sent, list(plans), world, kind, deadline.left()), daemon=True
         )
         child.start()
     except Exception as error:  # a model that cannot be copied or sent
@@ -355,7 +347,7 @@ def _in_child(
     results: list[Simulation] = []
     failure = "the time limit ended before the simulation did"
     try:
-        while len(results) < len(plans) and ours.poll(_left(deadline)):
+        while len(results) < len(plans) and ours.poll(deadline.left()):
             results.append(ours.recv())
     except EOFError:
         child.join()
@@ -367,17 +359,57 @@ def _in_child(
     return results + [Simulation(failure=failure)] * (len(plans) - len(results))
 
 
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
 def _child(
     pipe: Any, task: TrainingTask, plans: list[Strategy], world: int, kind: str, time_limit: float | None
 ) -> None:
     end_with_parent()
     torch.set_num_threads(1)
-    deadline = None if time_limit is None else time.monotonic() + time_limit
+    deadline = Deadline(time_limit)
     with remembered_tensor_plans():
         for plan in plans:
             pipe.send(_simulate(task, plan, world, kind, deadline))
     pipe.close()
+
+
+Shapes = dict[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class _InferredBefore:
+    """One answer, and what it was given for."""
+
+    cls: type
+    size: int
+    shapes: Shapes
+    plan: InferredPlan
+
+    def holds_for(self, model: nn.Module, size: int, shapes: Shapes) -> bool:
+        """Return whether a model has the same layers, or some of them."""
+        return type(model) is self.cls and size == self.size and shapes.items() <= self.shapes.items()
+
+
+@contextmanager
+def remembered_tensor_plans() -> Iterator[None]:
+    """Let `infer_tp_plan` remember its answers for a while; inside another such context, that one's memory is used."""
+    infer = tensor_inference.infer_tp_plan
+    if hasattr(infer, "known"):
+        yield
+        return
+    known: list[_InferredBefore] = []
+
+    def remembering(model: nn.Module, size: int) -> InferredPlan:
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        found = next((one for one in known if one.holds_for(model, size, shapes)), None)
+        if found is None:
+            found = _InferredBefore(type(model), size, shapes, infer(model, size))
+            known.append(found)
+        present = {name for name, _ in model.named_modules()}
+        styles = {name: style for name, style in found.plan.styles.items() if name in present}
+        return InferredPlan(styles=styles, remarks=list(found.plan.remarks))
+
+    remembering.known = known  # type: ignore[attr-defined]
+    tensor_inference.infer_tp_plan = remembering
+    try:
+        yield
+    finally:
+        tensor_inference.infer_tp_plan = infer

@@ -1,16 +1,19 @@
 """Watch one training step: what memory is held when, for what, and which collectives are called.
 
-Every storage that an operation returns is followed from its first sight to its end. Storages are sorted into categories only afterwards,
-when it is known what became a gradient; then the record is played again to find the largest moment of each segment of the step. A
-segment begins where a block is entered or left; segments are what can be extrapolated to a model of more blocks.
+Every storage that an operation returns is followed from its first sight to its end; each change is written down, in order. Two such lists,
+of two batch sizes, have the same order, so each moment is a straight line in the batch size. Storages are sorted into kinds only
+afterwards, when it is known what became a gradient; then the record is played again to find the largest moment of each segment of the
+step. A segment begins where a block is entered or left; segments are what can be extrapolated to a model of more blocks.
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.module.wrapping import unwrap
+from drivetrain.strategy.apply import Application
+from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
+from drivetrain.strategy.profile.fake_world import GradientBuckets
+from drivetrain.strategy.stepping import PlannedOptimizer
+from drivetrain.strategy.task import TrainingTask
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "gathered", "temporary")
 """Parameters and buffers; gradients; optimizer state; what forward passes make; gathered parameters; what else backward passes
@@ -65,17 +74,27 @@ class Record:
     """By part of the step, then by collective: how many, and bytes. The bytes are those of the whole tensor."""
 
 
+class Change(NamedTuple):
+    """A storage that appears, changes its size, or ends."""
+
+    segment: Hashable
+    key: int
+    size: int
+    """Bytes more than before, or fewer."""
+
+
 class StepMemory(TorchDispatchMode):
     """Follows storages and collectives while it is entered."""
 
-    def __init__(self, round_to: int = 1):
+    def __init__(self, round_to: int = 1, check: Callable[[], None] = lambda: None):
+        """`check` is called before every operation; what it raises ends the run."""
         super().__init__()
-        self.round_to = round_to
+        self.round_to, self._check = round_to, check
         self.segment: Hashable = "start"
         self.phase = "activations"  # what newly seen storages are, unless they turn out to be something else
         self.part = "only"
-        self._events: list[tuple[Hashable, int, int]] = []  # segment, storage, its bytes from now on
-        self._kinds: dict[int, str] = {}
+        self.events: list[Change] = []
+        self.kinds: dict[int, str] = {}
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
         self._references: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
@@ -91,7 +110,7 @@ class StepMemory(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 number = self._see(local_part(tensor.detach() if tensor.requires_grad else tensor), kind)
                 if number is not None:
-                    self._kinds[number] = kind
+                    self.kinds[number] = kind
 
     def register_all(self, model: nn.Module, optimizer: Any) -> None:
         """Record which storages are parameters, gradients and optimizer state now."""
@@ -110,39 +129,39 @@ class StepMemory(TorchDispatchMode):
     def settle(self) -> None:
         """Record that what a backward pass has left behind are gradients: fully_shard keeps them whole while a window is open."""
         for number in self._numbers.values():
-            if self._kinds[number] == "temporary" and self._sizes[number]:
-                self._kinds[number] = _UNREDUCED
+            if self.kinds[number] == "temporary" and self._sizes[number]:
+                self.kinds[number] = _UNREDUCED
 
     # What happens.
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Follow everything that happens in this context; storages that change their size too."""
+    def __enter__(self) -> Self:
         from torch._guards import active_fake_mode
 
-        self._fake_mode = active_fake_mode()
-        resize = torch.UntypedStorage.resize_
+        self._active_mode = active_fake_mode
+        self._fake_mode, self._resize = active_fake_mode(), torch.UntypedStorage.resize_
+        resize = self._resize
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
             self._see_storage(storage, "gathered")
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors first become operations on their local parts
-        from torch._guards import active_fake_mode
-
-        is_own = active_fake_mode() is self._fake_mode
+        if func.namespace == "prim":  # torch asks for a device where an exception would end the process
+            return func(*args, **(kwargs or {}))
+        self._check()
+        is_own = self._active_mode() is self._fake_mode
         name = func._schema.name.rpartition("::")[2]
         if name == "wait_tensor" and is_own and self._fake_mode is not None:
             return args[0]  # as it is on real tensors; the rule for fake ones makes a new one
@@ -177,13 +196,14 @@ class StepMemory(TorchDispatchMode):
     def _borrow(self, size: int) -> None:
         if size:
             self._count += 1
-            self._kinds[self._count] = "temporary"
-            self._events += [(self.segment, self._count, size), (self.segment, self._count, 0)]
+            self.kinds[self._count] = "temporary"
+            size = self._rounded(size)
+            self.events += [Change(self.segment, self._count, size), Change(self.segment, self._count, -size)]
 
     def _mark_gathered(self, tensor: Tensor) -> None:
         number = self._see(tensor, "gathered")
-        if number is not None and self._kinds[number] in ("activations", "temporary"):
-            self._kinds[number] = "gathered"
+        if number is not None and self.kinds[number] in ("activations", "temporary"):
+            self.kinds[number] = "gathered"
 
     def _see(self, tensor: Tensor, kind: str) -> int | None:
         if hasattr(type(tensor), "__tensor_flatten__"):
@@ -199,39 +219,126 @@ class StepMemory(TorchDispatchMode):
         number = self._numbers.get(key)
         if number is None:
             number = self._count = self._count + 1
-            self._numbers[key], self._kinds[number], self._sizes[number] = number, kind, 0
+            self._numbers[key], self.kinds[number], self._sizes[number] = number, kind, 0
             self._references[number] = weakref.ref(storage, partial(self._end, key, number))
-        size = -(-storage.nbytes() // self.round_to) * self.round_to
+        size = self._rounded(storage.nbytes())
         if size != self._sizes[number]:
+            self.events.append(Change(self.segment, number, size - self._sizes[number]))
             self._sizes[number] = size
-            self._events.append((self.segment, number, size))
         return number
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.round_to) * self.round_to
 
     def _end(self, key: int, number: int, reference: Any) -> None:
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self._references.pop(number, None)
-        if self._sizes.get(number):
+        if size := self._sizes.get(number):
             self._sizes[number] = 0
-            self._events.append((self.segment, number, 0))
+            self.events.append(Change(self.segment, number, -size))
+
+    def freeze(self) -> None:
+        """End the record: what is released later is not written down."""
+        self._references.clear()
+        self._numbers.clear()
 
     # What it came to.
+
+    def totals(self) -> list[int]:
+        """Return the bytes in use after each change."""
+        return list(accumulate(change.size for change in self.events))
+
+    def parts_at(self, index: int) -> dict[str, int]:
+        """Return the bytes in use after a change, by kind."""
+        parts: dict[str, int] = defaultdict(int)
+        for change in self.events[: index + 1]:
+            parts[self.kinds[change.key]] += change.size
+        return dict(parts)
 
     def record(self) -> Record:
         """Return the largest moment of each segment; every storage counts for what it was in the end."""
         now = dict.fromkeys((*CATEGORIES, _UNREDUCED), 0.0)
-        sizes: dict[int, int] = {}
         segments: dict[Hashable, Amounts] = {}
         total, peaks, last = 0.0, dict[Hashable, float](), None
-        for segment, number, size in self._events:
+        for segment, number, change in self.events:
             if segment != last:  # what a segment finds when it begins counts too
                 if total > peaks.get(segment, -1.0):
                     peaks[segment], segments[segment] = total, dict(now)
                 last = segment
-            change = size - sizes.get(number, 0)
-            sizes[number] = size
-            now[self._kinds[number]] += change
+            now[self.kinds[number]] += change
             total += change
             if total > peaks[segment]:
                 peaks[segment], segments[segment] = total, dict(now)
         return Record(segments, self._collectives)
+
+
+class Update:
+    """One update of a shaped model, with every pass of its window; real and simulated training are followed by the same code."""
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        ctx: Application,
+        batch: BatchPlan,
+        buckets: Sequence[GradientBuckets] = (),
+        before_pass: Callable[[], None] = lambda: None,
+    ):
+        self.task, self.ctx, self.batch, self.buckets, self.before_pass = task, ctx, batch, buckets, before_pass
+        self.window = 0
+
+    def run(self, tracker: StepMemory | None) -> None:
+        """Clear the gradients of the step before, then run every pass of a window and update."""
+        ctx = self.ctx
+        if tracker is not None:
+            self._register(tracker)
+        with nullcontext() if tracker is None else tracker:
+            self._clear()
+            for window in range(self.batch.accumulation):
+                self.window = window
+                self.before_pass()
+                self._pass(tracker)
+                if tracker is not None:
+                    tracker.settle()
+                    self._register(tracker)
+                    tracker.segment = "update"
+                if ctx.optimizer is not None:
+                    ctx.optimizer.step()
+                if tracker is not None:
+                    self._register(tracker)
+
+    def _pass(self, tracker: StepMemory | None) -> None:
+        ctx, is_last = self.ctx, self.window == self.batch.accumulation - 1
+        for bucket in self.buckets:
+            bucket.is_synchronising = is_last
+        if tracker is not None:
+            tracker.part = "closing" if is_last else "open"
+            tracker.segment, tracker.phase = ("forward", self.window), "activations"
+        inputs = ctx.prepared(self.task.batch(self.batch.micro))
+        loss = self._loss(inputs)
+        if tracker is not None:
+            tracker.segment, tracker.phase = ("backward", self.window), "temporary"
+        loss.backward()
+
+    def _loss(self, inputs: Any) -> Tensor:
+        outputs = self.task.call(self.ctx.model, inputs)
+        if self.task.loss_func is None:
+            return mean_of_outputs(outputs)
+        result = self.ctx.stepping.loss(inputs, outputs)
+        return result[0] if isinstance(result, list | tuple) else result
+
+    def _clear(self) -> None:
+        unwrap(self.ctx.model).zero_grad()
+        if isinstance(self.ctx.optimizer, PlannedOptimizer):
+            self.ctx.optimizer.inner.zero_grad()
+
+    def _register(self, tracker: StepMemory) -> None:
+        tracker.register_all(unwrap(self.ctx.model), self.ctx.optimizer)
+        for bucket in self.buckets:
+            tracker.register(bucket.storages, "grads")
+
+
+def mean_of_outputs(outputs: Any) -> Tensor:
+    """Return the mean of everything that a model returns, which serves as the loss of a task without one."""
+    found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([tensor.float().mean() for tensor in found]).sum()

@@ -122,7 +122,7 @@ def _kernel(operation: Any, key: str, rule: Rule) -> Callable[..., Any]:
     return kernel
 
 
-class _Captured(Exception):
+class _CaptureDone(Exception):
     """Carries what was found out of torch's machinery, which is then not asked to go on."""
 
     def __init__(self, saved: float):
@@ -144,7 +144,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
 
     def partition(joint: Any, joint_inputs: Any, **settings: Any) -> Any:
         forward, _ = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
-        raise _Captured(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
+        raise _CaptureDone(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
 
     def unrun(gm: Any, example_inputs: Any) -> Any:
         return gm
@@ -164,7 +164,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
                 raise
             importlib.import_module("torch._inductor.lowering")
             captured(*inputs)
-    except _Captured as found:
+    except _CaptureDone as found:
         return found.saved
     raise PrivateFeatureMissing(
         "the capture of a compiled forward pass returned without a graph: nothing requires a gradient"

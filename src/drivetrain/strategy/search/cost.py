@@ -1,10 +1,33 @@
-"""What a plan is predicted to cost on one rank: memory at its peak by category, and one update's time by part.
+"""What a plan is predicted to cost on one rank, in closed form: memory at its peak by category, and one update's time by part.
 
-A user's method changes it in `estimate(cost, config)` and returns the new one.
+Memory. With Adam in float32, a replicated model takes 16 bytes a parameter, ZeRO-1 8 + 8/d, ZeRO-2 and ZeRO-3 16/d and what is gathered
+(Rajbhandari et al., 2020, arXiv 1910.02054). Activations grow linearly with the micro-batch; what checkpoints leave of them is Chen et al.,
+2016 (arXiv 1604.06174), what tensor parallelism leaves is Korthikanti et al., 2022 (arXiv 2205.05198). The peak is the largest of three
+moments: the end of the forward pass, the start of backward where the loss's gradient appears, and the update. Gradients arrive as
+activations leave, so they count at the first two only where they outlive a pass: in DDP's buckets and inside an accumulation window.
+
+Time. Matrix products wait for arithmetic and everything between them for memory, one after the other, so a unit takes the sum of both, or
+what dispatching its operations takes, if that is longer; backward counts twice. Collectives cost (n - 1)(latency + bytes / (n · bandwidth))
+for all-gather and reduce-scatter, twice that for all-reduce (Thakur et al., 2005). What is exposed is what compute cannot hide. A pipeline
+of p stages and m micro-batches is idle for (p - 1)/(m + p - 1) of the time.
+
+A user's method changes a cost in `estimate(cost, config)` and returns the new one.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.core.quantities import shown_bytes
+from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.effects import Effects, Recompute
+from drivetrain.strategy.profile.values import COMPILED, Link, MachineProfile, ModelProfile, UnitProfile
+from drivetrain.strategy.registry import find_method
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.value import Strategy
+
 
 MEMORY = ("params", "grads", "optimizer", "activations", "gathered", "temporary", "reserve")
 TIME = ("compute", "recompute", "communication", "bubble", "transfer", "optimizer")
@@ -42,3 +65,360 @@ class Cost:
             return {name: value * factors.get(name, 1.0) for name, value in parts.items()}
 
         return Cost(change(self.memory), change(self.time))  # "optimizer" is both: state and update shrink together
+
+
+_RECORDED_SHARE = 0.1
+"""What recorded kernels keep in addition, as a share of the activations: their pool is not shared."""
+
+
+def predict_memory(effects: Effects, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
+    """Return bytes by category at the moment of the peak, on the rank that needs most."""
+    e = effects
+    peak = _largest_moment(e, profile)
+    peak["activations"] = max(0.0, peak.get("activations", 0.0) + tracked_excess(e, profile))
+    peak["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(peak.values())
+    if e.is_recorded:
+        peak["reserve"] += _RECORDED_SHARE * peak["activations"]
+    return peak
+
+
+def tracked_excess(e: Effects, profile: ModelProfile) -> float:
+    """Return by how much a tracked run of the plain model on one rank was above the closed form: what lives for a moment only.
+
+    With it, the prediction for an eager plan on one rank is the tracked peak itself. A model that is compiled whole has figures of its own;
+    under compiled blocks, head and loss still run as they are.
+    """
+    if not e.is_tracked:
+        return 0.0
+    micro = e.micro / e.parts
+    tracked = profile.peak(e.arithmetic + e.recompute.tracked_part, micro)
+    if tracked is None:
+        return 0.0
+    alone = Effects(
+        micro=max(1, int(micro)),
+        arithmetic=e.arithmetic,
+        cast_width=0.0 if e.arithmetic == "float32" else 2.0,
+        recompute=e.recompute.in_every_block(),
+        update_temporary=0.0,
+    )
+    return (tracked - sum(_largest_moment(alone, profile).values())) / (e.work_ranks * e.stages)
+
+
+def parts_read(e: Effects) -> frozenset[str]:
+    """Return the parts of a model's profile that a prediction reads, in addition to those that every one does."""
+    found = {e.arithmetic + COMPILED} if e.is_compiled else set()
+    if e.recompute.tracked_part and e.is_tracked:
+        found.add(e.arithmetic + e.recompute.tracked_part)
+    return frozenset(found)
+
+
+def _largest_moment(e: Effects, profile: ModelProfile) -> dict[str, float]:
+    """Return what is held at the end of forward or during the update, whichever is more."""
+    state = _fixed_state(e, profile)
+    temporary = e.update_temporary * profile.optimizer_temporary_bytes / e.parameter_ranks / e.optimizer_shards
+    outlives = e.holds_gradients or e.accumulation > 1 or (e.data_ranks > 1 and not e.is_sharded)
+    held = {"params": state["params"], "optimizer": state["optimizer"]}
+    moments = [
+        {
+            **held,
+            "grads": state["grads"] if outlives else 0.0,
+            "activations": activation_bytes(e, profile),
+            "gathered": gathered_bytes(e, profile),
+            "temporary": e.cast_width * profile.parameters / e.parameter_ranks + output_gradient_bytes(e, profile),
+        },
+        {**held, "grads": state["grads"], "temporary": temporary, "gathered": _unreduced_window(e, profile)},
+    ]
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def _fixed_state(e: Effects, profile: ModelProfile) -> dict[str, float]:
+    """Return parameters, gradients and optimizer state, which do not grow with the batch."""
+    whole = profile.parameter_bytes / e.parameter_ranks
+    trainable = profile.trainable / max(profile.parameters, 1)
+    held = whole if e.parameter_width is None else e.parameter_width * profile.parameters / e.parameter_ranks
+    params, grads = held / e.shards, held * trainable / e.shards
+    optimizer = profile.optimizer_bytes / e.parameter_ranks / e.optimizer_shards
+    if e.parameter_width is not None:
+        optimizer += whole * trainable / e.optimizer_shards  # the float32 copies
+    if e.optimizer_on_host:
+        optimizer = 0.0
+    if e.parameters_on_host:
+        params = grads = 0.0
+    return {"params": params + profile.buffer_bytes, "grads": grads, "optimizer": optimizer}
+
+
+def gathered_bytes(e: Effects, profile: ModelProfile) -> float:
+    """Return what sharding holds whole at once: parameters in use, and one unit's gradient before it is reduced."""
+    if not e.is_sharded or e.shards == 1:
+        return 0.0
+    width = 2.0 if e.arithmetic == "bfloat16" else 4.0
+    blocks = [unit for unit in profile.units if unit.path]
+    block = max((unit.parameters for unit in blocks), default=0)
+    rest = profile.parameters - sum(unit.parameters * unit.count for unit in blocks)
+    if e.gathers_whole:
+        parameters = profile.parameters / e.stages
+    else:  # one block in use, the next one on its way; what is outside of blocks stays
+        count = sum(unit.count for unit in blocks)
+        parameters = rest + min(2, count) * block
+    within = e.parameter_ranks // e.stages
+    return (width * parameters + 4.0 * max(block, rest)) / within + _unreduced_window(e, profile)
+
+
+def _unreduced_window(e: Effects, profile: ModelProfile) -> float:
+    """Return whole gradients in float32, which sharding holds inside an accumulation window: it reduces only at the end."""
+    if not e.is_sharded or e.shards == 1 or e.accumulation == 1:
+        return 0.0
+    return 4.0 * profile.trainable / e.parameter_ranks
+
+
+def output_gradient_bytes(e: Effects, profile: ModelProfile) -> float:
+    """Return the gradient of a compiled model's output, which is there while the loss still holds the output itself.
+
+    In a loop that calls model and loss one after the other these are two compiled graphs, and the second may not write into what it was
+    given; one graph of both would. What 16 bits save of the output is half of it: the loss computes in float32 either way.
+    """
+    if e.compiled != "model" or e.logits_share < 1:
+        return 0.0
+    half = max(0.0, profile.logits_bytes["float32"] - profile.logits_bytes["bfloat16"])
+    return e.micro / e.work_ranks * half * (1.0 if e.arithmetic == "bfloat16" else 2.0)
+
+
+def activation_bytes(e: Effects, profile: ModelProfile) -> float:
+    """Return what is kept between forward and backward, the batch itself included."""
+    kept = e.arithmetic
+    ratio = compiled_ratio(e, profile)
+    blocks = [unit for unit in profile.units if unit.path]
+    of_blocks = sum(_block_bytes(unit, e.recompute, kept, ratio) for unit in blocks)
+    largest = max((unit.largest_saved_bytes.get(kept, unit.saved_bytes[kept]) * ratio for unit in blocks), default=0.0)
+    if e.recompute.keeps != "all":
+        of_blocks += largest  # the one that is being computed again
+    of_blocks *= e.block_share
+    rest = sum(unit.count * unit.saved_bytes[kept] for unit in profile.units if not unit.path)
+    rest *= ratio if e.compiled == "model" else 1.0
+    if e.logits_share < 1:
+        rest = max(rest - profile.logits_bytes[kept] * (1 - e.logits_share), 0.0)
+    fixed = 0.0
+    if e.compiled == "model":
+        fixed = (profile.compiled_fixed_bytes or {}).get(kept, 0.0) / e.parameter_ranks
+    samples = e.micro / e.token_ranks
+    return samples / e.parts * _of_fullest_stage(e, of_blocks, rest) + fixed + samples * profile.input_bytes
+
+
+def _block_bytes(unit: UnitProfile, recompute: Recompute, kept: str, ratio: float) -> float:
+    """Return what all members of a unit keep for one sample."""
+    saved, inputs = unit.saved_bytes[kept] * ratio, unit.input_bytes[kept]
+    if recompute.keeps == "all":
+        return unit.count * saved
+    if recompute.keeps == "products":
+        return unit.count * min(unit.selective_bytes[kept], saved)
+    computed_again = -(-unit.count // recompute.every)
+    on_device = computed_again if recompute.on_device is None else min(recompute.on_device, computed_again)
+    return on_device * inputs + (unit.count - computed_again) * saved
+
+
+def _of_fullest_stage(e: Effects, of_blocks: float, rest: float) -> float:
+    """Return what the fullest stage keeps for one sample of each micro-batch in flight: 1F1B holds min(p - i, m) on stage i."""
+    first = of_blocks / e.stages * min(e.stages, e.parts)
+    last = of_blocks / e.stages + rest
+    return max(first, last)
+
+
+def compiled_ratio(e: Effects, profile: ModelProfile) -> float:
+    """Return what compilation keeps of the activations, as a share of what eager mode keeps; never more.
+
+    A graph that was captured at one batch size only counts its fixed part to every sample.
+    """
+    known = (profile.compiled_bytes or {}).get(e.arithmetic)
+    eager = profile.saved_bytes(e.arithmetic)
+    return 1.0 if not e.is_compiled or known is None or not eager else min(1.0, known / eager)
+
+
+_BACKWARD = 2.0
+"""A backward pass costs twice its forward pass."""
+_THREAD_GAIN = 0.5
+"""Twice the threads take the square root of a half of the time: a prior between large products, which gain all of it, and memory traffic,
+which gains little; a trial decides."""
+
+
+def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
+    """Return seconds by part for one update."""
+    e = effects
+    micro = e.micro / e.parts
+    blocks = [(unit, _forward_time(unit, e, machine, micro)) for unit in profile.units]
+    of_blocks = sum(seconds for unit, seconds in blocks if unit.path) / e.stages
+    rest = sum(seconds for unit, seconds in blocks if not unit.path)
+    correction = correction_of(e, machine)
+    one_pass = (of_blocks + rest) * (1 + _BACKWARD) * correction + weight_time(e, profile, machine)
+    again = (of_blocks * e.recompute.share + rest * e.head_again) * correction
+    passes = e.accumulation * e.parts
+    time = {"compute": passes * one_pass, "recompute": passes * again}
+    busy = time["compute"] + time["recompute"]
+    if e.stages > 1:
+        time["bubble"] = busy * (e.stages - 1) / e.parts
+    time["communication"] = communication_time(e, profile, machine, busy)
+    time["transfer"] = _transfer_time(e, profile, machine, busy)
+    time["optimizer"] = _update_time(e, profile, machine)
+    return time
+
+
+def _forward_time(unit: UnitProfile, e: Effects, machine: MachineProfile, micro: float) -> float:
+    """Return the forward pass of all members of a unit for one micro-batch."""
+    share = micro / e.work_ranks
+    rate = machine.flops.get(e.rate, machine.flops["float32"])
+    kernels = e.block_kernels if unit.path else e.other_kernels
+    traffic = unit.traffic_bytes[e.arithmetic] * kernels.traffic
+    launches = 0.0 if e.is_recorded else unit.operations * kernels.launches
+    arithmetic = unit.forward_flops * share / rate
+    if e.arithmetic == "bfloat16":
+        arithmetic *= e.products_16_bit.get(machine.kind, 1.0)
+    work = (arithmetic + traffic * share / machine.bandwidth) * thread_factor(e, machine)
+    return unit.count * max(work, launches * machine.launch)
+
+
+def thread_factor(e: Effects, machine: MachineProfile) -> float:
+    """Return the time of an operation with a plan's threads, over that with those the machine was measured with."""
+    return 1.0 if e.threads is None else (max(1, machine.threads) / e.threads) ** _THREAD_GAIN
+
+
+def correction_of(e: Effects, machine: MachineProfile) -> float:
+    """Return measured over predicted time of plans of a kind; where none was tried, of the nearest kind with the same kernels."""
+    known = machine.corrections
+    if not known or e.kind in known:
+        return known.get(e.kind, 1.0)
+    others = (*e.near_kinds, *(() if e.threads is None else (replace(e, threads=None).kind,)))
+    return next((known[kind] for kind in others if kind in known), 1.0)
+
+
+def weight_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
+    """Return what a pass costs whatever its size: weights are read by forward and twice by backward, and gradients are added up.
+
+    It is why few large micro-batches beat many small ones.
+    """
+    width = 2.0 if e.arithmetic == "bfloat16" else 4.0
+    moved = 3 * width * profile.parameters + (8.0 * profile.trainable if e.accumulation > 1 else 0.0)
+    return moved / e.parameter_ranks / machine.bandwidth
+
+
+def collective_time(size: float, ranks: int, link: Link) -> float:
+    """Return the time of an all-gather or reduce-scatter of `size` bytes in all.
+
+    >>> round(collective_time(8e9, 8, Link(latency=1e-5, bandwidth=100e9)), 5)
+    0.07007
+    """
+    return 0.0 if ranks <= 1 else (ranks - 1) * (link.latency + size / (ranks * link.bandwidth))
+
+
+def link_of(e: Effects, axis: str, machine: MachineProfile) -> Link:
+    """Return what connects the ranks along an axis: neighbours share a node while the axes inside fit into one."""
+    span = 1
+    for name in ("tensor", "sequence", "zero", "data", "pipe"):
+        span *= e.axes.get(name, 1)
+        if name == axis:
+            break
+    return machine.intra if span <= machine.per_node else machine.inter
+
+
+def communication_time(e: Effects, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
+    """Return the communication that compute does not hide."""
+    params = profile.parameter_bytes / e.parameter_ranks
+    grads = params * profile.trainable / max(profile.parameters, 1)
+    backward_of_one = busy * _BACKWARD / (1 + _BACKWARD) / e.accumulation
+    hidden = exposed = 0.0
+    if e.is_sharded and e.shards > 1:
+        link = link_of(e, "zero", machine)
+        width = 0.5 if e.arithmetic == "bfloat16" else 1.0
+        gathers = e.gathers * e.accumulation
+        hidden += gathers * collective_time(params * width, e.shards, link) + collective_time(grads, e.shards, link)
+        hidden += 2 * collective_time(grads / e.shards, e.axes.get("data", 1), link_of(e, "data", machine))
+        exposed += max(0.0, hidden - busy)
+    elif e.data_ranks > 1:
+        link = link_of(e, "data", machine)
+        reduce = 2 * collective_time(grads, e.data_ranks, link)
+        exposed += max(0.0, reduce - backward_of_one)  # only the last pass of a window synchronises
+        if e.optimizer_shards > 1:
+            exposed += collective_time(params, e.data_ranks, link)  # updated parameters go round, and nothing hides it
+    return exposed + _activation_traffic(e, profile, machine)
+
+
+def _activation_traffic(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
+    """Return what moves activations between ranks: the next operation waits for it, so nothing hides it."""
+    micro = e.micro / e.parts
+    seconds = 0.0
+    for unit in (unit for unit in profile.units if unit.path):
+        size = micro * unit.input_bytes[e.arithmetic] / e.token_ranks
+        for axis, times in e.block_exchanges:
+            one = collective_time(size, e.axes.get(axis, 1), link_of(e, axis, machine))
+            seconds += unit.count / e.stages * times * one
+    if e.stages > 1:
+        unit = max((unit for unit in profile.units if unit.path), key=lambda unit: unit.count)
+        link = link_of(e, "pipe", machine)
+        seconds += 2 * (link.latency + micro * unit.input_bytes[e.arithmetic] / link.bandwidth)
+    return e.accumulation * e.parts * seconds
+
+
+def _transfer_time(e: Effects, profile: ModelProfile, machine: MachineProfile, busy: float) -> float:
+    """Return traffic with host memory that compute does not hide."""
+    seconds = 0.0
+    if e.recompute.on_device is not None:
+        inputs = sum(unit.count * unit.input_bytes[e.arithmetic] for unit in profile.units if unit.path)
+        seconds += max(0.0, 2 * e.micro * e.accumulation * inputs / machine.host_bandwidth - busy)
+    if e.optimizer_on_host:  # gradients go down, parameters come back
+        seconds += 2 * profile.parameter_bytes / (e.parameter_ranks * e.shards) / machine.host_bandwidth
+    return seconds
+
+
+def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
+    """Return the update: everything is read, parameters and state are written."""
+    trainable = profile.trainable / max(profile.parameters, 1)
+    moved = 3 * profile.parameter_bytes * trainable + 2 * profile.optimizer_bytes
+    bandwidth = machine.bandwidth
+    if e.optimizer_on_host:
+        bandwidth = min(bandwidth, 2 * machine.host_bandwidth)
+    seconds = moved / (e.parameter_ranks * e.optimizer_shards) / bandwidth
+    return seconds * e.update_passes * thread_factor(e, machine)
+
+
+# The same plan on another number of processes, from what it was predicted to hold: only proportions are needed. Sharded state grows as
+# shards get fewer, activations follow the micro-batch, what lives for a moment stays. Times depend on links, so none are given.
+
+
+def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchPlan | None) -> dict[str, Any] | None:
+    """Return a plan's predicted memory for other axes and another batch arithmetic; None where it has none to go by."""
+    known = (plan.predicted or {}).get("memory")
+    if not known or plan.mesh is None or plan.batch is None or batch is None:
+        return None
+    before = dict(plan.mesh)
+    methods = [find_method(name) for name in plan.opt_names()]
+    is_sharded = any(method.shards_axis is not None for method in methods)
+    memory = {name: float(value) for name, value in known.items()}
+    params = memory.get("params", 0.0)
+    if is_sharded:
+        whole = params * _shards(before)
+        memory["params"] = whole / _shards(axes)
+        memory["optimizer"] = memory.get("optimizer", 0.0) * _shards(before) / _shards(axes)
+        memory["grads"] = whole if batch.accumulation > 1 else whole / _shards(axes)  # whole inside an open window
+    else:
+        if any(method.splits_optimizer for method in methods):
+            memory["optimizer"] = memory.get("optimizer", 0.0) * plan.batch.data_ranks / batch.data_ranks
+        if batch.accumulation > 1 or batch.data_ranks > 1:
+            memory["grads"] = max(memory.get("grads", 0.0), params)
+    memory["activations"] = memory.get("activations", 0.0) * batch.micro / plan.batch.micro
+    reserve = memory.pop("reserve", 0.0)
+    used = sum(value for name, value in known.items() if name != "reserve")
+    memory["reserve"] = reserve * max(1.0, sum(memory.values()) / max(used, 1.0))
+    kept = {name: value for name, value in plan.predicted.items() if name == "budget_bytes"} if plan.predicted else {}
+    memory = {name: value for name, value in memory.items() if value}
+    return {"memory": memory, "peak_bytes": sum(memory.values()), **kept, "evidence": {"memory": "modelled"}}
+
+
+def _shards(axes: Mapping[str, int]) -> int:
+    """Return over how many ranks parameters are split: those along `zero`, else along `data`, together with those along `sequence`."""
+    return (axes["zero"] if axes.get("zero", 1) > 1 else axes.get("data", 1)) * axes.get("sequence", 1)
+
+
+def shortfall_of(predicted: Mapping[str, Any] | None) -> str | None:
+    """Return by how much a prediction is above the budget it was made for, or None where it fits."""
+    if predicted is None or not predicted["peak_bytes"] > predicted.get("budget_bytes", math.inf):
+        return None
+    peak, budget = predicted["peak_bytes"], predicted["budget_bytes"]
+    return f"it would need {shown_bytes(peak)} of {shown_bytes(budget)}; {shown_bytes(peak - budget)} are missing"

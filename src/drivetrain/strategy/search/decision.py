@@ -7,8 +7,8 @@ from typing import Any
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.search.constraints import plain_numbers
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
-from drivetrain.strategy.search.space import Space
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.search.space import SearchSpace
+from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Evidence, Failure, Strategy
 
 _MOST_POINTS = 500
@@ -48,7 +48,7 @@ def choose(measurements: Sequence[Measurement], tie: float = TIE) -> Measurement
 def finished_plan(
     chosen: Scored,
     measurement: Measurement | None,
-    space: Space,
+    space: SearchSpace,
     *,
     scored: Sequence[Scored],
     measurements: Sequence[Measurement],
@@ -121,7 +121,7 @@ def _rejected(
     return lines[:_MOST_REJECTED]
 
 
-def infeasible_plan(scored: Sequence[Scored], space: Space, budget: float, report: Mapping[str, Any]) -> Strategy:
+def infeasible_plan(scored: Sequence[Scored], space: SearchSpace, budget: float, report: Mapping[str, Any]) -> Strategy:
     """Return the plan that comes closest, marked as failed, with what is missing."""
     misses = nearest_misses(scored, budget)
     nearest, shortfall = misses[0]

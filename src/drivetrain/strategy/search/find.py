@@ -21,13 +21,11 @@ from drivetrain.runtime.collectives import all_gather_values, broadcast_from_mas
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine
 from drivetrain.strategy.profile.model import ModelProfiler
-from drivetrain.strategy.profile.simulate import Simulation, simulate_plans
-from drivetrain.strategy.profile.tensor_plans import remembered_tensor_plans
+from drivetrain.strategy.profile.simulate import Simulation, remembered_tensor_plans, simulate_plans
 from drivetrain.strategy.profile.values import COMPILED, PARTS, MachineProfile, ModelProfile
 from drivetrain.strategy.registry import all_methods
-from drivetrain.strategy.search.agreement import master_does
 from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.constraints import SearchConstraints, budget_bytes
+from drivetrain.strategy.search.constraints import PlanningProblem, SearchConstraints, budget_bytes
 from drivetrain.strategy.search.decision import (
     Measurement,
     choose,
@@ -36,12 +34,10 @@ from drivetrain.strategy.search.decision import (
     infeasible_plan,
     report_of,
 )
-from drivetrain.strategy.search.experience import Experience
-from drivetrain.strategy.search.known import Known, doubtful, with_compilation
-from drivetrain.strategy.search.measure import PLENTY, Clock, Measuring, measuring_order
-from drivetrain.strategy.search.problem import PlanningProblem
+from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful, master_does, with_compilation
+from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
-from drivetrain.strategy.search.space import Space, build_space
+from drivetrain.strategy.search.space import SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
 from drivetrain.strategy.value import Evidence, Strategy
@@ -89,8 +85,8 @@ class _Search:
         on_progress: Callable[[str], None] | None,
     ):
         self.task, self.device, self.world, self.constraints = task, device, world, constraints
-        self.clock = Clock(constraints.time_limit)
-        self.thinking = Clock(constraints.time_limit or _UNTIMED)
+        self.clock = SearchTime(constraints.time_limit)
+        self.thinking = SearchTime(constraints.time_limit or _UNTIMED)
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self._rejected = ""
@@ -146,7 +142,7 @@ class _Search:
             chosen, best, space, scored=scored, measurements=found, budget=budget, evidence=evidence, notes=self.notes, report=report,
         )  # fmt: skip
 
-    def _completed(self, best: Measurement | None, known: Known) -> Measurement | None:
+    def _completed(self, best: Measurement | None, known: Knowledge) -> Measurement | None:
         """Return the best with all that its prediction reads, if there is time for it: it is shown beside what was measured."""
         if best is None or not known.missing([best.scored]):
             return best
@@ -159,7 +155,7 @@ class _Search:
 
     # What is known.
 
-    def _known(self) -> Known:
+    def _known(self) -> Knowledge:
         """Return what rank 0 finds out about model and machine, with the least free memory of all ranks."""
         profile, machine = master_does(self._profiled)
         if self.constraints.spec is None:
@@ -171,7 +167,7 @@ class _Search:
         slow = {part for part in PARTS if part.endswith(COMPILED)}
         excluded = slow if self.thinking.limit < _NO_PROFILING_BELOW else set[str]()
         left = self._profile_seconds() - self._profile_took
-        return Known(profile, machine, self.thinking, left, self._profiler, frozenset(excluded))
+        return Knowledge(profile, machine, self.thinking, left, self._profiler, frozenset(excluded))
 
     def _profiled(self) -> tuple[ModelProfile, MachineProfile]:
         """Profile model and machine: at once where the machine is not the processor that shapes are computed on."""
@@ -229,7 +225,7 @@ class _Search:
         return self._validity[plan]
 
     def _promising(
-        self, scored: list[Scored], known: Known, space: Space, budget: float
+        self, scored: list[Scored], known: Knowledge, space: SearchSpace, budget: float
     ) -> tuple[list[Scored], list[Scored]]:
         """Return all candidates and the promising ones, after finding out what the predictions of those that matter read."""
 
@@ -263,7 +259,7 @@ class _Search:
         return list(top), []
 
     def _simulate(
-        self, top: Sequence[Scored], space: Space, machine: MachineProfile, budget: float
+        self, top: Sequence[Scored], space: SearchSpace, machine: MachineProfile, budget: float
     ) -> tuple[list[Scored], list[Scored]]:
         """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
         share = _SIMULATION_SHARE if self.reason is None else 1.0
@@ -294,7 +290,7 @@ class _Search:
         return order([*ranked, *rest]), simulated
 
     def _outcomes(
-        self, top: Sequence[Scored], space: Space, machine: MachineProfile, budget: float, limit: float
+        self, top: Sequence[Scored], space: SearchSpace, machine: MachineProfile, budget: float, limit: float
     ) -> list[Simulation]:
         """Simulate plans from the fastest on; where nothing is measured, not beyond the one that will be chosen, if that takes long.
 
@@ -338,10 +334,10 @@ class _Search:
         ranked: Sequence[Scored],
         fitting: Sequence[Scored],
         plain: Scored | None,
-        space: Space,
+        space: SearchSpace,
         budget: float,
         trials: TrialPool | None,
-        known: Known,
+        known: Knowledge,
     ) -> Measuring | None:
         if trials is None:
             self.notes.append(f"search: nothing was measured, because {self.reason}")
@@ -368,7 +364,7 @@ class _Search:
         return f"there is no {' and no '.join(missing)}" if missing else None
 
     def _unmeasured(
-        self, fitting: Sequence[Scored], last: Scored, space: Space, found: Sequence[Measurement]
+        self, fitting: Sequence[Scored], last: Scored, space: SearchSpace, found: Sequence[Measurement]
     ) -> Scored:
         """Return the best prediction that can be applied, needs no proof and is not of a kind that failed; else the last resort."""
         failed = {one.scored.candidate.kind for one in found if one.result.outcome != "timeout"}

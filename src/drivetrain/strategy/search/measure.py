@@ -18,8 +18,8 @@ from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, is_ruled_out
-from drivetrain.strategy.search.space import Space
-from drivetrain.strategy.trial.values import TrialResult, Yardstick
+from drivetrain.strategy.search.space import SearchSpace
+from drivetrain.strategy.trial.report import TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _DOUBT, _LITTLE_DOUBT = 0.6, 0.85
 
 
 @dataclass
-class Clock:
+class SearchTime:
     """The time that a search has, by this process's monotonic clock."""
 
     limit: float
@@ -75,9 +75,9 @@ class Clock:
 class Measuring:
     """One round of trials, with what it has learnt so far."""
 
-    space: Space
+    space: SearchSpace
     device: torch.device
-    clock: Clock
+    clock: SearchTime
     budget: float
     pool: "TrialPool"
     tell: Callable[[str], None]

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.search.candidates import Candidate, label_of
-from drivetrain.strategy.search.cost import Cost
-from drivetrain.strategy.search.memory import predict_memory
-from drivetrain.strategy.search.time_model import predict_time
+from drivetrain.strategy.search.cost import Cost, predict_memory, predict_time
 
 TIE = 0.02
 """Times this close count as equal; then the plan with fewer methods wins."""

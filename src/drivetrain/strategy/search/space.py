@@ -1,6 +1,10 @@
-"""The space of a search: all combinations of what each part of a candidate may be, at one global batch."""
+"""The space of a search: all combinations of what each part of a candidate may be, at one global batch.
+
+Each method is asked for its options. A method that is not registered, is excluded, or rejects the device or the model is not enumerated.
+"""
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,21 +12,246 @@ from typing import Any, NoReturn
 
 import torch
 
-from drivetrain.core.errors import BatchSizeError, PlanInfeasible
+from drivetrain.core.errors import BatchSizeError, ConfigError, PlanInfeasible
 from drivetrain.strategy.batching import plan_batch
-from drivetrain.strategy.mesh import AXES
-from drivetrain.strategy.method import Option
+from drivetrain.strategy.mesh import AXES, DATA_AXES, fit_axes
+from drivetrain.strategy.method import Method, Option, Site
+from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
+from drivetrain.strategy.registry import all_methods, mesh_method
 from drivetrain.strategy.resolve import conflict_between, resolve_plan
 from drivetrain.strategy.search.candidates import Candidate, in_order, steps_of
-from drivetrain.strategy.search.problem import PlanningProblem, Requests
-from drivetrain.strategy.search.scope import Scope
+from drivetrain.strategy.search.constraints import NUMERICS, PlanningProblem, Requests, budget_bytes
 from drivetrain.strategy.value import Strategy
 
 _MOST_CANDIDATES = 60_000
 
 
+class SearchScope:
+    """What methods may look at and ask when they list their options."""
+
+    def __init__(self, problem: PlanningProblem, requests: Requests):
+        self.problem, self.requests = problem, requests
+        self.notes: list[str] = []
+        self._axis_methods = [method for method in all_methods() if method.axis is not None]
+
+    # The problem.
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The model."""
+        return self.problem.profile
+
+    @property
+    def machine(self) -> MachineProfile:
+        """The machine that is planned for."""
+        return self.problem.machine
+
+    @property
+    def device(self) -> torch.device:
+        """The device at hand."""
+        return self.problem.device
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.problem.world
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether plans are for a CPU."""
+        return self.machine.kind == "cpu"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether plans are for the machine at hand."""
+        return self.problem.constraints.spec is None
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model has blocks that repeat."""
+        return any(unit.path for unit in self.profile.units)
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a plan may need on one rank."""
+        return budget_bytes(self.problem.constraints.memory_budget, self.machine.free)
+
+    def local(self, method: Method) -> tuple[Any, ...]:
+        """Return the configurations that rank 0 offers for a method, see `Method.local_candidates`."""
+        return self.problem.local.get(method.name, ())
+
+    # What was requested.
+
+    def may(self, name: str) -> bool:
+        """Return whether a candidate may have a method."""
+        return self.requests.may(name)
+
+    def must(self, name: str) -> bool:
+        """Return whether every candidate has a method."""
+        return self.requests.must(name)
+
+    def is_wanted(self, name: str) -> bool:
+        """Return whether a method is named by what must be included, alone or with others."""
+        return any(name in members for members in self.requests.wanted)
+
+    def needs_dimension(self, dimension: str) -> bool:
+        """Return whether every candidate has some method of a dimension."""
+        names = {method.name for method in all_methods() if dimension_of(method) == dimension}
+        return any(members <= names for members in self.requests.wanted)
+
+    def kept(self, name: str) -> list[Any]:
+        """Return the configuration that a method keeps, if there is one."""
+        return [self.requests.kept[name]] if name in self.requests.kept else []
+
+    def base(self, name: str) -> list[Any]:
+        """Return the configuration that is varied, if there is one."""
+        return [self.requests.base[name]] if name in self.requests.base else []
+
+    def config(self, method: Method, **changes: Any) -> Any:
+        """Return the configuration to start from, with changes."""
+        found = [*self.kept(method.name), *self.base(method.name)] or [method.parse(None)]
+        return replace(found[0], **changes)
+
+    def note(self, text: str) -> None:
+        """Add a remark to the plan that is found."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def usable(self, method: Method, axes: Mapping[str, int] | None = None) -> bool:
+        """Return whether a method may be used and accepts the device and the model."""
+        problem = self.problem
+        if not self.may(method.name):
+            return False
+        if method.numerics not in NUMERICS[problem.constraints.numerics] and not self.must(method.name):
+            return False
+        along = {other.name for other in self._axis_methods if other.axis in (axes or {})}
+        names = frozenset({method.name, *along})
+        site = Site(device=problem.device, world=problem.world, axes=dict(axes or {}), names=names, model=problem.model)
+        config = self.kept(method.name) if axes else []
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if self.is_here and method.requires(problem.profile, problem.device, problem.world) is not None:
+                    return False
+                method.check(config[0] if config else method.parse(None), site)
+        except (ConfigError, RuntimeError):
+            return False
+        return True
+
+    # The space.
+
+    def dimensions(self) -> dict[str, list[Option]]:
+        """Return the options of each dimension, in the order of the registry; those of an axis depend on the mesh and are empty here."""
+        members: dict[str, list[Method]] = {}
+        for method in all_methods():
+            if method.is_searched:
+                members.setdefault(dimension_of(method), []).append(method)
+        return {name: self._dimension(name, methods) for name, methods in members.items()}
+
+    def _dimension(self, name: str, methods: list[Method]) -> list[Option]:
+        requests = [method for method in methods if method.name not in self.requests.here and method.axis is None]
+        found = [option for method in requests if self.may(method.name) for option in method.options(self)]
+        required = [method.name for method in requests if self.must(method.name) and self._has_options(method)]
+        for one in required:
+            found = [option for option in found if one in dict(option)]
+        is_fixed = bool(required) or any(not method.may_be_left_out(self) for method in requests)
+        return found if found and (is_fixed or self.needs_dimension(name)) else [(), *found]
+
+    @staticmethod
+    def _has_options(method: Method) -> bool:
+        """Return whether options express the method; the mesh and the batch split express others."""
+        return type(method).implied is Method.implied
+
+    def splits(self, per_rank: int) -> list[tuple[int, int]]:
+        """Return pairs of micro-batch and accumulation."""
+        for method in all_methods():
+            found = method.splits(self, per_rank)
+            if found is not None:
+                return found
+        return [(per_rank, 1)]
+
+    def on_mesh(
+        self, dimensions: Mapping[str, list[Option]], mesh: Mapping[str, int], micro: int, accumulation: int
+    ) -> list[list[Option]]:
+        """Return the options of each dimension on a mesh: what shards along an axis is used where the mesh has it, and only there."""
+        found = dict(dimensions)
+        for name, options in dimensions.items():
+            if any(map(shards_axis, options)):
+                found[name] = [option for option in options if _shards_along(option, mesh)]
+        for method in self._axis_methods:
+            size = mesh.get(str(method.axis), 1)
+            if size > 1:
+                found[dimension_of(method)] = method.axis_options(self, size, micro, accumulation)
+        return list(found.values())
+
+    def meshes(self, dimensions: Mapping[str, list[Option]]) -> Iterator[dict[str, int]]:
+        """Yield sizes of axes whose product is the world."""
+        has_shards = any(shards_axis(option) for options in dimensions.values() for option in options)
+        has_whole = all(any(not shards_axis(option) for option in options) for options in dimensions.values())
+        for inner in self._inner_meshes():
+            if "data" in inner or "zero" in inner:
+                yield inner
+            else:
+                yield from self._data_splits(inner, has_whole, has_shards)
+
+    def _inner_meshes(self) -> Iterator[dict[str, int]]:
+        """Yield sizes of the axes that divide the model or a sample; with all axes where the mesh is given."""
+        world, name = self.world, mesh_method().name
+        given = next((config for config in (*self.kept(name), *self.base(name)) if config.axes), None)
+        if given is not None:
+            fixed = dict(fit_axes(given.axes, world))
+            is_kept = name in self.requests.kept
+            if is_kept:
+                fixed.setdefault("data", 1)
+            yield fixed if is_kept else {axis: size for axis, size in fixed.items() if axis not in DATA_AXES}
+            return
+        methods = self._axis_methods
+        for sizes in itertools.product(*map(self._sizes, methods)):
+            used = {method.name: method for method, size in zip(methods, sizes) if size > 1}
+            clash = any(other in used for method in used.values() for other in method.conflicts)
+            if world % math.prod(sizes) == 0 and not clash:
+                yield {str(method.axis): size for method, size in zip(methods, sizes)}
+
+    def _sizes(self, method: Method) -> list[int]:
+        """Return the sizes of an axis that its method accepts."""
+        if self.world == 1 or (self.is_cpu and not self.is_wanted(method.name)) or not self.problem.has_loss:
+            return [1]
+        axis = str(method.axis)
+        possible = (size for size in method.axis_sizes(self) if self.world % size == 0)
+        sizes = [size for size in possible if self.usable(method, {axis: size})]
+        return sizes if self.must(method.name) else [1, *sizes]
+
+    def _data_splits(self, inner: dict[str, int], has_whole: bool, has_shards: bool) -> Iterator[dict[str, int]]:
+        """Yield how data ranks share parameters: not at all, all of them, or those of one node and smaller groups."""
+        ranks, per_node = self.world // math.prod(inner.values()), self.machine.per_node
+        if has_whole:
+            yield {**inner, "data": ranks, "zero": 1}
+        if ranks > 1 and has_shards:
+            inside = inner.get("tensor", 1) * inner.get("sequence", 1)
+            nodes = {per_node // inside} if per_node > inside else set()
+            for zero in sorted({ranks, *nodes, 2 * per_node, 8 * per_node}, reverse=True):
+                if 1 < zero <= ranks and ranks % zero == 0:
+                    yield {**inner, "data": ranks // zero, "zero": zero}
+
+
+def shards_axis(option: Option) -> str | None:
+    """Return the axis along which an option shards what data ranks share, or None."""
+    return next((method.shards_axis for method, _ in steps_of(option) if method.shards_axis is not None), None)
+
+
+def _shards_along(option: Option, mesh: Mapping[str, int]) -> bool:
+    axis = shards_axis(option)
+    sharded = {str(method.shards_axis) for method in all_methods() if method.shards_axis is not None}
+    return all((mesh.get(name, 1) > 1) == (name == axis) for name in sharded)
+
+
+def dimension_of(method: Method) -> str:
+    """Return the name of a method's dimension."""
+    return method.dimension or method.name
+
+
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """Candidates, and what turns them into plans."""
 
     candidates: tuple[Candidate, ...]
@@ -39,11 +268,11 @@ class Space:
         return candidate.plan(self.kept, self.base)
 
 
-def build_space(problem: PlanningProblem) -> Space:
+def build_space(problem: PlanningProblem) -> SearchSpace:
     """Return all candidates for a problem, or raise why there is none."""
     constraints = problem.constraints
     requests = Requests(problem)
-    scope = Scope(problem, requests)
+    scope = SearchScope(problem, requests)
     found = list(itertools.islice(_candidates(scope), _MOST_CANDIDATES))
     plain = _plain(problem)
     notes = list(scope.notes)
@@ -55,7 +284,7 @@ def build_space(problem: PlanningProblem) -> Space:
         found.append(plain)
     if not found:
         _refuse(problem, requests)
-    return Space(
+    return SearchSpace(
         candidates=tuple(dict.fromkeys(found)),
         plain=found[0] if constraints.start is not None else plain,
         kept=requests.kept,
@@ -64,7 +293,7 @@ def build_space(problem: PlanningProblem) -> Space:
     )
 
 
-def _candidates(scope: Scope) -> Iterator[Candidate]:
+def _candidates(scope: SearchScope) -> Iterator[Candidate]:
     dimensions = scope.dimensions()
     for mesh in scope.meshes(dimensions):
         ranks = mesh.get("data", 1) * mesh.get("zero", 1)

@@ -22,8 +22,8 @@ from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.runtime.workers import is_lost_peer
-from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import find_method, method_names, register_method
+from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.memory import MemoryMeter
@@ -35,7 +35,7 @@ LEFT_ON_HOST = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ChildSettings:
     """Where a trial's process runs."""
 
     device: str
@@ -47,7 +47,7 @@ class Place:
     """Seconds a collective may take before it fails by itself."""
 
 
-def serve(pipe: Connection, place: Place) -> None:
+def serve(pipe: Connection, place: ChildSettings) -> None:
     """Be a trial's process."""
     os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
     end_with_parent()
@@ -68,7 +68,7 @@ def _lock_bars_by_thread() -> None:
 
 
 class _Service:
-    def __init__(self, pipe: Connection, place: Place):
+    def __init__(self, pipe: Connection, place: ChildSettings):
         self.pipe, self.place = pipe, place
         self.device = torch.device(place.device)
 

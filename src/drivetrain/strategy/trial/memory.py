@@ -1,6 +1,12 @@
-"""How much memory a trial takes: what the device's allocator says, or how far a process on the CPU grew."""
+"""How much memory a trial takes, and whether the system ended its process because memory ran out.
+
+The device's allocator says how much; on the CPU it is how far the process grew. The system ends processes by SIGKILL, which others may
+send too. Linux counts such kills by control group, and there the count is this process's own. Where no group can be read there is one
+count for the whole machine, which also rises when another process is ended; then only a process that held much of the memory counts.
+"""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -52,3 +58,61 @@ def resident_bytes(field: str) -> int:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_MACHINE, _MEMORY = Path("/proc/vmstat"), Path("/proc/meminfo")
+LARGE_SHARE = 0.1
+"""The share of the machine's memory from which on a process may be the one that the system ends."""
+
+
+class MemoryKills:
+    """The count of kills from now on."""
+
+    def __init__(self) -> None:
+        self._before = _group_kills()
+        self._machine_before = _field(_MACHINE, "oom_kill") or 0
+
+    def explain(self, resident: int) -> bool:
+        """Return whether a process that was ended by SIGKILL, and held so many bytes, was ended for want of memory."""
+        if self._before is not None:
+            return (_group_kills() or 0) > self._before
+        total = (_field(_MEMORY, "MemTotal:") or 0) * 1024
+        is_large = total > 0 and resident >= LARGE_SHARE * total
+        return is_large and (_field(_MACHINE, "oom_kill") or 0) > self._machine_before
+
+
+def _group_kills() -> int | None:
+    """Return how many processes of this process's control group were ended, None where that cannot be read."""
+    found = (_field(path, "oom_kill") for path in _counters())
+    return next((count for count in found if count is not None), None)
+
+
+def _counters() -> Iterator[Path]:
+    """Yield where the count may be, for both versions of control groups; inside a container the group may be the root."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield _GROUPS / "memory" / group.lstrip("/") / "memory.oom_control"
+            yield _GROUPS / "memory" / "memory.oom_control"
+        elif not controllers:
+            yield _GROUPS / group.lstrip("/") / "memory.events"
+            yield _GROUPS / "memory.events"
+
+
+def _field(path: Path, name: str) -> int | None:
+    """Return the number after a name in a file of lines, None where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+
+
+def resident_bytes_of(pid: int) -> int:
+    """Return the memory that another process holds, 0 where the system does not say."""
+    return (_field(Path(f"/proc/{pid}/status"), "VmRSS:") or 0) * 1024

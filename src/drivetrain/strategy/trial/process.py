@@ -1,16 +1,21 @@
-"""The parent's side of one trial process: start it, send to it, hear it, end it with everything it started."""
+"""The parent's side of one trial process: start it, send to it, read from it, end it with everything it started.
+
+`spawn` runs a script's top level again in every child. A script that calls Drivetrain there, without a main guard, would start trials
+inside of trials without end. Children carry a mark in their environment, and whatever would start one looks for it first.
+"""
 
 import json
 import multiprocessing
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
-from drivetrain.strategy.trial.child import Place, serve
-from drivetrain.strategy.trial.memory_kills import MemoryKills, resident_bytes_of
-from drivetrain.strategy.trial.nesting import marked_environment
+from drivetrain.core.errors import ConfigError
+from drivetrain.strategy.trial.child import ChildSettings, serve
+from drivetrain.strategy.trial.memory import MemoryKills, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
 NO_GUARD = (
@@ -22,7 +27,7 @@ NO_GUARD = (
 class TrialProcess:
     """One process that tries plans."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ChildSettings):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, place), name="drivetrain trial", daemon=True)
@@ -106,3 +111,31 @@ class TrialProcess:
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
         self._process.close()
+
+
+MARK = "DRIVETRAIN_TRIAL"
+"""The environment variable that says: this process is a trial's."""
+
+
+def is_trial_process() -> bool:
+    """Return whether this process was started to try a plan."""
+    return MARK in os.environ
+
+
+def refuse_inside_trial(what: str) -> None:
+    """Raise in a trial's process: what starts trials, or trains, was called by a script's top level."""
+    if is_trial_process():
+        raise ConfigError(
+            f"{what} was called inside a process that only tries a plan. Such a process runs the script's top level anew, so the call must "
+            "stand under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
+        )
+
+
+@contextmanager
+def marked_environment() -> Iterator[None]:
+    """Mark the processes that are started meanwhile."""
+    os.environ[MARK] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[MARK]

@@ -24,15 +24,13 @@ from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.runtime.store import store_variables
-from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.registry import find_method
+from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
-from drivetrain.strategy.trial.child import Place
+from drivetrain.strategy.trial.child import ChildSettings
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
-from drivetrain.strategy.trial.nesting import refuse_inside_trial
-from drivetrain.strategy.trial.process import TrialProcess
-from drivetrain.strategy.trial.report import Report, cause_of, merge
-from drivetrain.strategy.trial.values import PLAIN, TrialResult, Yardstick
+from drivetrain.strategy.trial.process import TrialProcess, refuse_inside_trial
+from drivetrain.strategy.trial.report import PLAIN, Report, TrialResult, Yardstick, cause_of, merge
 from drivetrain.strategy.value import Strategy
 
 SILENCE_SECONDS = 30.0
@@ -168,7 +166,7 @@ class TrialPool:
     def _start(self) -> None:
         self._generation += 1
         self._process = TrialProcess(
-            Place(
+            ChildSettings(
                 device=str(self.device),
                 settings=ProcessSettings.capture(),
                 environment=self._environment(),

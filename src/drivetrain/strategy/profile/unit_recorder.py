@@ -1,11 +1,5 @@
-"""Watch a run on fake tensors: what is allocated when, and what each part of a model does and keeps.
+"""Charge the operations of a forward pass on fake tensors to the blocks that run them: what each part of a model does and keeps."""
 
-`MemoryTimeline` writes down every allocation and release of a whole step, in order. Two such lists, of two batch sizes, have the same
-order, so each moment is a straight line in the batch size, and the peak at any size is the highest line there. `UnitRecorder` charges
-operations of a forward pass to the block that runs them.
-"""
-
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,101 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
 from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
-
-ROUNDING = 512
-"""CUDA's allocator hands out multiples of this."""
-
-
-def rounded(size: int) -> int:
-    """Return what the allocator takes for so many bytes."""
-    return -(-size // ROUNDING) * ROUNDING
-
-
-@dataclass
-class Event:
-    """One allocation (positive) or release (negative)."""
-
-    key: int
-    size: int
-
-
-class MemoryTimeline(TorchDispatchMode):
-    """Records what is allocated and released while it is entered, beside the storages known from the start."""
-
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called before every operation; what it raises ends the run."""
-        super().__init__()
-        self._check = check
-        self.events: list[Event] = []
-        self.labels: dict[int, str] = {}
-        self.phase = "activations"
-        self._keys: dict[int, int] = {}  # address of a live storage's Python object -> key
-        self._references: dict[int, weakref.ref] = {}
-
-    def label(self, tensors: Iterable[Tensor], name: str) -> None:
-        """Record what storages are; those not seen yet count from now on."""
-        for tensor in tensors:
-            self.labels[self._seen(tensor)] = name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # torch asks for a device where an exception would end the process
-            self._check()
-        result = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":
-            hold_as_torch_does(func, args, result)
-            for leaf in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(leaf, Tensor):
-                    self._seen(leaf)
-                elif isinstance(leaf, list):
-                    for tensor in leaf:
-                        self._seen(tensor)
-            self._borrow(borrowed_bytes(func, args, result))
-        return result
-
-    def _borrow(self, size: int) -> None:
-        """Write down what was taken for the time of one operation, while its results were there already."""
-        if size:
-            key = len(self.labels)
-            self.labels[key] = self.phase
-            self.events += [Event(key, rounded(size)), Event(key, -rounded(size))]
-
-    def _seen(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        key = self._keys.get(id(storage))
-        if key is not None:
-            return key
-        key, address, size = len(self.labels), id(storage), rounded(storage.nbytes())
-        self.labels[key] = self.phase
-        self.events.append(Event(key, size))
-
-        def released(_: Any, self: MemoryTimeline = self) -> None:
-            self.events.append(Event(key, -size))
-            del self._keys[address], self._references[address]
-
-        self._keys[address], self._references[address] = key, weakref.ref(storage, released)
-        return key
-
-    def freeze(self) -> None:
-        """End the record: what is released later is not written down."""
-        self._references.clear()
-        self._keys.clear()
-
-    def totals(self) -> list[int]:
-        """Return the bytes in use after each event."""
-        total, totals = 0, []
-        for event in self.events:
-            total += event.size
-            totals.append(total)
-        return totals
-
-    def parts_at(self, index: int) -> dict[str, int]:
-        """Return the bytes in use after an event, by label."""
-        parts: dict[str, int] = defaultdict(int)
-        for event in self.events[: index + 1]:
-            parts[self.labels[event.key]] += event.size
-        return dict(parts)
 
 
 @dataclass

@@ -1,30 +1,37 @@
-"""What a search knows of model and machine: at first what every candidate's prediction reads, then what the few that matter read beside.
+"""What a search knows of model and machine, what it finds out for the few candidates that matter, and what trials teach it.
 
-Capturing a compiled graph takes longer than everything else that is found out about a model, so nobody asks for one in vain. Without it
-a compiled plan is predicted to keep what eager mode keeps, which is more; time does not depend on it. So a candidate that fits without
-being known better fits, and one that does not is looked at closely only if it would be among the fastest.
+Capturing a compiled graph takes longer than everything else that is found out about a model, so it is done only for plans that need it.
+Without it a compiled plan is predicted to keep what eager mode keeps, which is more; time does not depend on it. So a candidate that fits
+without being known better fits, and one that does not is looked at closely only if it would be among the fastest.
+
+Numbers differ from rank to rank (free memory, clocks), and a plan must not: rank 0 finds out and decides.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.ranks import is_master
+from drivetrain.strategy.profile.machine import Prediction, learn, learnt
 from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
-from drivetrain.strategy.search.agreement import master_does
 from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.measure import Clock
-from drivetrain.strategy.search.memory import parts_read
+from drivetrain.strategy.search.cost import Cost, parts_read
+from drivetrain.strategy.search.decision import Measurement
+from drivetrain.strategy.search.measure import SearchTime
 from drivetrain.strategy.search.ranking import Scored, order, predict
 
 
 @dataclass
-class Known:
+class Knowledge:
     """Model and machine; all ranks know the same, and rank 0 finds it out."""
 
     profile: ModelProfile
     machine: MachineProfile
-    clock: Clock
+    clock: SearchTime
     """The search's time."""
     seconds: float
     """What is left of it for finding out about the model."""
@@ -94,3 +101,54 @@ def doubtful(scored: Sequence[Scored], top: Sequence[Scored], budget: float) -> 
     """Return candidates that do not fit as far as is known, and would be among the top if they did."""
     slowest = top[-1].seconds if top else float("inf")
     return [item for item in scored if item.peak > budget and item.seconds <= slowest]
+
+
+_LEARNT_FROM = 5e-3
+"""Steps that are predicted to be shorter than this many seconds teach nothing: what they take is not the device's."""
+
+
+@dataclass
+class Experience:
+    """A model and a machine, which is known better after every trial. All ranks learn the same from the same results."""
+
+    profile: ModelProfile
+    machine: MachineProfile
+
+    def learn(self, one: Measurement) -> None:
+        """Take what a trial showed."""
+        if not one.is_usable:
+            return
+        candidate = one.scored.candidate
+        expected = predict(candidate, self.profile, replace(self.machine, corrections={}))
+        if expected.seconds < _LEARNT_FROM:
+            return
+        peak = one.scored.peak - one.scored.cost.memory.get("reserve", 0.0)
+        prediction = Prediction(kind=candidate.kind, step_seconds=expected.seconds, peak_bytes=peak)
+        self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
+
+    def corrected(self, item: Scored) -> Scored:
+        """Return a candidate with its time predicted again; its memory, which may be simulated, stays."""
+        return replace(item, cost=Cost(item.cost.memory, predict(item.candidate, self.profile, self.machine).cost.time))
+
+
+T = TypeVar("T")
+
+
+def master_does(function: Callable[[], T]) -> T:
+    """Return what a function returns on rank 0, or raise there what it raises and elsewhere the same in words; all must call this."""
+    value: T | None = None
+    failure: BaseException | None = None
+    if is_master():
+        try:
+            value = function()
+        except Exception as error:  # whatever it is, the other ranks are waiting
+            failure = error
+    is_user_error = isinstance(failure, ConfigError)
+    told, value, is_user_error = broadcast_from_master(
+        (None if failure is None else f"{type(failure).__name__}: {failure}", value, is_user_error)
+    )
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise (ConfigError if is_user_error else DrivetrainError)(f"rank 0: {told}")
+    return value
