@@ -86,7 +86,7 @@ def test_every_kind_of_candidate_is_a_valid_plan():
             seen.setdefault(tuple(one.names()), one)
         assert len(seen) > 100
         together = set().union(*seen)
-        assert {"fsdp", "chunked_cross_entropy", "cpu_offload", "cuda_graphs", "zero1"} <= together
+        assert {"fsdp", "chunked_cross_entropy", "cpu_offload", "zero1"} <= together
         for one in seen.values():
             plan = found.plan(one)
             assert sorted(plan.opt_names()) == sorted(one.names())
@@ -440,7 +440,7 @@ def test_a_better_prediction_is_tried_whatever_has_been_measured():
 
     assert tried() == ([["amp_native"]], 0.2)
     assert tried(is_valid=lambda candidate: False) == ([], 2.16)
-    assert tried(left=1.0) == ([], 2.16)  # there is no time for it
+    assert tried(left=0.0) == ([], 2.16)  # there is no time for it
     late, _ = measure([*slow, fast], answers)
     assert choose(late.found).seconds == 0.2  # nor does a number of measured plans end the round before it
 

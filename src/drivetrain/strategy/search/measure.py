@@ -17,7 +17,7 @@ from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
-from drivetrain.strategy.search.ranking import TIE, Scored, is_ruled_out
+from drivetrain.strategy.search.ranking import TIE, Scored, are_alike, is_ruled_out
 from drivetrain.strategy.search.space import SearchSpace
 from drivetrain.strategy.trial.report import TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
@@ -30,8 +30,9 @@ MOST_PLANS = 4
 """Plans measured in the first round."""
 PLENTY = 0.5
 """A plan that is predicted to need no more than this share of the memory needs no closer look before it is tried."""
-_FURTHER, _MUCH_FASTER = 200, 0.8
-"""How many further candidates are looked at, from the fastest on, and which share of the best measured time makes one worth a trial."""
+_LOOKED_AT, _MOST_FURTHER, _MUCH_FASTER = 200, 4, 0.8
+"""How many candidates are looked at beyond the promising ones, how many of them are tried, and which share of the best measured time makes
+one worth it."""
 _CLOSE = 0.1
 """Plans this close to the fastest are measured again with more steps."""
 _START = {"cuda": 12.0, "cpu": 8.0}
@@ -116,23 +117,35 @@ class Measuring:
         self._hope(late)
 
     def _is_better(self, item: Scored, share: float = 1 - TIE) -> bool:
-        """Return whether a plan is predicted to take less than a share of what the best measured one takes."""
+        """Return whether a plan is predicted to take less than a share of what the best measured one takes.
+
+        Where a plan of its kind was measured, it is predicted to be as much slower than closed forms say as that one was.
+        """
         best = choose(self.found)
-        return best is not None and self.corrected(item).seconds < share * best.seconds
+        if best is None:
+            return False
+        kinds = {item.candidate.kind, *item.candidate.near_kinds}
+        alike = [one for one in self.found if one.is_usable and one.scored.candidate.kind in kinds]
+        slower = min((one.seconds / self.corrected(one.scored).seconds for one in alike), default=1.0)
+        return max(1.0, slower) * self.corrected(item).seconds < share * best.seconds
 
     def look_further(self, fitting: Sequence[Scored], is_valid: Callable[[Candidate], bool]) -> None:
         """Try plans that were not among the promising ones, while there is one predicted to be much faster than all measured ones."""
         failed = {one.scored.candidate.kind for one in self.found if not one.is_usable}
-        for item in fitting[:_FURTHER]:
-            if self.obstacle is not None:
+        left = _MOST_FURTHER
+        for item in fitting[:_LOOKED_AT]:
+            if self.obstacle is not None or left == 0:
                 return
-            is_open = item.candidate.kind not in failed and not self._is_known(item)
-            if not (is_open and self._is_better(item, _MUCH_FASTER) and is_valid(item.candidate)):
+            if item.candidate.kind in failed or self._is_known(item) or not self._is_better(item, _MUCH_FASTER):
+                continue
+            is_new = not any(are_alike(item.candidate, one.scored.candidate) for one in self.found)
+            if not (is_new and is_valid(item.candidate)):
                 continue
             if not self._has_time(item, FEW_STEPS):
                 return
             self._try(item, self.space.plan(item.candidate), FEW_STEPS)
-            if not self.found[-1].is_usable:
+            left -= 1
+            if self.found and not self.found[-1].is_usable:
                 failed.add(item.candidate.kind)
 
     def _hope(self, late: Sequence[Scored]) -> None:

@@ -112,12 +112,12 @@ def promising(
     for item in pareto_front(ranked):
         if len(chosen) == count or (chosen and item.seconds > _FAR * chosen[0].seconds):
             break
-        if not any(_alike(item.candidate, other.candidate) for other in chosen) and is_valid(item.candidate):
+        if not any(are_alike(item.candidate, other.candidate) for other in chosen) and is_valid(item.candidate):
             chosen.append(item)
     return order(chosen)
 
 
-def _alike(candidate: Candidate, other: Candidate) -> bool:
+def are_alike(candidate: Candidate, other: Candidate) -> bool:
     """Return whether two candidates differ in little things only, so that measuring both would teach nothing."""
     return _without_minor(candidate) == _without_minor(other)
 
