@@ -24,8 +24,9 @@ from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory
 from drivetrain.strategy.trial.checking import verdict
 from drivetrain.strategy.trial.process import MARK, refuse_inside_trial
-from drivetrain.strategy.trial.report import Report, Yardstick, merge
+from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
+from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy import trial_tasks
 from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task

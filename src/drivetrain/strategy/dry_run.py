@@ -37,7 +37,7 @@ from drivetrain.strategy.trial.checking import (
     verdict,
 )
 from drivetrain.strategy.trial.process import refuse_inside_trial
-from drivetrain.strategy.trial.report import Yardstick
+from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Failure, Strategy
 
 VERIFY_SECONDS = 300.0
@@ -60,7 +60,7 @@ class DryRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRunOutcome:
+class Outcome:
     """What a trial showed."""
 
     failure: Failure | None = None
@@ -75,14 +75,14 @@ def verify_plan(
     device: torch.device,
     batch: BatchPlan | None = None,
     time_limit: float = VERIFY_SECONDS,
-) -> DryRunOutcome:
+) -> Outcome:
     """Try a given plan on all ranks and return what they agree on; every rank calls it with the same arguments.
 
     `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
     """
     refuse_inside_trial("verify_plan")
     if task.model is not None and _on_meta(task.model):
-        return DryRunOutcome(notes=("dry run: left out, because the model is on the meta device",))
+        return Outcome(notes=("dry run: left out, because the model is on the meta device",))
     if get_num_processes() > 1:
         outcome = _verify_in_children(plan if batch is None else replace(plan, batch=batch), task, device, time_limit)
         if outcome is not None:
@@ -98,9 +98,7 @@ def verify_plan(
     return try_plan(task.build() if task.model is None else task.model, resolved, run)
 
 
-def _verify_in_children(
-    plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float
-) -> DryRunOutcome | None:
+def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float) -> Outcome | None:
     """Return what processes of their own found, or None where the task cannot be sent to them."""
     from drivetrain.strategy.trial.running import NoProcess, TrialPool
 
@@ -112,23 +110,23 @@ def _verify_in_children(
         except NoProcess as error:
             result = error.result
     if result.outcome == "ok":
-        return DryRunOutcome(notes=tuple(f"dry run: {note}" for note in result.notes))
+        return Outcome(notes=tuple(f"dry run: {note}" for note in result.notes))
     mistake = getattr(errors, result.error_class, None)
     if isinstance(mistake, type) and issubclass(mistake, ConfigError):
         raise mistake(result.message)
-    return DryRunOutcome(failure=Failure(kind=result.outcome, message=result.message))
+    return Outcome(failure=Failure(kind=result.outcome, message=result.message))
 
 
-def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> DryRunOutcome:
+def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
     """Run one trial on all ranks, in the ranks themselves, and return what they agree on."""
     refuse_inside_trial("the dry run of a plan")
     if _on_meta(model):
-        return DryRunOutcome(notes=("dry run: left out, because the model is on the meta device",))
+        return Outcome(notes=("dry run: left out, because the model is on the meta device",))
     random_state = capture_rng()
     try:
         trial = copy.deepcopy(model)
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
-        return DryRunOutcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
+        return Outcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
     kind, message = "ok", ""
     try:
         kind, message = _run(trial, plan, run)
@@ -146,8 +144,8 @@ def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> DryRunOutcome
         restore_rng(random_state)
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
         if other != "ok":
-            return DryRunOutcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
-    return DryRunOutcome(notes=(f"dry run: {message}",))
+            return Outcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
+    return Outcome(notes=(f"dry run: {message}",))
 
 
 def _run(trial: nn.Module, plan: ResolvedPlan, run: DryRun) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.resolve import ResolvedPlan
-from drivetrain.strategy.trial.report import OutcomeKind, Yardstick
+from drivetrain.strategy.trial.values import OutcomeKind, Yardstick
 
 CHECK_SAMPLES = 8
 TOLERANCES = {"exact": 1e-4, "tf32": 2e-3, "mixed": 2e-2, "low": 5e-2}

@@ -37,7 +37,7 @@ from drivetrain.strategy.trial.checking import (
     verdict,
 )
 from drivetrain.strategy.trial.memory import MemoryMeter
-from drivetrain.strategy.trial.report import PLAIN, OutcomeKind, Yardstick
+from drivetrain.strategy.trial.values import PLAIN, OutcomeKind, Yardstick
 from drivetrain.strategy.value import Strategy
 
 WARM_UP_STEPS = 2
@@ -91,10 +91,10 @@ def _says_no_memory(error: BaseException) -> bool:
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:
     """Try a plan in this process; `may_reset` says that the compiler's caches in memory are this trial's own."""
-    _TrialRun(order, task, device, tell, may_reset).run()
+    _Trial(order, task, device, tell, may_reset).run()
 
 
-class _TrialRun:
+class _Trial:
     def __init__(self, order: Order, task: TrainingTask, device: torch.device, tell: Tell, may_reset: bool):
         self.order, self.task, self.device, self.tell, self.may_reset = order, task, device, tell, may_reset
         self.meter = MemoryMeter(device)
