@@ -442,6 +442,34 @@ def test_apply_shapes_a_context_of_ones_own():
     assert pairs == pytest.approx(plain_losses()[0], rel=1e-4)
 
 
+def test_a_plan_changes_what_the_model_of_ones_own_context_is_called_with():
+    from drivetrain import Context
+
+    ctx = Context(model=nn.Linear(4, 2), loss_func=lambda x, y: y.float().square().mean())
+    ctx.optimizer = torch.optim.SGD(ctx.model.parameters(), lr=0.1)
+    Strategy([("half", "bf16")]).apply(ctx)
+    x, before = torch.randn(3, 4), ctx.model.weight.detach().clone()
+    outputs = ctx.model(x)  # in float32, as a loader yields it
+    ctx.loss_func(x, outputs).backward()
+    ctx.optimizer.step()
+    assert outputs.dtype is torch.bfloat16 and not torch.equal(ctx.model.weight, before)
+
+
+def test_a_state_is_shaped_by_the_same_code_as_a_context():
+    from drivetrain.context.state import State
+
+    model, function = nn.Linear(4, 2), nn.MSELoss()
+    state = State(model=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+    state.loss_fn = function
+    assert Strategy(["fused_optimizer"]).apply(state) is state
+    (optimizer,) = state.optimizers
+    assert optimizer.param_groups[0]["fused"] and state.loss_fn is not function
+    state.loss_fn(model(torch.ones(1, 4)), torch.zeros(1, 2)).backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before) and "loss_func" not in dict(state.items())
+
+
 def test_half_keeps_float32_copies_that_are_saved_and_restored():
     def make():
         return auto_accelerate(

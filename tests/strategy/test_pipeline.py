@@ -249,6 +249,22 @@ def test_a_model_of_transformers_is_cut_and_trains_like_the_whole_one(world2):
     assert model.config.use_cache, "only while the model is followed it keeps no keys"
 
 
+def context_of_ones_own():
+    model = tasks.make_model(tied=False)
+    names = set(model.state_dict())
+    ctx = Context(model=model, loss_func=tasks.loss_func)
+    ctx.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    Strategy([TWO, "pipeline_parallel"]).apply(ctx)
+    own, whole = ctx.state_dict(), ctx.state_dict(full=True)
+    ctx.load_state_dict(own)
+    return names, set(own["model"]), set(whole.get("model", ()))
+
+
+def test_a_context_of_ones_own_joins_the_stages_of_a_pipeline(world2):
+    (names, first, whole), (_, second, nothing) = world2(context_of_ones_own)
+    assert first | second == names == whole and not first & second and not nothing
+
+
 def settings_without_effect():
     import warnings
 
