@@ -278,7 +278,7 @@ class _FakeRuns:
             timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
-            timeline.phase = "temporaries"
+            timeline.phase = "temporary"
             loss.backward()
             timeline.register([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()

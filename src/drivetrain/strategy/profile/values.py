@@ -75,7 +75,7 @@ class ModelProfile:
     """Fixed and per-sample parts of the moments that can be the peak of a step with a fused optimizer: by arithmetic, and with all blocks
     checkpointed by "arithmetic/full" and "arithmetic/selective". The peak at a batch size is the largest (see `peak`)."""
     peak_parts: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
-    """The steepest of these lines by category: parameters, buffers, optimizer, inputs, activations, gradients, temporaries."""
+    """The steepest of these lines by category: parameters, buffers, optimizer, inputs, activations, gradients, temporary."""
     optimizer_bytes: int = 0
     """State that the optimizer keeps, unsharded."""
     optimizer_temporary_bytes: int = 0
