@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
     from drivetrain.strategy.batching import BatchPlan
     from drivetrain.strategy.effects import Effects
+    from drivetrain.strategy.profile.values import ModelProfile
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.cost import Cost
     from drivetrain.strategy.search.space import SearchScope
@@ -31,6 +32,8 @@ Numerics = Literal["exact", "tf32", "mixed", "low"]
 """How far results may drift: not at all beyond rounding, TF32 products, 16-bit autocast, or 16-bit and 8-bit weights."""
 
 
+C = TypeVar("C")
+"""The class of a method's configurations."""
 Option = tuple[tuple[str, Any], ...]
 """One thing that a search may do: methods with their configurations. The empty option leaves the methods out."""
 
@@ -73,8 +76,8 @@ class Site:
         return self.axes.get(name, 1)
 
 
-class Method:
-    """The base of all methods; it accepts everything, changes nothing, and is overridden where that is wrong."""
+class Method(Generic[C]):
+    """The base of all methods, each with its own class of configurations; it accepts everything, changes nothing, and is overridden where that is wrong."""
 
     name: ClassVar[str]
     group: ClassVar[str]
@@ -101,10 +104,10 @@ class Method:
 
     # What the user wrote.
 
-    def parse(self, config: Any = None) -> Any:
+    def parse(self, config: Any = None) -> C:
         """Return the `Config` for None, a dict, a `Config`, or the short form."""
         if isinstance(config, self.Config):
-            return config
+            return config  # type: ignore[return-value]
         if config is None:
             config = {}
         elif not isinstance(config, Mapping):
@@ -128,35 +131,35 @@ class Method:
         """Check and convert the values of the keys that were given."""
         return values
 
-    def plain(self, config: Any) -> dict[str, Any]:
+    def plain(self, config: C) -> dict[str, Any]:
         """Return a configuration as JSON holds it; `parse` turns it back into an equal one."""
-        return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}
+        return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
 
     def _keys(self) -> list[str]:
         return [item.name for item in dataclasses.fields(self.Config)]
 
-    def bad(self, key: str, given: Any, expected: str) -> MethodConfigError:
+    def bad(self, key: str, given: object, expected: str) -> MethodConfigError:
         """Return the error for a value that this method does not understand."""
         return MethodConfigError(f"{self.name}: {key}={given!r} is not understood; expected {expected}.")
 
-    def expand(self, config: Any) -> dict[str, Any] | None:
+    def expand(self, config: C) -> dict[str, Any] | None:
         """Return the methods that this one stands for, each with what `parse` takes; None for a method of its own."""
         return None
 
     # Whether it can work.
 
-    def check(self, config: Any, site: Site) -> None:
+    def check(self, config: C, site: Site) -> None:
         """Raise where the method cannot run with this configuration; nothing has been changed yet."""
 
-    def clash(self, config: Any, others: Mapping[str, Any], device: torch.device) -> str | None:
+    def clash(self, config: C, others: Mapping[str, Any], device: torch.device) -> str | None:
         """Return why the configuration contradicts those of other methods, and what to do; None: it does not."""
         return None
 
-    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+    def requires(self, profile: "ModelProfile | None", device: torch.device, world: int) -> str | None:
         """Return why the method cannot be used on a device, or None."""
         return None
 
-    def is_redundant(self, config: Any, site: Site) -> str | None:
+    def is_redundant(self, config: C, site: Site) -> str | None:
         """Return why the method would do nothing in this place, or None; a redundant method is dropped with this reason."""
         if self.needs_processes and site.world == 1:
             return "it has no meaning on one process"
@@ -185,11 +188,11 @@ class Method:
     must_win: ClassVar[bool] = False
     """Whether the fastest plan is also tried without it, before it is chosen."""
 
-    def candidates(self, profile: Any, device: torch.device, world: int) -> list[Any]:
+    def candidates(self, profile: "ModelProfile | None", device: torch.device, world: int) -> list[C]:
         """Return the configurations that a search may try."""
         return [self.Config()] if self.requires(profile, device, world) is None else []
 
-    def local_candidates(self, device: torch.device, world: int) -> tuple[Any, ...]:
+    def local_candidates(self, device: torch.device, world: int) -> tuple[C, ...]:
         """Return configurations that depend on this process, such as its CPUs; the answer of rank 0 counts for all."""
         return ()
 
@@ -230,11 +233,11 @@ class Method:
         """Return the settings that a candidate's mesh and batch split imply; None: it does not need the method for them."""
         return None
 
-    def settled(self, config: Any, candidate: "Candidate") -> Any:
+    def settled(self, config: C, candidate: "Candidate") -> C:
         """Return a configuration of a plan as a search would write it, with what is left open decided."""
         return config
 
-    def fits(self, config: Any, candidate: "Candidate") -> str | None:
+    def fits(self, config: C, candidate: "Candidate") -> str | None:
         """Return why the method has no place in a combination that a search considers, or None.
 
         It is asked when the combination has the methods that come earlier in the registry, and again when it has all. The first reason is
@@ -242,18 +245,18 @@ class Method:
         """
         return None
 
-    def affect(self, effects: "Effects", config: Any) -> None:
+    def affect(self, effects: "Effects", config: C) -> None:
         """Change the numbers that memory and time are predicted from."""
 
-    def estimate(self, cost: "Cost", config: Any) -> "Cost":
+    def estimate(self, cost: "Cost", config: C) -> "Cost":
         """Return the predicted cost with this method, where `affect` cannot express its effect."""
         return cost
 
-    def amount(self, config: Any) -> int:
+    def amount(self, config: C) -> int:
         """Return how far the method goes in saving memory, to compare the options of its dimension; 0: it is not ordered."""
         return 0
 
-    def label(self, config: Any) -> str:
+    def label(self, config: C) -> str:
         """Return the method in one or two words for tables; empty where the mesh or the precision says it."""
         return self.name
 
@@ -274,44 +277,44 @@ class Method:
     sets_update_loop: ClassVar[bool] = False
     """Whether it decides how the optimizer goes through the parameters."""
 
-    def scaled_to(self, config: Any, axes: Mapping[str, int], batch: "BatchPlan | None") -> Any:
+    def scaled_to(self, config: C, axes: Mapping[str, int], batch: "BatchPlan | None") -> C:
         """Return the configuration for another mesh and batch split."""
         return config
 
-    def batch_split(self, config: Any) -> tuple[int | None, int | None] | None:
+    def batch_split(self, config: C) -> tuple[int | None, int | None] | None:
         """Return the micro-batch and accumulation that a configuration asks for; None: the method does not split batches."""
         return None
 
-    def simulated(self, config: Any) -> Any:
+    def simulated(self, config: C) -> C:
         """Return the configuration that stands for this one on fake tensors."""
         return config
 
-    def period(self, config: Any) -> int | None:
+    def period(self, config: C) -> int | None:
         """Return after how many blocks its effect repeats; None: a model of few blocks cannot stand for one of many."""
         return 1
 
-    def pinned(self, config: Any, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
+    def pinned(self, config: C, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
         """Return the method with "auto" replaced by the names of units or of repeated blocks; `names` are the plan's methods."""
         return ((self.name, config),)
 
-    def on_host(self, config: Any, is_sharded: bool) -> tuple[str, ...]:
+    def on_host(self, config: C, is_sharded: bool) -> tuple[str, ...]:
         """Return the categories of memory that the method keeps on the host."""
         return ()
 
-    def sample_multiple(self, config: Any, site: Site) -> int:
+    def sample_multiple(self, config: C, site: Site) -> int:
         """Return what the number of samples of one pass must be a multiple of."""
         return 1
 
     # What it does.
 
-    def stage_of(self, config: Any, site: Site) -> Stage:
+    def stage_of(self, config: C, site: Site) -> Stage:
         """Return when the method acts in this place."""
         return self.stage
 
-    def apply(self, ctx: "Application", config: Any) -> None:
+    def apply(self, ctx: "Application", config: C) -> None:
         """Change the context."""
 
-    def reason(self, config: Any) -> str:
+    def reason(self, config: C) -> str:
         """Return, in half a sentence, what the method does here."""
         return self.why
 
@@ -330,7 +333,7 @@ def thawed(value: Any) -> Any:
     return [thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
+def is_whole(value: object, least: int = 1) -> bool:
     """Return whether a value is a whole number of at least `least`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -5,7 +5,7 @@ the Trainer each make one; profile, simulation and trials know nothing else abou
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.context import Context
-from drivetrain.strategy.apply import Application, prepared_input, shape
+from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.stepping import finish
+
+ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[dict[str, Any]]]
+"""What an optimizer trains of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +32,12 @@ class TrainingTask:
     """Makes the model anew; asked before `model`, which is copied."""
     call: Callable[[nn.Module, Any], Any]
     """Calls a model with its prepared input."""
-    loss_func: Callable[[Any, Any], Any] | None = None
+    loss_func: LossFunc | None = None
     """The loss of prepared input and output: a scalar, or a sequence that begins with it."""
-    prepare_input: Callable[[Any, torch.device], Any] | None = None
+    prepare_input: PrepareInput | None = None
     optim_func: Callable[..., torch.optim.Optimizer] | None = None
     optim_args: Mapping[str, Any] = field(default_factory=dict)
-    optim_param_func: Callable[[nn.Module], Any] | None = None
+    optim_param_func: ParameterGroups | None = None
     samples: Any = None
     """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension."""
     global_batch_size: int = 1
@@ -123,7 +126,7 @@ class TrainingTask:
             model.train(mode)
 
 
-def parameters_of(model: nn.Module) -> Any:
+def parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
     """Return all parameters, as one group."""
     return model.parameters()
 

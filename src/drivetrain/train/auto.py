@@ -5,7 +5,7 @@ that people write anyway: `loss.backward()`, `optim.step()`, `optim.zero_grad()`
 and any accumulation. The global batch stays what was written, so more processes mean less work for each.
 """
 
-import warnings
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -20,17 +20,15 @@ from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
     ConflictError,
-    DrivetrainWarning,
     PlanInfeasible,
     did_you_mean,
 )
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import Application, check_model
+from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.dry_run import Outcome, verify_plan
@@ -41,16 +39,15 @@ from drivetrain.strategy.reading import refuse_pickle_name
 from drivetrain.strategy.registry import expand_names, group_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints
-from drivetrain.strategy.stepping import PlannedOptimizer, PlannedScheduler
-from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler
+from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
+from drivetrain.strategy.trial.memory import watch_memory
 from drivetrain.strategy.trial.process import refuse_inside_trial
 from drivetrain.strategy.value import Failure, Strategy, changes_since, fingerprint
 from drivetrain.train import loaders
 
 SAMPLES = 32
 """How many samples a search and a trial know; they go round where more are needed."""
-SURPRISE = 0.15
-"""By which share the real peak may be above the prediction."""
 _FORMATS = (None, "unpack_sequence", "unpack_dict")
 
 
@@ -61,7 +58,7 @@ class AutoAccelerateResult(NamedTuple):
     optim: Any
     dataloader: Any
     loss_func: Any
-    prepare_input: Callable[[Any, Any], Any]
+    prepare_input: PrepareInput
     lr_scheduler: Any
     args: dict[str, Any]
 
@@ -109,20 +106,20 @@ def auto_accelerate(
     model: nn.Module,
     optim_func: Callable[..., torch.optim.Optimizer] | None = None,
     dataset: Any = None,
-    loss_func: Callable[[Any, Any], Any] | None = None,
-    prepare_input: Callable[[Any, Any], Any] | None = None,
+    loss_func: LossFunc | None = None,
+    prepare_input: PrepareInput | None = None,
     model_input_format: str | None = None,
     optim_args: Mapping[str, Any] | None = None,
-    optim_param_func: Callable[[nn.Module], Any] | None = None,
+    optim_param_func: ParameterGroups | None = None,
     dataloader_args: Mapping[str, Any] | None = None,
     distributed_sampler_cls: Any = None,
     excluded: Iterable[str] | None = None,
     included: Iterable[Any] | None = None,
     load_strategy: Any = None,
-    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
     finetune_strategy: bool = False,
-    save_strategy_to_file: Any = None,
+    save_strategy_to_file: str | os.PathLike[str] | None = None,
     **kargs: Any,
 ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
     """Apply a plan to a model and what trains it; return whether it worked, the result, and the plan as applied.
@@ -157,17 +154,17 @@ def auto_accelerate(
         model, optim_func, dict(optim_args or {}), optim_param_func, dataset, dict(dataloader_args or {}), loss_func, prepare_input,
         model_input_format, distributed_sampler_cls, lr_scheduler_cls, dict(lr_scheduler_args or {}), options,
     )  # fmt: skip
-    wishes: SearchConstraints | None = None
+    constraints: SearchConstraints | None = None
     if given is None or finetune_strategy or given.is_tunable():
         request.require_data()
-        wishes = _wishes(options, included, excluded, given)
+        constraints = _constraints(options, included, excluded, given)
     else:
-        given = _with_wishes(given, included, excluded)
+        given = _with_included(given, included, excluded)
     world = launched_world()
     if world is not None and world.world_size > 1 and not options.plan_only:
         init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
-    if wishes is not None:
-        status, result, plan = request.search(wishes)
+    if constraints is not None:
+        status, result, plan = request.search(constraints)
     else:
         assert given is not None
         status, result, plan = request.fulfil(given)
@@ -194,7 +191,7 @@ def _options(kargs: Mapping[str, Any]) -> Options:
     return options
 
 
-def _wishes(
+def _constraints(
     options: Options, included: Iterable[Any] | None, excluded: Iterable[str] | None, start: Strategy | None
 ) -> SearchConstraints:
     """Return what is asked of the search, checked."""
@@ -227,7 +224,7 @@ def _spec_of(options: Options) -> DeviceSpec | None:
     return None if given in ("auto", "cpu") or str(given).startswith("cuda") else DeviceSpec.preset(given)
 
 
-def _with_wishes(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
+def _with_included(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
     """Return the plan with what must be in it, after refusing what must not."""
     wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
     unwanted = expand_names(excluded or ())
@@ -256,16 +253,16 @@ class _Request:
     """One call's arguments, and the steps from a plan to a result."""
 
     model: nn.Module
-    optim_func: Any
+    optim_func: Callable[..., torch.optim.Optimizer] | None
     optim_args: dict[str, Any]
-    optim_param_func: Any
+    optim_param_func: ParameterGroups | None
     dataset: Any
     loader_args: dict[str, Any]
-    loss_func: Any
-    prepare_input: Any
+    loss_func: LossFunc | None
+    prepare_input: PrepareInput | None
     input_format: str | None
     sampler_cls: Any
-    scheduler_cls: Any
+    scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
     scheduler_args: dict[str, Any]
     options: Options
 
@@ -304,15 +301,15 @@ class _Request:
                 "('amp_native', 'bf16'), 'compile', 'fused_optimizer']."
             )
 
-    def search(self, wishes: SearchConstraints) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
+    def search(self, constraints: SearchConstraints) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Find a plan and apply it."""
         from drivetrain.strategy.search.find import find_plan
 
-        device, world, start = self._device(), self.world, wishes.start
+        device, world, start = self._device(), self.world, constraints.start
         if start is not None and start.mesh is not None and mesh_size(start.mesh) != world:
-            wishes = replace(wishes, start=start.rescale(world))
+            constraints = replace(constraints, start=start.rescale(world))
         tell = print if self.options.verbose else None
-        plan = find_plan(self.task, device=device, world=world, constraints=wishes, on_progress=tell)
+        plan = find_plan(self.task, device=device, world=world, constraints=constraints, on_progress=tell)
         plan = replace(plan, fingerprint=fingerprint(self.model, device, world, self.task.global_batch_size))
         if plan.failure is not None:
             return False, None, plan
@@ -412,7 +409,7 @@ class _Request:
 
     # Applying it.
 
-    def _make_loader(self, batch: BatchPlan, ctx: Application) -> Any:
+    def _make_loader(self, batch: BatchPlan, ctx: Application) -> PlannedLoader:
         arguments = {**self._loader_defaults(ctx), **self.loader_args}
         return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
@@ -474,38 +471,3 @@ class _Request:
 def read_samples(dataset: Any, collate: Any = None, count: int = SAMPLES) -> Any:
     """Return the first samples of a dataset, collated."""
     return next(iter(DataLoader(dataset, batch_size=count, collate_fn=collate)))
-
-
-def watch_memory(ctx: Application, plan: Strategy) -> None:
-    """After the second update, compare the real peak with the prediction, once, and warn where it is far above."""
-    memory = (plan.predicted or {}).get("memory")
-    inner: Any = getattr(ctx.optimizer, "inner", None)
-    if memory is None or ctx.device.type != "cuda" or not hasattr(inner, "register_step_post_hook"):
-        return
-    predicted = sum(value for name, value in memory.items() if name != "reserve")
-    if torch.cuda.max_memory_allocated(ctx.device) < predicted:  # else an earlier peak would hide this one
-        watch = _MemoryWatch(ctx.device, predicted)
-        watch.handle = inner.register_step_post_hook(watch)
-
-
-class _MemoryWatch:
-    """A hook on an optimizer; reading the allocator's counters costs nothing and waits for nothing."""
-
-    handle: Any = None
-
-    def __init__(self, device: torch.device, predicted: float):
-        self.device, self.predicted, self.updates = device, predicted, 0
-
-    def __call__(self, *_: Any) -> None:
-        self.updates += 1
-        if self.updates < 2:
-            return
-        self.handle.remove()
-        real = torch.cuda.max_memory_allocated(self.device)
-        if real > self.predicted * (1 + SURPRISE):
-            warnings.warn(
-                f"the plan was predicted to need {shown_bytes(self.predicted)} for tensors, and two updates took {shown_bytes(real)}. "
-                "Inputs that are larger than the samples of the search would explain it.",
-                DrivetrainWarning,
-                stacklevel=2,
-            )

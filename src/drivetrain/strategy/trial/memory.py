@@ -6,10 +6,21 @@ count for the whole machine, which also rises when another process is ended; the
 """
 
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.quantities import shown_bytes
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from drivetrain.strategy.apply import Application
+    from drivetrain.strategy.value import Strategy
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -116,3 +127,42 @@ def _field(path: Path, name: str) -> int | None:
 def resident_bytes_of(pid: int) -> int:
     """Return the memory that another process holds, 0 where the system does not say."""
     return (_field(Path(f"/proc/{pid}/status"), "VmRSS:") or 0) * 1024
+
+
+SURPRISE = 0.15
+"""By which share the real peak of a run may be above the prediction."""
+
+
+def watch_memory(app: "Application", plan: "Strategy") -> None:
+    """After the second update, compare the real peak with the prediction, once, and warn where it is far above."""
+    memory = (plan.predicted or {}).get("memory")
+    inner = getattr(app.optimizer, "inner", None)
+    if memory is None or app.device.type != "cuda" or not isinstance(inner, torch.optim.Optimizer):
+        return
+    predicted = sum(value for name, value in memory.items() if name != "reserve")
+    if torch.cuda.max_memory_allocated(app.device) < predicted:  # else an earlier peak would hide this one
+        watch = _MemoryWatch(app.device, predicted)
+        watch.handle = inner.register_step_post_hook(watch)
+
+
+class _MemoryWatch:
+    """A hook on an optimizer; reading the allocator's counters costs nothing and waits for nothing."""
+
+    handle: "RemovableHandle"
+
+    def __init__(self, device: torch.device, predicted: float):
+        self.device, self.predicted, self.updates = device, predicted, 0
+
+    def __call__(self, *_: object) -> None:
+        self.updates += 1
+        if self.updates < 2:
+            return
+        self.handle.remove()
+        real = torch.cuda.max_memory_allocated(self.device)
+        if real > self.predicted * (1 + SURPRISE):
+            warnings.warn(
+                f"the plan was predicted to need {shown_bytes(self.predicted)} for tensors, and two updates took {shown_bytes(real)}. "
+                "Inputs that are larger than the samples of the search would explain it.",
+                DrivetrainWarning,
+                stacklevel=2,
+            )
