@@ -77,7 +77,7 @@ class Site:
 
 
 class Method(Generic[C]):
-    """The base of all methods, each with its own class of configurations; it accepts everything, changes nothing, and is overridden where that is wrong."""
+    """The base of all methods: it accepts everything, changes nothing, and is overridden where that is wrong."""
 
     name: ClassVar[str]
     group: ClassVar[str]
