@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.module.stepper import computes_in_float16
 from drivetrain.optim import ConstantLr, CosineLr, OptimSet
-from drivetrain.optim.scaling import computes_in_float16
 from tests.optim.models import EncoderDecoder, batches, losses_of, same, weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

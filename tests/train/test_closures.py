@@ -61,13 +61,13 @@ def test_other_optimizers_cost_nothing_and_remember_nothing():
     model = make_model()
     trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), ())
     trainer.train(make_data(), num_epochs=1)
-    assert not trainer._repeat.is_wanted and trainer._repeat._memories == []
+    assert not trainer.run.repeat.is_wanted and trainer.run.repeat._memories == []
     assert not requires_closure(trainer.optimizer) and requires_closure(torch.optim.LBFGS(model.parameters()))
 
 
 def test_a_closure_outside_a_step_says_so():
     with pytest.raises(ConfigError, match="no batch to evaluate"):
-        WindowRepeat(lbfgs_trainer()).evaluate()
+        WindowRepeat("cpu").evaluate(lbfgs_trainer())
 
 
 def test_the_factory_makes_optimizers_by_name_and_names_what_is_wrong():

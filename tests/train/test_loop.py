@@ -1,6 +1,5 @@
 """The training loop against hand-written ones."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
-from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.loop import choose_calls
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -172,7 +171,7 @@ def test_the_order_of_hooks_and_events_is_the_documented_one():
     assert seen == EXPECTED
 
 
-def test_hooks_that_nobody_overrides_are_passed_over_and_change_nothing():
+def test_the_loop_calls_overridden_hooks_and_else_the_stepper_with_the_same_result():
     class Same(Trainer):
         def backward_step(self, loss):
             super().backward_step(loss)
@@ -192,8 +191,15 @@ def test_hooks_that_nobody_overrides_are_passed_over_and_change_nothing():
     plain, same = make_trainer(), make_trainer(cls=Same)
     for trainer in (plain, same):
         train(trainer, make_data(24), num_epochs=2, create_scheduler_fn=schedule)
-    assert all(dataclasses.astuple(plain._plain))
-    assert same._plain == PlainHooks(passes=True, loss=True)
+    stepper, calls = plain.run.stepper, choose_calls(plain)
+    assert (calls.backward, calls.step, calls.clear) == (stepper.backward_tested, stepper.step, stepper.clear)
+    calls = choose_calls(same)
+    assert (calls.backward, calls.step, calls.clear) == (
+        same.backward_step,
+        same.optimizer_step,
+        same.optimizer_zero_grad,
+    )
+    assert plain._calls is None  # bound methods would hold the trainer
     assert all(map(torch.equal, weights(plain.model), weights(same.model)))
     assert plain.optimizer.param_groups[0]["lr"] == same.optimizer.param_groups[0]["lr"] < 0.1
 

@@ -13,9 +13,9 @@ from drivetrain.core.errors import ConfigError, ConflictError, DrivetrainError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm
 from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.finite import any_nonfinite
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, num_data_ranks
-from drivetrain.strategy.stepping import _all_finite
 from drivetrain.train.callbacks import LimitEvalStepsCallback, TrainerCallback
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
@@ -273,7 +273,7 @@ def refusals():
     clear_data_ranks()
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), float("nan") if torch.distributed.get_rank() == 1 else 1.0)
-    said["finite"] = _all_finite(torch.optim.SGD([weight], lr=0.1))
+    said["finite"] = not any_nonfinite([weight])
     return said
 
 

@@ -92,7 +92,7 @@ def test_one_bad_gradient_entry_is_left_out_and_the_run_goes_on_and_resumes(name
     again = make_trainer(resumed, optimizer=OPTIMIZERS[name](resumed), callbacks=[Poison(1)])
     train(again, num_epochs=3, checkpoint_dir=tmp_path, resume_from="auto")
     assert again.state.clock.batch == 9 and is_finite(weights(resumed))
-    assert again._gradients.guard.total == 1  # counted in the first run
+    assert again.run.stepper.guard.total == 1  # counted in the first run
 
 
 def test_a_bad_batch_is_left_out_as_a_hand_written_loop_does_it_with_its_schedule_and_loss():
@@ -153,7 +153,7 @@ def test_so_many_bad_updates_in_a_row_stop_the_run_and_its_checkpoints_stay_fini
         train(
             trainer, num_epochs=9, nonfinite=NonFinitePolicy(limit=3), checkpoint_dir=tmp_path, checkpoint_every="1ba"
         )
-    assert trainer._gradients.guard.in_a_row == 3 and trainer.state.clock.step == 6
+    assert trainer.run.stepper.guard.in_a_row == 3 and trainer.state.clock.step == 6
     assert is_finite(weights(model))
     assert is_finite(load_checkpoint(tmp_path)["model"].values())
 
@@ -316,7 +316,7 @@ def _run_on_a_rank(name, folder, before_averaging, rank):
     return (
         [w.tolist() for w in weights(model)],
         is_finite(newest.values()),
-        again._gradients.guard.total,
+        again.run.stepper.guard.total,
         is_finite(weights(resumed)),
     )
 

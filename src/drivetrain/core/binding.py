@@ -48,7 +48,7 @@ class Surroundings:
 
     state: Any
     logger: Logger
-    host: Any
+    host: Callable[[], Any]
 
 
 def phase_of(plugin: Any) -> Phase:
@@ -142,8 +142,8 @@ def _hook_call(plugin: Any, method: str, carried: tuple[str, ...], around: Surro
     bound, host, state = getattr(plugin, method), around.host, around.state
     names = _accepted(plugin, method, carried)
     if not names:
-        return partial(bound, host)
-    return lambda: bound(host, **{name: getattr(state, name) for name in names})
+        return lambda: bound(host())
+    return lambda: bound(host(), **{name: getattr(state, name) for name in names})
 
 
 def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, ...]:

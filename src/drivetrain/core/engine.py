@@ -5,6 +5,7 @@ arguments. `fire` walks that tuple and does nothing else; tracing, timing and st
 callables when they are switched on, so that they cost nothing otherwise.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ def _walk(calls: tuple[Callable[[], Any], ...]) -> None:
 class Engine:
     """Runs every plugin of an event in order.
 
-    `host` is what trainer callbacks receive as their first argument: the trainer.
+    `host` is what trainer callbacks receive as their first argument: the trainer. It owns the engine, which therefore refers to it weakly.
 
     >>> from drivetrain.core.plugin import Algorithm
     >>> class Halve(Algorithm):
@@ -111,7 +112,7 @@ class Engine:
             raise ConfigError(f"trace={trace!r}: expected the number of traces to keep, 0 or more.")
         self.state = state
         self.logger: Logger = NullLogger() if logger is None else logger
-        self.host = host
+        self._host = _weakly(host)
         self.strict = strict
         self.traces: deque[Trace] = deque(maxlen=trace)
         self._timed = False
@@ -145,7 +146,7 @@ class Engine:
         for plugin in plugins:
             check_plugin(plugin)
         check_conflicts(plugins)
-        around = Surroundings(state=self.state, logger=self.logger, host=self.host)
+        around = Surroundings(state=self.state, logger=self.logger, host=self._host)
         found = {
             event: {id(plugin): tuple(bindings_of(plugin, event, around)) for plugin in plugins} for event in Event
         }
@@ -185,7 +186,7 @@ class Engine:
         """
         self._require_open()
         for plugin in self._plugins:
-            call_named(plugin, name, self.host, arguments)
+            call_named(plugin, name, self._host(), arguments)
 
     def listens(self, event: Event) -> bool:
         """Return whether anybody attends `event`."""
@@ -311,6 +312,14 @@ class Engine:
     def _require_open(self) -> None:
         if self.is_closed:
             raise EngineError(f"{_CLOSED} Build a new Trainer to run again.")
+
+
+def _weakly(host: Any) -> Callable[[], Any]:
+    """Return a function that gives the host without keeping it alive, where its type allows that."""
+    try:
+        return weakref.ref(host)
+    except TypeError:  # None, a string
+        return lambda: host
 
 
 def _timed(act: Callable[[], Any], measured: list[float]) -> Callable[[], Any]:

@@ -44,10 +44,12 @@ class AccumulationWindow:
         "is_sum",
     )
 
-    def __init__(self, length: int = 1, world: int = 1):
+    def __init__(self, length: int = 1, world: int = 1, reference: Count | None = None):
         self.length, self.world = length, world
-        self.reference: Count | None = None  # r: the first count of the run, the same on all ranks
-        self.is_plain = length == 1 and world == 1  # one batch, one process: losses and gradients pass untouched
+        self.reference = reference
+        """r: the first count of the run, the same on all ranks; 1 where weights are given instead of counts."""
+        self.is_plain = length == 1 and world == 1 and reference is None
+        """Whether every window is one batch on one process: losses and gradients pass untouched."""
         self.is_sum = False  # losses are sums, not means
         self.opens = self.closes = False
         self.reset()
@@ -65,21 +67,35 @@ class AccumulationWindow:
         self.closes = last or self.count >= self.length
 
     def weigh(self, loss: Tensor, items: Count, items_everywhere: Count | None) -> Tensor:
-        """Return the loss to back-propagate for a micro-batch that is a mean over `items`."""
+        """Count a micro-batch that is a mean over `items`, and return the loss to back-propagate for it."""
         if self.is_plain:
             return loss
+        if not self.is_sum:
+            if self.reference is None:
+                self.reference = items
+            self.add(items, items_everywhere)
+        return self.scaled(loss, items)
+
+    def scaled(self, loss: Tensor, items: Count) -> Tensor:
+        """Return the loss to back-propagate for a micro-batch of so many items; the given one is never changed."""
+        is_number = not isinstance(items, Tensor)
         if self.is_sum:
-            return (
-                loss if not isinstance(items, Tensor) and items == 1 else loss * items
-            )  # a rank without samples counts 0
+            return loss if is_number and items == 1 else loss * items  # a rank without samples counts 0
+        assert self.reference is not None
+        if items is self.reference or (is_number and items == self.reference):
+            return loss if self.length == 1 else loss / self.length
+        return loss * as_factor(widened(items) / (self.reference * self.length), loss)
+
+    def add(self, items: Count, items_everywhere: Count | None) -> None:
+        """Count the items of a micro-batch, on this rank and on all of them; None where only a reduction can tell."""
         self.items = items if not isinstance(self.items, Tensor) and self.items == 0 else self.items + items
         if self.everywhere is not None:
             self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere
-        if self.reference is None:
-            self.reference = items
-        if items is self.reference or (not isinstance(items, Tensor) and items == self.reference):
-            return loss if self.length == 1 else loss / self.length
-        return loss * as_factor(widened(items) / (self.reference * self.length), loss)
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the items have to be added up over ranks before the window closes."""
+        return self.everywhere is None and not self.is_sum
 
     def correction(self, total: Count | None = None) -> Count | None:
         """Return c for the window that closes, or None when it is exactly one; `total` is N where a reduction found it."""

@@ -13,13 +13,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
+from drivetrain.runtime.readback import AsyncReadback
 
 Action = Literal["skip", "stop", "rollback", "ignore"]
 ALIASES = {"raise": "stop"}
@@ -68,6 +69,19 @@ def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
         checks = [torch.isfinite(_values(tensor)).all().to(found.device) for tensor in tensors]
         found = torch.stack(checks).all().logical_not().to(torch.float32)
     return found
+
+
+def any_nonfinite(parameters: Iterable[Tensor]) -> bool:
+    """Return whether a gradient on any rank is not finite. The host waits, and all ranks must call this."""
+    import torch.distributed as dist
+
+    held = list(parameters)
+    gradients = [local_part(p.grad) for p in held if p.grad is not None]
+    device = local_part(held[0]).device if held else None
+    flag = nonfinite_flag(gradients) if gradients else torch.zeros((), device=device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # tensor ranks and stages too: all ranks step, or none does
+    return flag.item() != 0
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False) -> list[str]:
@@ -129,16 +143,6 @@ def _values(tensor: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- the policy in a training loop
 
 
-class Readback(Protocol):
-    """Brings scalars from the device to the host in order; `drivetrain.train.readback.AsyncReadback` is one."""
-
-    def push(self, tensor: Tensor | float, tag: Any = None) -> None: ...
-
-    def overdue(self) -> list[tuple[Any, float]]: ...
-
-    def drain(self) -> list[tuple[Any, float]]: ...
-
-
 class StepGuard:
     """Keeps updates that are not finite, and batches that a plugin rejects, out of the weights, and counts them in a row.
 
@@ -146,10 +150,12 @@ class StepGuard:
     step and `close` after it. All ranks get the same answers at the same step.
     """
 
-    def __init__(self, policy: NonFinitePolicy, readback: Readback):
+    def __init__(self, policy: NonFinitePolicy):
         self.policy = policy
         self.in_a_row, self.total = 0, 0
         """Updates left out: since the last one that was made, and in the whole run; those of an accelerator are known two updates later."""
+        self.is_active = False
+        """Whether updates are tested; False until `prepare`."""
         self.to_pass_over = 0
         """Batches that the loop still has to pass over after a rollback."""
         self.is_immediate = False
@@ -158,7 +164,7 @@ class StepGuard:
         """Whether the model keeps running statistics, so that there is something to `open` an update for."""
         self.verdict = 0
         """What has been found since the last `close`; 0 if all is well."""
-        self._late = readback
+        self._late = AsyncReadback()
         self._rejected: Tensor | bool = False
         self._optimizer: Any = None
         self._is_exchanged = self._is_large = self._is_judged_elsewhere = self._is_quick = False
@@ -173,6 +179,7 @@ class StepGuard:
         `is_exchanged`: several ranks decide together. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test
         for themselves.
         """
+        self.is_active = True
         self._optimizer, self._is_exchanged, self._is_judged_elsewhere = optimizer, is_exchanged, is_judged_elsewhere
         self._is_large = sum(p.numel() for group in optimizer.param_groups for p in group["params"]) >= _LARGE
         modules = model.modules() if isinstance(model, nn.Module) else ()
@@ -183,6 +190,11 @@ class StepGuard:
         on_cpu = all(p.is_cpu for group in optimizer.param_groups for p in group["params"])
         self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
         self._is_quick = self.is_immediate and not self._is_large
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to `close`: not where the verdict about an update was read at once, and it was made."""
+        return self.is_active and (not self.is_immediate or self.verdict != 0)
 
     def open(self) -> None:
         """Keep running statistics as they are: a batch that is left out must not stay in them."""

@@ -17,14 +17,12 @@ from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
-from drivetrain.optim.closing import apply_updates, finish_gradients
+from drivetrain.module.gradient_sync import GradientSync
+from drivetrain.module.stepper import Scaling
 from drivetrain.optim.losses import Losses
-from drivetrain.optim.passes import Pass, plan_passes
-from drivetrain.optim.scaling import Scaling
+from drivetrain.optim.passes import Pass, Weight, finish_units, plan_passes, update_scalers, update_units
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.selection import REST, all_names
-from drivetrain.optim.terrain import Terrain
-from drivetrain.optim.window import Weight
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +74,6 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._batch = 0
         self._plan: BatchPlan | None = None
         self._counts_batches_itself = False
-        self._is_finished = False
         self._to_clear: list[OptimScheduler] = []
         self.skipped: list[bool | torch.Tensor] = []
         """For each unit of the last `step()`, whether its update was left out; of fused optimizers a flag on the device."""
@@ -117,7 +114,6 @@ class OptimSet(Mapping[str, OptimScheduler]):
         if step_num == self._batch and self._plan is not None:
             return self._plan
         self._batch = step_num
-        self._is_finished = False
         active, closes = [], False
         for unit in self._units.values():
             unit.begin(step_num, epoch_num, last)
@@ -151,12 +147,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
 
     def finish_gradients(self) -> None:
         """Average over ranks, unscale and rescale the gradients of the units whose windows close; once per batch."""
-        if not self._is_finished:
-            self._finish(self.due)
-
-    def _finish(self, due: list[OptimScheduler]) -> None:
-        self._is_finished = True
-        finish_gradients(due)
+        finish_units(self.due)
 
     def step(self, closure: Callable[[], Any] | None = None) -> bool:
         """Clip, check and step every unit whose window closed; True if any changed its parameters."""
@@ -168,9 +159,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         due = self.due
         if not due:
             return False
-        if not self._is_finished:
-            self._finish(due)
-        changed = apply_updates(due)
+        finish_units(due)
+        changed = update_units(due)
         self.skipped = [unit.was_skipped for unit in due]
         self._end_windows(due)
         return any(changed)
@@ -178,13 +168,12 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def leave_out(self) -> None:
         """End the windows that close without updating anything."""
         due = self.due
-        for scaler in {unit.scaling: unit.scaler for unit in due if unit.scaler is not None}.values():
-            scaler.update()
+        update_scalers(due)
         self._end_windows(due)
 
     def _end_windows(self, due: list[OptimScheduler]) -> None:
         for unit in due:
-            unit.window.reset()
+            unit.stepper.end()
             self._to_clear.append(unit)
 
     def step_now(self, name: str, losses: Losses) -> bool:
@@ -199,7 +188,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
             self.begin_batch(self._batch + 1)
         if not unit.is_active:
             return False
-        with torch.autocast(unit.params[0].device.type, enabled=False), unit.terrain.no_sync:
+        with torch.autocast(unit.params[0].device.type, enabled=False), unit.sync.no_sync:
             self._manual_passes[name].run(losses, None, retain_graph=False)
         return unit.update()
 
@@ -211,7 +200,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
             else:
                 unit.optimizer.zero_grad(set_to_none=False)
             if all:
-                unit.window.reset()
+                unit.stepper.end()
         self._to_clear.clear()
 
     @property
@@ -228,8 +217,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         if plan.ddp_sync:
             return nullcontext()
         contexts = ExitStack()
-        for terrain in self._terrains():
-            contexts.enter_context(terrain.no_sync)
+        for sync in self._syncs():
+            contexts.enter_context(sync.no_sync)
         return contexts
 
     # ------------------------------------------------------------------ as an optimizer
@@ -328,7 +317,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """Give all units values for the shared arguments that they were not given themselves."""
         for unit in self._units.values():
             unit.share(**shared)
-        self._plan_anew()
+        self._forget_passes()
 
     def rebind(self, model: nn.Module) -> None:
         """Look all names up again in a wrapped or reshaped model; new parameters only before the first update."""
@@ -388,16 +377,16 @@ class OptimSet(Mapping[str, OptimScheduler]):
                         f"excluded_modules, or give one unit updated_modules='{REST}', all that no other owns."
                     )
                 taken[id(p)] = unit.name
-        self._share_terrains()
+        self._share_syncs()
         self._warn_of_orphans(taken)
-        self._plan_anew()
+        self._forget_passes()
 
-    def _plan_anew(self) -> None:
+    def _forget_passes(self) -> None:
         self._driven = [unit for unit in self._units.values() if not unit.manual]
         self._passes: dict[tuple[str, ...], list[Pass]] = {}
         self._now = []
         self._plan = None
-        self._wrapped = any(terrain.ddp is not None for terrain in self._terrains())
+        self._wrapped = any(sync.ddp is not None for sync in self._syncs())
         self._manual_passes = {name: Pass([unit]) for name, unit in self._units.items() if unit.manual}
         self._label_groups()
         self._join_scalings()
@@ -408,33 +397,33 @@ class OptimSet(Mapping[str, OptimScheduler]):
         for unit in self._driven:
             if unit.real_step == 0:
                 key = (unit.loss_terms, unit.accum_grad, unit.step_per_update, unit.accumulate_skipped, unit.use_amp)
-                unit.scaling = known.setdefault((*key, id(unit.terrain)), unit.scaling)
+                unit.scaling = known.setdefault((*key, id(unit.sync)), unit.scaling)
 
     def _label_groups(self) -> None:
         for name, unit in self._units.items():
             for group in unit.optimizer.param_groups:
                 group["unit"] = name
 
-    def _share_terrains(self) -> None:
+    def _share_syncs(self) -> None:
         """Let units of one model see it in the same way, wrapped if any of them was given the wrapped one."""
-        known: dict[int, Terrain] = {}
-        for unit in sorted(self._units.values(), key=lambda unit: unit.terrain.ddp is None):
-            unit.stand_on(known.setdefault(id(unit.terrain.bare), unit.terrain))
+        known: dict[int, GradientSync] = {}
+        for unit in sorted(self._units.values(), key=lambda unit: unit.sync.ddp is None):
+            unit.use_sync(known.setdefault(id(unit.sync.bare), unit.sync))
 
-    def _terrains(self) -> list[Terrain]:
-        return list({id(unit.terrain): unit.terrain for unit in self._units.values()}.values())
+    def _syncs(self) -> list[GradientSync]:
+        return list({id(unit.sync): unit.sync for unit in self._units.values()}.values())
 
     def _reducer_applies(self, passes: list[Pass]) -> bool:
-        """Say whether DDP's reducer can do the averaging: one pass, all trainable parameters, all its units due."""
-        if len(passes) != 1 or len(self._terrains()) != 1:
+        """Return whether DDP's reducer can do the averaging: one pass, all trainable parameters, all its units due."""
+        if len(passes) != 1 or len(self._syncs()) != 1:
             return False
         return passes[0].covers_everything() and all(unit.is_due for unit in passes[0].units)
 
     def _warn_of_orphans(self, taken: Mapping[int, str]) -> None:
         orphans = [
             name
-            for terrain in self._terrains()
-            for name, p in all_names(terrain.model)
+            for sync in self._syncs()
+            for name, p in all_names(sync.model)
             if p.requires_grad and id(p) not in taken
         ]
         if orphans:

@@ -1,34 +1,56 @@
-"""Backward passes that several units share, each leaving gradients only in the parameters of its own units.
+"""What several units do together: backward passes that they share, and the end of their windows.
 
 Units that follow the same loss with the same divisor and the same gradient scaler need one pass, not one each. A pass
 that covers every trainable parameter is a plain `loss.backward()`; a smaller one names its parameters, so that no other
 unit's gradients are touched. The graph is kept until the last pass of a batch.
+
+At the end of a window each unit's `Stepper` completes its gradients. Only what units share is here: gradients that no reducer has
+averaged go over the network together, and whether gradients are finite is read once for all units, and not at all for fused
+optimizers, which take the verdict as a flag on the device.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.gradient_sync import GradientSync, average_gradients, copy_buffers_from_first_rank
+from drivetrain.module.stepper import grad_norm, scale_to_norm
 from drivetrain.optim.losses import Losses, pick_loss
-from drivetrain.optim.window import Weight
 
 if TYPE_CHECKING:
     from drivetrain.optim.scheduler import OptimScheduler
+
+Weight = float | Tensor | None
+"""What a batch counts for in the mean over its window; None means one, on every rank."""
+LOG_EVERY = 100  # real steps between two lines about skipped updates of one unit
+_log = logging.getLogger(__name__)
 
 
 def plan_passes(units: Sequence["OptimScheduler"]) -> list["Pass"]:
     """Return the passes of a batch in which these units are active, in the order of the units."""
     together: dict[tuple[object, ...], list[OptimScheduler]] = {}
     for unit in units:
-        together.setdefault((unit.loss_terms, unit.window.length, id(unit.scaling), id(unit.terrain)), []).append(unit)
+        together.setdefault((unit.loss_terms, unit.window.length, id(unit.scaling), id(unit.sync)), []).append(unit)
     passes = [Pass(members) for members in together.values()]
     if len(passes) > 1:
-        for terrain in {id(unit.terrain): unit.terrain for unit in units}.values():
-            terrain.refuse_several_passes([unit.name for unit in units])
-            terrain.allow_repeated_backward()
+        for sync in {id(unit.sync): unit.sync for unit in units}.values():
+            _check_several_passes(sync, units)
+            sync.allow_repeated_backward()
     return passes
+
+
+def _check_several_passes(sync: GradientSync, units: Sequence["OptimScheduler"]) -> None:
+    """Raise where a wrapper gives no way to take gradients of parts of the model."""
+    if sync.unsupported is not None:
+        raise ConfigError(
+            f"the units {', '.join(unit.name for unit in units)} need several backward passes, which {sync.unsupported} cannot do. Wrap "
+            "the model in DistributedDataParallel or shard it with fully_shard, or use one unit that owns everything."
+        )
 
 
 class Pass:
@@ -37,16 +59,16 @@ class Pass:
     def __init__(self, units: Sequence["OptimScheduler"]):
         self.units = tuple(units)
         self.leader = self.units[0]
-        self.terrain = self.leader.terrain
+        self.sync = self.leader.sync
         self.parameters: list[nn.Parameter] = [p for unit in self.units for p in unit.params]
         own = {id(p) for p in self.parameters}
-        self.foreign = [p for p in self.terrain.parameters if id(p) not in own]
-        if self.foreign and self.terrain.stranger is not None:
-            self.terrain.refuse_several_passes([unit.name for unit in self.units])
+        self.foreign = [p for p in self.sync.parameters if id(p) not in own]
+        if self.foreign:
+            _check_several_passes(self.sync, self.units)
         self._verified = -1  # how many parameters were trainable when gradients were last seen to arrive
 
     def covers_everything(self) -> bool:
-        """Say whether no trainable parameter of the model is left out."""
+        """Return whether no trainable parameter of the model is left out."""
         return not self.foreign or not any(p.requires_grad for p in self.foreign)
 
     def run(self, losses: Losses, weight: Weight, retain_graph: bool) -> None:
@@ -56,26 +78,30 @@ class Pass:
         trainable = None if everything and self._verified >= 0 else [p for p in self.parameters if p.requires_grad]
         if trainable is not None and not trainable:
             return
-        loss = leader.window.scaled(pick_loss(losses, leader.loss_terms, leader.name), weight)
-        scaler = leader.scaling.scaler_for(leader, loss)
+        items = 1 if weight is None else weight
+        loss = leader.window.scaled(pick_loss(losses, leader.loss_terms, leader.name), items)
+        scaler = leader.scaling.scaler_for(loss, leader.params, leader.use_amp, leader.name)
         if scaler is not None:
             loss = scaler.scale(loss)
         if trainable is not None and len(trainable) != self._verified:
             self._verify(loss, trainable, everything, retain_graph)
         else:
             self._backward(loss, trainable, everything, retain_graph)
-        reduced = everything and self.terrain.reducer_runs()
+        is_reduced = everything and self.sync.reducer_runs()
         for unit in self.units:
-            unit.window.add(weight)
-            unit.is_reduced = reduced
+            window = unit.window
+            window.count += 1
+            # Weights of other ranks are known where there are none, and where every rank has the weight one.
+            window.add(items, window.world if weight is None else items if window.world == 1 else None)
+            unit.stepper.scaler, unit.is_reduced = scaler, is_reduced
 
     def _backward(
         self, loss: Tensor, trainable: list[nn.Parameter] | None, everything: bool, retain_graph: bool
     ) -> None:
         if everything:
             loss.backward(retain_graph=retain_graph)
-        elif self.terrain.is_sharded:
-            # The hooks of fully_shard fill every gradient; foreign ones are put back as they were.
+        elif self.sync.is_sharded:
+            # The hooks of fully_shard fill every gradient; those of others are restored.
             kept = [(p, p.grad) for p in self.foreign]
             for p in self.foreign:
                 p.grad = None
@@ -83,7 +109,7 @@ class Pass:
             for p, grad in kept:
                 p.grad = grad
         else:
-            if self.terrain.reducer_runs():
+            if self.sync.reducer_runs():
                 raise RuntimeError(
                     f"unit {self.leader.name!r} takes gradients of a part of a DDP model, which must run without its reducer. "
                     "Enclose forward and backward in `with optim_set.sync_context(plan):`, plan being what begin_batch returned."
@@ -107,3 +133,106 @@ class Pass:
         for p, grad in kept:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
         self._verified = len(trainable)
+
+
+# ---------------------------------------------------------------------- the end of a window
+
+
+def finish_units(units: Sequence["OptimScheduler"]) -> None:
+    """Make the gradients of these units the mean over their windows and over all ranks; a second call changes nothing."""
+    units = [unit for unit in units if not unit.stepper.is_finished]
+    waiting = [unit for unit in units if unit.window.world > 1 and not unit.is_reduced and not unit.sync.is_sharded]
+    for sync in {unit.sync: None for unit in waiting}:
+        average_gradients([p for unit in waiting if unit.sync is sync for p in unit.params], sync.group())
+        if sync.ddp is not None:
+            copy_buffers_from_first_rank(sync.ddp)
+    for unit in units:
+        unit.stepper.finish()
+
+
+def update_units(units: Sequence["OptimScheduler"], logger: logging.Logger = _log) -> list[bool]:
+    """Clip, test and step these units; return which of them changed their parameters, as far as the host knows."""
+    finite = _verdicts(units, _agreed(units, [_measure_and_clip(unit) for unit in units]))
+    stepped = [_step(unit, verdict, logger) for unit, verdict in zip(units, finite)]
+    update_scalers(units)
+    return stepped
+
+
+def update_scalers(units: Sequence["OptimScheduler"]) -> None:
+    """Adapt the scales to what was found in the gradients, each scaler once."""
+    for scaler in {id(unit.scaler): unit.scaler for unit in units if unit.scaler is not None}.values():
+        scaler.update()
+
+
+def _measure_and_clip(unit: "OptimScheduler") -> Tensor | None:
+    """Clip a unit's own gradients and return their norm before clipping, None where nothing needs it."""
+    if unit.grad_clip is None and not unit.is_tested:
+        unit.last_grad_norm = None
+        return None
+    unit.last_grad_norm = norm = grad_norm(unit.params, unit.grad_norm_type, device=unit.params[0].device)
+    if unit.grad_clip is not None:
+        scale_to_norm(unit.params, unit.grad_clip, norm)
+    return norm
+
+
+def _agreed(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the norms, infinite on all ranks where they are not finite on any: one exchange for the units of a model."""
+    agreed = list(norms)
+    for sync in {unit.sync: None for unit in units if unit.window.world > 1}:
+        found = {
+            index: norm
+            for index, (unit, norm) in enumerate(zip(units, norms))
+            if unit.sync is sync and norm is not None
+        }
+        if found:
+            import torch.distributed as dist
+
+            flags = torch.stack([(~torch.isfinite(norm)).float() for norm in found.values()])
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=sync.group())
+            for (index, norm), flag in zip(found.items(), flags.unbind()):
+                agreed[index] = torch.where(flag > 0, math.inf, norm)
+    return agreed
+
+
+def _verdicts(units: Sequence["OptimScheduler"], norms: Sequence[Tensor | None]) -> list[bool | Tensor]:
+    """Return for each unit whether its gradients are finite; for fused optimizers a flag on the device, set where they are not."""
+    verdicts: list[bool | Tensor] = [True] * len(units)
+    read: list[tuple[int, Tensor]] = []
+    for index, (unit, norm) in enumerate(zip(units, norms)):
+        if norm is None or not unit.is_tested:
+            continue
+        if unit.skips_on_device:
+            verdicts[index] = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
+        else:
+            read.append((index, norm))
+    if read:
+        device = read[0][1].device
+        flags = torch.stack([torch.isfinite(norm).to(device) for _, norm in read]).tolist()  # one wait for all units
+        for (index, _), flag in zip(read, flags):
+            verdicts[index] = flag
+    return verdicts
+
+
+def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger) -> bool:
+    if isinstance(verdict, Tensor):
+        unit.stepper.step_unless(verdict)
+        unit.count_update(verdict)
+        return verdict.device.type != "cpu" or not bool(verdict)
+    unit.stepper.was_skipped = not verdict
+    if verdict:
+        unit.optimizer.step()
+        unit.count_update()
+        return True
+    if unit.nonfinite == "raise" and unit.scaler is None:
+        raise FloatingPointError(
+            f"unit {unit.name!r}: the gradient norm at real step {unit.real_step} is {unit.last_grad_norm}. "
+            "nonfinite='skip' would leave this update out, nonfinite='ignore' would make it."
+        )
+    if unit.count_skip(LOG_EVERY):
+        logger.warning(
+            "unit %s: the gradients of real step %d are not finite; %d updates skipped so far.",
+            unit.name,
+            unit.real_step,
+            unit.skipped_steps,
+        )
+    return False

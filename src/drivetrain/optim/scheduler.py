@@ -1,8 +1,8 @@
 """OptimScheduler: one torch optimizer, the parameters it may change, the loss it follows, and its learning rate.
 
 The rate is a pure function of the real step, the number of the accumulation window. A unit works alone, by `step(losses)`
-in a hand-written loop, or as part of an `OptimSet`. How gradients are taken is in `passes.py`, what happens when a window
-closes in `closing.py`; this file holds the clock, the public face and the state.
+in a hand-written loop, or as part of an `OptimSet`. Its gradients are its `Stepper`'s (`drivetrain.module.stepper`), what units do
+together is in `passes.py`; this file holds the clock and the public face.
 """
 
 import inspect
@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_choice, check_count, check_flag
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
+from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.gradient_sync import GradientSync
+from drivetrain.module.stepper import Scaling, Stepper
 from drivetrain.optim.arguments import (
     ACCUM_GRAD,
     DISTRIBUTED,
@@ -35,15 +38,11 @@ from drivetrain.optim.arguments import (
     one_of_two_names,
 )
 from drivetrain.optim.building import build_optimizer, check_groups
-from drivetrain.optim.closing import apply_updates, finish_gradients
 from drivetrain.optim.durations import RunLength
 from drivetrain.optim.losses import Losses, LossNames, loss_terms
-from drivetrain.optim.passes import Pass
-from drivetrain.optim.scaling import Scaling
+from drivetrain.optim.passes import Pass, Weight, finish_units, update_units
 from drivetrain.optim.selection import Names, as_list, own_parameters
 from drivetrain.optim.state import load_unit, save_unit
-from drivetrain.optim.terrain import Terrain
-from drivetrain.optim.window import UnitWindow, Weight
 
 TimeFunction = Callable[[list[str | None]], AbstractContextManager[Any]]
 _log = logging.getLogger(__name__)
@@ -106,8 +105,8 @@ class OptimScheduler(ABC):
     params: list[nn.Parameter]
     param_names: list[str]
     base_lrs: list[float]
-    window: UnitWindow
-    terrain: Terrain
+    stepper: Stepper
+    sync: GradientSync
     _pass: Pass | None
     _ratios: list[float]
 
@@ -154,8 +153,6 @@ class OptimScheduler(ABC):
         self._given = {
             name: check_shared(name, value) for name, value in zip(SHARED, given) if not isinstance(value, Default)
         }
-        self.was_skipped: bool | Tensor = False
-        """Whether the last update was left out; of a fused optimizer a flag on the device."""
         self._shared: dict[str, Any] = {}
         self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
             self._given.get(name, default.value) for name, default in SHARED.items()
@@ -257,10 +254,10 @@ class OptimScheduler(ABC):
         if not (self.is_due if close is None else close) or not self.window.count:
             return False
         with nullcontext() if time_func is None else time_func(["optim_time", optim_name]):
-            finish_gradients([self])
-            changed = apply_updates([self], logger or _log)[0]
+            finish_units([self])
+            changed = update_units([self], logger or _log)[0]
             self.clear_gradients()
-        self.window.reset()
+        self.stepper.end()
         return changed
 
     def begin(self, step_num: int, epoch_num: int | None, last: bool) -> None:
@@ -303,7 +300,7 @@ class OptimScheduler(ABC):
                 self.window.count,
             )
             self.clear_gradients()
-            self.window.reset()
+            self.stepper.end()
         if self.is_active:
             self._set_rates(epoch_num)
 
@@ -361,7 +358,6 @@ class OptimScheduler(ABC):
 
     def attach(self, model: nn.Module, taken: Mapping[int, str] | None = None) -> None:
         """Look the unit's parameters up in a model and make the optimizer, unless they are those it has."""
-        terrain = Terrain(model)
         own = own_parameters(model, self.updated_modules, self.excluded_modules, taken or {})
         same = hasattr(self, "params") and [id(p) for p in own.values()] == [id(p) for p in self.params]
         if not same:
@@ -375,13 +371,13 @@ class OptimScheduler(ABC):
             self._ratios = _ratios(self.base_lrs)
             self.params, self.param_names = list(own.values()), list(own)
         self.model = model
-        self.stand_on(terrain)
+        self.use_sync(GradientSync(model))
 
-    def stand_on(self, terrain: Terrain) -> None:
+    def use_sync(self, sync: GradientSync) -> None:
         """Take the view of the model that all units of a set share."""
-        self.terrain = terrain
+        self.sync = sync
         self._pass = None
-        self._make_window()
+        self._make_stepper()
 
     def share(self, **shared: Any) -> None:
         """Take values for the shared arguments that this unit was not given itself."""
@@ -398,21 +394,29 @@ class OptimScheduler(ABC):
             setattr(self, name, value)
             self._shared[name] = value
         self._settled = False
-        self._make_window()
+        self._make_stepper()
 
     @property
     def given_arguments(self) -> dict[str, Any]:
         """The shared arguments that are set: given here, or shared by set or Trainer."""
         return {name: getattr(self, name) for name in SHARED if name in self._given or name in self._shared}
 
-    def _make_window(self) -> None:
+    def _make_stepper(self) -> None:
+        """Make the stepper for the parameters and the window's length; a window in progress is kept where it can be."""
         length = self.accum_grad * (self.step_per_update if self.accumulate_skipped else 1)
-        world = self.terrain.world(self.distributed)
-        window = getattr(self, "window", None)
-        if window is None or window.length != length:
-            self.window = UnitWindow(length, world)
+        world, stepper = self.sync.world(self.distributed), getattr(self, "stepper", None)
+        if stepper is None or stepper.window.length != length:
+            window = AccumulationWindow(length, world, reference=1.0)
         else:  # a wrapper put on after loading must not lose a window in progress
+            window = stepper.window
             window.world = world
+        self.stepper = Stepper(self.optimizer, window, device=self.params[0].device, parameters=self.params)
+        self.stepper.sync, self.stepper.scaler = self.sync, self.scaling.scaler
+
+    @property
+    def window(self) -> AccumulationWindow:
+        """The batches that make up one update, with weights that count from one."""
+        return self.stepper.window
 
     # ------------------------------------------------------------------ counts
 
@@ -420,6 +424,16 @@ class OptimScheduler(ABC):
     def scaler(self) -> "torch.amp.GradScaler | None":
         """The gradient scaler, or None where none is needed."""
         return self.scaling.scaler
+
+    @property
+    def was_skipped(self) -> bool | Tensor:
+        """Whether the last update was left out; of a fused optimizer a flag on the device."""
+        return self.stepper.was_skipped
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether updates with gradients that are not finite are left out or raise."""
+        return self.nonfinite != "ignore" or self.scaler is not None
 
     @property
     def update_count(self) -> int:
@@ -438,17 +452,11 @@ class OptimScheduler(ABC):
             self.nonfinite != "raise" or self.scaler is not None
         )
 
-    def step_unless(self, overflow: Tensor) -> None:
-        """Step a fused optimizer, which leaves parameters and state alone where the flag is one."""
-        self.optimizer.found_inf = overflow  # type: ignore[attr-defined]
-        self.optimizer.step()
-        del self.optimizer.found_inf  # type: ignore[attr-defined]
+    def count_update(self, overflow: Tensor | None = None) -> None:
+        """Count an update that was made, or left out where a flag on the device is one."""
         self._updates += 1
-        self._device_skips = overflow.clone() if self._device_skips is None else self._device_skips + overflow
-
-    def count_update(self) -> None:
-        """Count an update that was made."""
-        self._updates += 1
+        if overflow is not None:
+            self._device_skips = overflow.clone() if self._device_skips is None else self._device_skips + overflow
 
     def count_skip(self, log_every: int) -> bool:
         """Count an update that was left out; True if it is time for a line about it."""

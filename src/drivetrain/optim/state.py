@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from drivetrain.core.errors import ConfigError, ResumeError
+from drivetrain.core.errors import ConfigError
 from drivetrain.module.distributed_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -38,9 +35,10 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
     if not missing:
         _check_names(unit, list(state["param_names"]))
     unit.optimizer.load_state_dict(state["optimizer"])
-    unit.scaling.load_state_dict(state.get("scaler"), unit)
+    can_scale = unit.use_amp and unit.params[0].device.type != "cpu"
+    unit.scaling.load_state_dict(state.get("scaler"), can_scale, unit.name)
     unit.clear_gradients()
-    unit.window.reset()
+    unit.stepper.end()
     unit._device_skips = None
     unit.batch = unit._position = unit.real_step = unit._updates = unit._skips = 0
     unit.closes = True
@@ -49,57 +47,34 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
     unit.real_step = int(state["real_step"])
     unit._updates, unit._skips = int(state["update_count"]), int(state["skipped_steps"])
     unit.batch = unit.real_step * unit.accum_grad
-    if state["partial"] is not None:
+    if state["partial"]:
         _load_window(unit, state["partial"])
 
 
 def _save_window(unit: "OptimScheduler") -> dict[str, Any] | None:
     if unit.closes and not unit.window.count:
         return None
-    grads = {}
-    if unit.window.count:
+    grads, window = {}, unit.window
+    if window.count:
         grads = {name: p.grad.detach().clone() for name, p in zip(unit.param_names, unit.params) if p.grad is not None}
     return {
         "position": unit._position,
         "closed": unit.closes,
-        **unit.window.saved(),
+        "batches": window.count,
+        "weight": window.items,
+        "weight_everywhere": window.everywhere,
         "is_whole": not any(map(is_dtensor, grads.values())),
         "grads": grads,
     }
-
-
-def merge_windows(saved: list[Any], rank: int) -> dict[str, Any] | None:
-    """Return one rank's part of a unit's window that another number of ranks has opened: the first rank takes the sums."""
-    if not any(saved):
-        return None
-    if not all(part and part.get("is_whole") for part in saved):
-        raise ResumeError(
-            f"it was taken inside an accumulation window of a unit by {len(saved)} ranks that share a model, so the gradients of the open "
-            "window cannot be moved to another number of ranks"
-        )
-    weight = sum(part["weight"] for part in saved)
-    return {
-        **saved[0],
-        "weight": weight if rank == 0 else 0,
-        "weight_everywhere": weight,
-        "grads": sum_gradients([part["grads"] for part in saved], rank),
-    }
-
-
-def sum_gradients(saved: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """Return the sums of gradients over the ranks that had gathered them for the first of the new ranks, and zeros for the others."""
-    sums: dict[str, Tensor] = {}
-    for grads in saved:
-        for name, grad in grads.items():
-            sums[name] = sums[name] + grad if name in sums else grad
-    return sums if rank == 0 else {name: torch.zeros_like(grad) for name, grad in sums.items()}
 
 
 def _load_window(unit: "OptimScheduler", partial: Mapping[str, Any]) -> None:
     unit._position, unit.closes = int(partial["position"]), bool(partial["closed"])
     if not unit.closes:
         unit.batch = (unit.real_step - 1) * unit.accum_grad + unit._position
-    unit.window.restore(dict(partial))
+    window = unit.window
+    window.count, window.items = int(partial["batches"]), partial["weight"]
+    window.everywhere = partial["weight_everywhere"]
     for name, p in zip(unit.param_names, unit.params):
         grad = partial["grads"].get(name)
         if grad is not None:

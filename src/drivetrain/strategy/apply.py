@@ -57,6 +57,8 @@ class Application:
     scaler_dtype: torch.dtype | None = None
     """What gradients are computed in, where that decides whether they must be scaled."""
     skip_nonfinite = False
+    count_items: Callable[[Any], Any] | None = None
+    """Counts what the loss of prepared input is a mean over; None: samples."""
     outputs_are_read = False
     """Whether anything but the loss reads the outputs of a model that trains, so that they must be whole."""
     output_position = 1

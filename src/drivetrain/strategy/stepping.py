@@ -1,9 +1,10 @@
 """What joins loader, loss and optimizer of a hand-written loop, so that its five lines are right for any plan.
 
 The loader opens and closes accumulation windows and says when gradients synchronise; the loss keeps its value while its gradient is
-weighted by its share of the window (and by the float16 scale); the optimizer steps when a window closes. The arithmetic is
-`drivetrain.module.accumulation`'s. When the loader knows how many samples a window will have, gradients are complete after the last
-backward, so that clipping between backward and step sees the truth.
+weighted by its share of the window (and by the float16 scale); the optimizer steps when a window closes. All of that is the
+`Stepper`'s (`drivetrain.module.stepper`); this file connects it to the three objects that the loop holds. When the loader knows how
+many samples a window will have, gradients are complete after the last backward, so that clipping between backward and step sees the
+truth.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +12,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo
-from drivetrain.module.accumulation import AccumulationWindow, copy_gradients, scale_gradients
+from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
 from drivetrain.module.autocasting import autocast_forward
+from drivetrain.module.gradient_sync import set_synchronisation
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision, warn_unscaled_float16
-from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.strategy.batching import BatchPlan, plan_batch
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Stepping:
-    """The window of one plan, and what it does to losses and gradients."""
+    """The stepper of one plan between the user's loader, loss and optimizer."""
 
     def __init__(self, ctx: "Application", batch: BatchPlan | None):
         self.model = ctx.model
@@ -39,15 +41,16 @@ class Stepping:
         self.window = AccumulationWindow(1 if batch is None else batch.accumulation, num_data_ranks())
         self.precision = Precision(name="plan", autocast_dtype=ctx.autocast_dtype)
         self.device = ctx.device
-        self.scaler = ctx.scaler
+        self.stepper = Stepper(ctx.optimizer, self.window, scaler=ctx.scaler, device=ctx.device)
         self.skip_nonfinite = ctx.skip_nonfinite
-        self.was_skipped = self.just_updated = False
+        self.stages = ctx.plan.site.axis("pipe")
+        self.just_updated = False
+        self.count_items = ctx.count_items
+        """Counts what the loss of a batch is a mean over; None: samples."""
         self._loss_func = ctx.loss_func
         self._info: BatchInfo | None = None
-        self._factor: float | None = None
+        self._factor: Any = None
         self._is_stepped = False  # whether `step` was called for the micro-batch in hand
-        self._is_finished = False  # whether the gradients of a closing window are complete and unscaled
-        self._is_complete = False  # whether the window's gradients need no correction when it closes
         self._is_followed = False  # whether a loader says when windows open
         self._is_unweighted = False
         # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
@@ -61,13 +64,13 @@ class Stepping:
     def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
         """Take the next micro-batch; `total` is the number of samples in the epoch, where it is known."""
         window = self.window
-        window.begin(last=info is not None and bool(info.last))
+        self.stepper.begin(last=info is not None and bool(info.last))
         self._info, self._factor, self._is_stepped = info, None, False
         if self._is_recorded and window.count == 2:
             copy_gradients(unwrap(self.model).parameters())
-        if window.opens:
-            self._is_complete = self.batch is not None and info is not None and total is not None
-            if self._is_complete:
+        if window.opens and self.count_items is None:
+            self.stepper.is_complete = self.batch is not None and info is not None and total is not None
+            if self.stepper.is_complete:
                 assert self.batch is not None and info is not None and total is not None
                 size = min(self.batch.global_size, total - (info.end - info.global_size))
                 window.reference = size / (window.world * window.length)
@@ -77,10 +80,7 @@ class Stepping:
 
     def _synchronise(self, flag: bool) -> None:
         """Set whether the next backward averages gradients over ranks."""
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model.require_backward_grad_sync = flag
-        elif is_fully_sharded(self.model):
-            self.model.set_requires_gradient_sync(flag)  # type: ignore[operator]
+        set_synchronisation(self.model, flag)
 
     def follow(self, loader: "PlannedLoader", batches: Iterator[Any]) -> Iterator[Any]:
         """Yield a loader's batches, each as the next of its window."""
@@ -102,9 +102,10 @@ class Stepping:
         result = self.plain_loss(inputs, outputs)
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
             return result
+        items = None if self.count_items is None or not torch.is_grad_enabled() else self.count_items(inputs)
         if isinstance(result, list | tuple):
-            return type(result)([self.weigh(result[0]), *result[1:]])
-        return self.weigh(result)
+            return type(result)([self.weigh(result[0], items), *result[1:]])
+        return self.weigh(result, items)
 
     def plain_loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss in the plan's precision, without weights."""
@@ -119,24 +120,31 @@ class Stepping:
         with self.precision.autocast(self.device.type):
             return self._loss_func(inputs, outputs)
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return the same loss with a gradient that is multiplied by its share of the window."""
+    def weigh(self, loss: Tensor, items: Count | None = None) -> Tensor:
+        """Return the same loss with a gradient that is multiplied by its share of the window, by samples or by so many items."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and torch.is_grad_enabled()):
             return loss
-        scale = self._gradient_weight(loss.device)
+        scale = self._gradient_weight(loss.device, items)
         return loss if isinstance(scale, float) and scale == 1.0 else _weighted(loss, scale)
 
-    def _gradient_weight(self, device: torch.device | None = None) -> Any:
+    def _gradient_weight(self, device: torch.device | None = None, items: Count | None = None) -> Any:
         """Return what the gradient of the micro-batch in hand is multiplied by: its share of the window, and float16's scale."""
         if self._is_unweighted:
             return 1.0
         if self._factor is None:
-            items, everywhere = self._sizes()
-            factor: Any = self.window.weigh(1.0, items, everywhere)  # type: ignore[arg-type]
-            self._factor = float(factor)
-        if self.scaler is not None:
-            return self.scaler.scale(torch.ones((), device=device or self.device)) * self._factor
+            self._factor = self._window_share(items)
+        scaler = self.stepper.scaler
+        if scaler is not None:
+            return scaler.scale(torch.ones((), device=device or self.device)) * self._factor
         return self._factor
+
+    def _window_share(self, items: Count | None) -> Any:
+        if items is None:
+            here, everywhere = self._sizes()
+            factor: Any = self.window.weigh(1.0, here, everywhere)  # type: ignore[arg-type]
+            return float(factor)
+        one = torch.ones((), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        return self.stepper.weigh(one, items, items if self.window.world == 1 else None, is_whole=True)
 
     def _sizes(self) -> tuple[int, int]:
         """Return the samples of the micro-batch in hand, on this rank and on all."""
@@ -161,26 +169,11 @@ class Stepping:
 
     # At the end of a window.
 
-    def finish_gradients(self, optimizer: Optimizer) -> None:
-        """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        collect = getattr(optimizer, "collect_gradients", None)
-        if collect is not None:
-            collect()
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-        factor = None if self._is_complete else self.window.correction()
-        if factor is not None:
-            scale_gradients((p for group in optimizer.param_groups for p in group["params"]), factor)
-
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self) -> None:
         """End the micro-batch: update the parameters if it closes its window."""
         self._is_stepped, self.just_updated = True, False
         if self.window.closes:
-            self._update(optimizer)
-            self.just_updated = not self.was_skipped
+            self.just_updated = self.stepper.update(self.skip_nonfinite)
         if not self._is_followed:
             self.begin(None)
 
@@ -190,22 +183,6 @@ class Stepping:
         So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
         """
         return self.window.closes if self._is_stepped else self.window.opens
-
-    def _update(self, optimizer: Optimizer) -> None:
-        """Update the parameters, unless a gradient is not finite and the plan says to skip then."""
-        self.finish_gradients(optimizer)
-        self.was_skipped = False
-        if self.scaler is not None:
-            before = self.scaler.get_scale()  # the host waits for the device here: the one read that float16 needs
-            self.scaler.step(optimizer)
-            self.scaler.update()
-            self.was_skipped = self.scaler.get_scale() < before
-        elif self.skip_nonfinite and not _all_finite(optimizer):
-            self.was_skipped = True
-        else:
-            optimizer.step()
-        self._is_finished = False
-        self.window.reset()
 
 
 class PlannedOptimizer(Optimizer):
@@ -235,18 +212,44 @@ class PlannedOptimizer(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last update was left out because a gradient was not finite."""
-        return self.stepping.was_skipped
+        return bool(self.stepping.stepper.was_skipped)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale the gradients of a closing window to at most this norm; return the norm before, None inside a window.
+
+        The norm is that of the whole model on any mesh: over shards, tensor ranks and pipeline stages, and of the copies that the
+        optimizer trains where the model has 16 bits or is offloaded. All ranks must call this.
+        """
+        if not self.window_closed:
+            return None
+        stepper = self.stepping.stepper
+        stepper.finish()
+        return clip_grad_norm_(
+            stepper.parameters, max_norm, norm_type, device=self.stepping.device, stages=self.stepping.stages
+        )
 
     def unscale_(self) -> None:
         """Complete the gradients of a closing window now, to clip or look at them before `step`."""
+        reasons = {
+            "the optimizer trains copies of the parameters, which hold the gradients": hasattr(
+                self.inner, "collect_gradients"
+            ),
+            "each pipeline stage holds only its own gradients": self.stepping.stages > 1,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found:
+            raise ConfigError(
+                f"unscale_(): {found[0]}, so clipping the model's parameters would be wrong. Call optim.clip_grad_norm_(max_norm) "
+                "instead, which is right for every plan."
+            )
         if self.window_closed:
-            self.stepping.finish_gradients(self.inner)
+            self.stepping.stepper.finish()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters if the window closes, else do nothing."""
         if closure is not None:
             raise ConfigError("step(closure): a plan's optimizer takes no closure; call backward before step.")
-        self.stepping.step(self.inner)
+        self.stepping.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients between windows, and keep them inside one."""
@@ -360,21 +363,3 @@ class _Weighted(torch.autograd.Function):
 def _weighted(loss: Tensor, factor: Any) -> Tensor:
     result: Any = _Weighted.apply(loss, factor)
     return result
-
-
-def _all_finite(optimizer: Optimizer) -> bool:
-    """Return whether every gradient on every rank is finite; the host waits for the device here."""
-    import torch.distributed as dist
-
-    from drivetrain.module.distributed_tensors import local_part
-    from drivetrain.module.finite import nonfinite_flag
-
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        flag = nonfinite_flag(gradients)
-    else:
-        flag = torch.zeros((), device=local_part(parameters[0]).device if parameters else None)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # tensor ranks and stages too: all ranks step, or none does
-    return not flag.item()

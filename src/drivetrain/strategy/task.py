@@ -42,6 +42,8 @@ class TrainingTask:
     """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension."""
     global_batch_size: int = 1
     find_unused_parameters: bool = False
+    count_items: Callable[[Any], Any] | None = None
+    """Counts what the loss of prepared input is a mean over; None: samples."""
 
     def build(self) -> nn.Module:
         """Return a model of its own, with its own memory."""
@@ -109,6 +111,7 @@ class TrainingTask:
         ctx = Application(context, resolved, self.recipe(), self.loss_func, self.prepare_input, run)
         if self.find_unused_parameters:
             ctx.ddp_settings["find_unused_parameters"] = True
+        ctx.count_items = self.count_items
         shape(ctx)
         finish(ctx, None if make_loader is None else make_loader(ctx), batch)
         return ctx

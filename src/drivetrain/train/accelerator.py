@@ -4,7 +4,6 @@ The Trainer keeps one of these as `runtime`, and under the name `_accelerator` f
 members they call are here, on top of `drivetrain.runtime`.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +17,11 @@ from torch.utils.data import DataLoader
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import replacing
 from drivetrain.core.foreign import Slot
-from drivetrain.module.distributed_tensors import is_dtensor, local_part
+from drivetrain.module import stepper
+from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.precision import Precision, parse_precision
+from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
 from drivetrain.runtime.collectives import distributed_barrier, gather_rows
 from drivetrain.runtime.device import choose_device
@@ -43,8 +45,10 @@ class TrainerRuntime:
         join_launched_world(choose_device(device))
         self.device = choose_device("auto" if device is None else device)
         self.precision = parse_precision(precision)
-        self.scaler = self.precision.make_scaler(self.device)
-        self.optimizer_step_was_skipped = False
+        self.stepper = Stepper(
+            None, AccumulationWindow(), scaler=self.precision.make_scaler(self.device), device=self.device
+        )
+        """The one of the run, once there is a run."""
 
     # Where this process is.
 
@@ -129,12 +133,23 @@ class TrainerRuntime:
 
     # The step.
 
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler, None where none is needed."""
+        return self.stepper.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self.stepper.scaler = scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was left out."""
+        return self.stepper.was_skipped is True
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Back-propagate, scaled where float16 needs it."""
-        if self.scaler is None:
-            loss.backward(**kwargs)
-        else:
-            self.scaler.scale(loss).backward(**kwargs)
+        self.stepper.backward(loss, **kwargs)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the scale out of the gradients, once per update."""
@@ -143,31 +158,18 @@ class TrainerRuntime:
 
     def step(self, optimizer: Any) -> None:
         """Step the optimizer; a scaler skips the step when a gradient overflowed."""
-        if self.scaler is None:
-            optimizer.step()
-            return
-        before = self.scaler.get_scale()  # the host waits for the device here: the one read that float16 needs
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        self.optimizer_step_was_skipped = self.scaler.get_scale() < before
+        if optimizer is self.stepper.optimizer:
+            self.stepper.step()
+        else:
+            self.stepper.was_skipped = stepper.step(optimizer, self.scaler)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every entry of the gradients."""
-        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
-        if grads:
-            torch._foreach_clamp_min_(grads, -clip_value)
-            torch._foreach_clamp_max_(grads, clip_value)
+        stepper.clip_grad_value_(parameters, clip_value)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients to at most this norm and return the norm before; ordinary and sharded ones may stand side by side."""
-        parameters = [p for p in parameters if p.grad is not None]
-        if not any(is_dtensor(p.grad) for p in parameters):
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        norm = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type, self.device)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch scales
-        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
-        return norm
+        """Scale the gradients to at most this norm and return the norm before; whole and sharded ones may be mixed."""
+        return stepper.clip_grad_norm_(parameters, max_norm, norm_type, device=self.device)
 
     # Several processes.
 
@@ -201,53 +203,28 @@ class TrainerRuntime:
                 torch.save(obj, stream)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
-        """Refuse kindly: the trainer saves its state."""
+        """Raise: the trainer saves its state."""
         raise DistributedError(
             f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything."
         )
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
-        """Refuse kindly: the trainer restores its state."""
+        """Raise: the trainer restores its state."""
         raise DistributedError(
             f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder)."
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Refuse kindly: registration is attribute assignment on the state."""
+        """Raise: registration is attribute assignment on the state."""
         raise DistributedError(
             f"register_for_checkpointing({', '.join(type(o).__name__ for o in objects)}): assign the object to the state instead, "
             "for example trainer.state.my_object = obj; everything on the state is saved and restored."
         )
 
 
-def _total_norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all gradients of all ranks, the same on each of them, with one exchange.
-
-    Each rank adds up what it holds. An entry that several ranks hold is counted by each of them for its share: an ordinary gradient is on
-    all ranks, one of a mesh on as many as there are ranks for each of its parts.
-    """
-    import torch.distributed as dist
-
-    world, is_largest = dist.get_world_size(), math.isinf(norm_type)
-    held: dict[int, list[Tensor]] = {}
-    for grad in grads:
-        parts = 1
-        if is_dtensor(grad):
-            mesh: Any = grad.device_mesh  # type: ignore[attr-defined]
-            placements: Any = grad.placements  # type: ignore[attr-defined]
-            parts = math.prod(
-                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
-            )
-        local = local_part(grad)
-        if local.numel():
-            held.setdefault(parts, []).append(local)
-    total = torch.zeros((), device=device)
-    for parts, tensors in held.items():
-        norms = torch.stack(torch._foreach_norm(tensors, norm_type)).to(device)
-        wide = norms.to(torch.promote_types(norms.dtype, torch.float32))
-        total = torch.maximum(total, wide.max()) if is_largest else total + wide.pow(norm_type).sum() * (parts / world)
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
-    return total if is_largest else total.pow(1 / norm_type)
+def overrides_runtime(runtime: TrainerRuntime, name: str) -> bool:
+    """Return whether a subclass, or somebody on the instance, replaces a method of the runtime."""
+    return name in vars(runtime) or getattr(type(runtime), name) is not getattr(TrainerRuntime, name)
 
 
 def _holds_parts(value: Any) -> bool:

@@ -12,10 +12,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from drivetrain.context.context import Context
+from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
@@ -67,6 +68,13 @@ class AutoAccelerateResult(NamedTuple):
         """The session as one object, which moves, saves and restores."""
         return self.args["context"]
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale the gradients of a closing window to at most this norm; return the norm before, None inside a window.
+
+        The norm is that of the whole model for every plan: over shards, tensor ranks and pipeline stages. All ranks must call this.
+        """
+        return self.optim.clip_grad_norm_(max_norm, norm_type)
+
     @property
     def notes(self) -> list[str]:
         """What the plan's methods found out when they were applied and in the first steps."""
@@ -100,6 +108,12 @@ class Options:
     device: Any = None
     allow_pickle: bool = False
     strict: bool = False
+    count_items: Callable[[Any], Any] | None = None
+    """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: by samples."""
+
+    def __post_init__(self) -> None:
+        if self.count_items is not None:
+            check_callable("count_items", self.count_items, "a function of the prepared input that returns a count")
 
 
 def auto_accelerate(
@@ -282,6 +296,7 @@ class _Request:
             samples=self._samples() if has_data else None,
             global_batch_size=self._global_size() or 1,
             find_unused_parameters=self.options.find_unused_parameters,
+            count_items=self.options.count_items,
         )
 
     @property

@@ -31,15 +31,8 @@ class PairForm:
     def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
         """Compute what a loss hook returns."""
         targets = batch[1]
-        if trainer._plain.loss and not trainer._first_batch:
-            state = trainer.state
-            state.outputs = outputs = state.model(batch[0])
-            loss = state.loss_fn(outputs, targets)
-            if type(loss) is not Tensor:
-                loss = trainer._one_loss(loss)
-        else:
-            outputs = trainer.forward(batch[0])
-            loss = trainer.compute_loss(outputs, targets)
+        outputs = trainer.forward(batch[0])
+        loss = trainer.compute_loss(outputs, targets)
         if type(targets) is Tensor and targets.ndim:
             return {"loss": loss, "model_outputs": outputs, "batch_size": targets.shape[0]}
         return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}

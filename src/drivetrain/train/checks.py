@@ -148,7 +148,7 @@ def check_batch_output(output: Any, trainer: "EvaluationLoop") -> None:
 
 def warn_of_sample_weights(trainer: "EvaluationLoop", counting: LossCounting, output: Mapping[str, Any]) -> None:
     """Warn where losses of parts are joined and it is not known what each is a mean over."""
-    window, microbatch_size = trainer.run.gradients.window, trainer.run.microbatch_size
+    window, microbatch_size = trainer.run.stepper.window, trainer.run.microbatch_size
     if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
         return
     parts = {

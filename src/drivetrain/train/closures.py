@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +24,11 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.accumulation import Count
+from drivetrain.module.gradient_sync import start_sum_over_ranks
+from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train import loaders
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.tracking import LossTracker
 
@@ -34,7 +36,7 @@ _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_in
 
 
 def requires_closure(optimizer: Any) -> bool:
-    """Say whether an optimizer's `step` cannot do without a closure, as LBFGS's."""
+    """Return whether an optimizer's `step` cannot do without a closure, as LBFGS's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -55,10 +57,15 @@ class _Memory:
 
 
 class WindowRepeat:
-    """Remembers the batches of a window, steps the optimizer with a closure, and is that closure."""
+    """Remembers the batches of a window, steps the optimizer with a closure, and is that closure.
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    It lives on the State, which saves it. The trainer is passed to each call and not kept.
+    """
+
+    def __init__(self, device: Any):
+        self._device = device
+        self.stepper: Stepper | None = None
+        """Of the run; its window tells whether there is something to save."""
         self.is_wanted = False
         """Whether the optimizer of this run evaluates more than once."""
         self._memories: list[_Memory] = []
@@ -66,79 +73,73 @@ class WindowRepeat:
         self._returns_loss = False
         self._overflowed = False
 
-    def prepare(self) -> None:
+    def prepare(self, trainer: Any) -> None:
         """Look at the optimizer of the run, once everything is loaded and in place."""
-        trainer, optimizer = self._trainer, self._trainer.optimizer
+        optimizer = trainer.optimizer
         self._returns_loss = requires_closure(optimizer)
         self.is_wanted = self._returns_loss or bool(getattr(optimizer, "needs_closure", False))
         if not self.is_wanted:
             self._memories = []
             return
-        if self._returns_loss and trainer._accelerator.scaler is not None:
+        if self._returns_loss and trainer.run.stepper.scaler is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} evaluates the loss itself, which float16 with its scaled gradients does not allow. Use "
                 "precision='bf16' or full precision."
             )
         self._engine = Engine(trainer.state, plugins=trainer._algorithms, host=trainer)
 
-    def remember(self, batch: Any) -> None:
+    def remember(self, trainer: Any, batch: Any) -> None:
         """Keep a batch of the window, before anything has been done to it."""
-        trainer = self._trainer
-        if trainer._gradients.window.opens:
+        run = trainer.run
+        if run.stepper.window.opens:
             self._memories = []
-        info = None if trainer._sample_source is None else trainer._sample_source.batch_info
+        info = None if run.data.source is None else run.data.source.batch_info
         generators = trainer.state.generators
         self._memories.append(
             _Memory(
                 batch=_shallow(batch),
                 step=trainer.state.step,
-                synchronises=trainer._gradients.synchronises,
+                synchronises=run.stepper.synchronises,
                 sizes=None if info is None else (info.size, info.global_size),
                 rng=capture_rng(),
                 generators={name: generator.get_state() for name, generator in generators.items()},
             )
         )
 
-    def step(self) -> None:
+    def step(self, trainer: Any) -> None:
         """Step the optimizer, which may evaluate the window again; non-finite gradients skip the step and lower the scale."""
-        accelerator, optimizer = self._trainer._accelerator, self._trainer.optimizer
-        scaler, self._overflowed = accelerator.scaler, False
-        if scaler is None:
-            optimizer.step(self.evaluate)
-        else:
-            before = scaler.get_scale()
-            # By position: torch refuses the keyword, because most closures would bring scaled gradients. Ours does not.
-            scaler.step(optimizer, self.evaluate)
-            scaler.update()
-            if self._overflowed:
-                scaler.update(before * scaler.get_backoff_factor())
-            accelerator.optimizer_step_was_skipped = scaler.get_scale() < before
+        stepper, self._overflowed = trainer.run.stepper, False
+        scaler = stepper.scaler
+        before = None if scaler is None else scaler.get_scale()
+        stepper.step(partial(self.evaluate, trainer))
+        if self._overflowed:
+            scaler.update(before * scaler.get_backoff_factor())
+            stepper.was_skipped = True
         self._memories = []
 
-    def evaluate(self) -> Tensor | None:
+    def evaluate(self, trainer: Any) -> Tensor | None:
         """Compute the gradients of the window at the present weights; return its loss to an optimizer that reads it."""
-        trainer = self._trainer
+        stepper = trainer.run.stepper
         if not self._memories:
             raise ConfigError("there is no batch to evaluate again: a closure works inside the Trainer's own step.")
-        with torch.enable_grad(), self._set_aside():
+        with torch.enable_grad(), self._set_aside(trainer):
             trainer.optimizer_zero_grad()
-            trainer._gradients.window.reset()
+            stepper.end()
             losses, sizes = [], []
             for memory in self._memories:
-                self._go_back_to(memory)
+                self._go_back_to(trainer, memory)
                 trainer._perform_forward_and_backward_passes(trainer.state.batch, memory.step)
                 output = trainer.state.batch_output
                 losses.append(output["loss"].detach())
                 sizes.append(output["batch_size"] if output.get("num_items") is None else output["num_items"])
-            trainer._gradients.finish()
+            stepper.finish()
             trainer._clip_gradients()
-            trainer._fire.after_train_batch()
-            if trainer._guard is not None and trainer._accelerator.scaler is None:
-                trainer._guard.drop_nonfinite(trainer._parameters())
-        return self._mean(losses, sizes) if self._returns_loss else None
+            trainer.run.fire.after_train_batch()
+            if stepper.guard.is_active and stepper.scaler is None:
+                stepper.guard.drop_nonfinite(stepper.parameters)
+        return self._mean(stepper, losses, sizes) if self._returns_loss else None
 
-    def _go_back_to(self, memory: _Memory) -> None:
-        trainer = self._trainer
+    def _go_back_to(self, trainer: Any, memory: _Memory) -> None:
         restore_rng(memory.rng)
         for name, generator in trainer.state.generators.items():
             if name in memory.generators:
@@ -146,50 +147,63 @@ class WindowRepeat:
             else:  # made during the first pass
                 generator.manual_seed(generator.initial_seed())
         trainer.state.batch = _shallow(memory.batch)
-        trainer._gradients.synchronises = memory.synchronises
+        trainer.run.stepper.synchronises = memory.synchronises
         if memory.sizes is not None:
             size, everywhere = memory.sizes
             source = SimpleNamespace(batch_info=SimpleNamespace(size=size, global_size=everywhere), sample_index=None)
-            trainer._gradients._loader = trainer._sample_source = source
+            trainer.run.data.source = source
 
-    def _mean(self, losses: list[Tensor], sizes: list[Count]) -> Tensor:
+    def _mean(self, stepper: Stepper, losses: list[Tensor], sizes: list[Count]) -> Tensor:
         """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
         total, count = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum(), sum(sizes)
         if num_data_ranks() > 1:
-            device = self._trainer.device
-            sums = [loaders.start_sum_over_ranks(value, device) for value in (total, count)]
+            sums = [start_sum_over_ranks(value, stepper.device) for value in (total, count)]
             total, count = total.new_tensor(sums[0]()), sums[1]()
-        return total if self._trainer._gradients.window.is_sum or not count else total / count
+        return total if stepper.window.is_sum or not count else total / count
 
     @contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _set_aside(self, trainer: Any) -> Iterator[None]:
         """Hide everything that a pass leaves behind apart from gradients."""
-        trainer, state, gradients, engine = self._trainer, self._trainer.state, self._trainer._gradients, self._engine
+        run, state, engine = trainer.run, trainer.state, self._engine
         assert engine is not None
-        accelerator, scaler = trainer._accelerator, trainer._accelerator.scaler
+        stepper = run.stepper
+        window, scaler = stepper.window, stepper.scaler
         fields = {name: getattr(state, name) for name in _STEP_FIELDS}
-        held = {name: getattr(trainer, name) for name in ("_fire", "_loss_tracker", "_train_metrics", "_logged")}
-        source, loader = trainer._sample_source, gradients._loader
-        window, synchronises = gradients.window.state_dict(), gradients.synchronises
+        held = (
+            run.fire,
+            run.measures.tracker,
+            run.measures.logged,
+            run.data.source,
+            stepper.synchronises,
+            stepper.is_finished,
+        )
+        metrics, has_metrics = trainer._train_metrics, run.measures.has_train_metrics
+        counts = window.state_dict()
         buffers, rng = _copies(trainer.model), capture_rng()
         generators = {name: generator.get_state() for name, generator in state.generators.items()}
         second_scale = None if scaler is None else _SecondScale(scaler)
         try:
             self.is_wanted = False
-            trainer._fire, trainer._loss_tracker = engine.on, LossTracker()
-            trainer._train_metrics, trainer._logged = MetricSet(None), {}
-            accelerator.scaler = second_scale
+            run.fire, run.measures.tracker, run.measures.logged = engine.on, LossTracker(), {}
+            trainer._train_metrics, run.measures.has_train_metrics = MetricSet(None), False
+            stepper.scaler = second_scale
             yield
         finally:
             self.is_wanted = True
-            accelerator.scaler = scaler
+            stepper.scaler = scaler
             self._overflowed = second_scale is not None and second_scale.overflowed
-            for name, value in held.items():
-                setattr(trainer, name, value)
+            (
+                run.fire,
+                run.measures.tracker,
+                run.measures.logged,
+                run.data.source,
+                stepper.synchronises,
+                stepper.is_finished,
+            ) = held
+            trainer._train_metrics, run.measures.has_train_metrics = metrics, has_metrics
             for name, value in fields.items():
                 setattr(state, name, value)
-            trainer._sample_source, gradients._loader, gradients.synchronises = source, loader, synchronises
-            gradients.window.load_state_dict(window)
+            window.load_state_dict(counts)
             with torch.no_grad():
                 for buffer, values in buffers:
                     buffer.copy_(values)
@@ -199,15 +213,14 @@ class WindowRepeat:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batches of an open window, so that a run that stops inside one can still evaluate it again."""
-        is_open = self._trainer._gradients.window.count > 0
+        is_open = self.stepper is not None and self.stepper.window.count > 0
         return {"memories": [vars(memory) for memory in self._memories] if is_open else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember the batches of the window that was open."""
-        device = self._trainer.device
         self._memories = []
         for saved in state["memories"]:
-            kept = {**saved, "batch": move_to_device(device, saved["batch"])}
+            kept = {**saved, "batch": move_to_device(self._device, saved["batch"])}
             kept["sizes"] = None if saved["sizes"] is None else tuple(saved["sizes"])
             kept["generators"] = {name: value.cpu() for name, value in saved["generators"].items()}
             self._memories.append(_Memory(**kept))

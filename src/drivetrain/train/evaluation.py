@@ -23,7 +23,6 @@ from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting, without_empty
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.metrics import MetricSet
-from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.settings import TrainerOptions
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, reduce_means
 
@@ -76,14 +75,13 @@ def report_errors(trainer: "Trainer") -> Iterator[None]:
 @contextmanager
 def own_events(trainer: TrainerHooks, after_forward: Event) -> Iterator[None]:
     """Let `forward` fire the event of this phase, and the loss fire none."""
-    run, step = trainer.run, trainer.run.loss
-    before, plain = (step.after_forward, step.before_loss), run.plain
-    step.after_forward, step.before_loss, run.plain = after_forward.value, False, PlainHooks()
+    step = trainer.run.loss
+    before = step.after_forward, step.before_loss
+    step.after_forward, step.before_loss = after_forward.value, False
     try:
         yield
     finally:
         step.after_forward, step.before_loss = before
-        run.plain = plain if plain == PlainHooks() else find_plain_hooks(trainer)  # plugins may have been added
 
 
 @contextmanager

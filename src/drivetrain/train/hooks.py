@@ -113,7 +113,7 @@ class TrainerHooks(RunNames):
 
     @property
     def _window(self) -> AccumulationWindow:
-        return self._gradients.window
+        return self.run.stepper.window
 
     @property
     def device(self) -> Any:
@@ -175,16 +175,16 @@ class TrainerHooks(RunNames):
 
     def backward_step(self, loss: Tensor) -> None:
         """Back-propagate a loss that is already weighted for accumulation."""
-        run = self.run
-        if run.units is None:
+        if self.run.units is None:
             self.runtime.backward(loss)
         else:
-            run.units.backward(run.gradients.named_losses(loss), weight=run.gradients.unit_weight)
+            output = self.state.batch_output or {}
+            self.runtime.backward(loss, losses=output.get("losses") or self.state.losses)
 
     def optimizer_step(self) -> None:
         """Update the parameters."""
         if self.run.repeat.is_wanted:
-            self.run.repeat.step()
+            self.run.repeat.step(self)
         else:
             self.runtime.step(self.optimizer)
 

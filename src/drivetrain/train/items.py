@@ -7,7 +7,7 @@ counted from their labels on the device, and only where the number of samples is
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
+from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
 from drivetrain.module.buffers import buffers_kept
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of
@@ -108,6 +109,38 @@ class LossCounting:
         elif self.items.needs_count:
             self._count = self.items.count
         self.is_needed = self._count is not None or self.is_sum
+
+
+class Part(NamedTuple):
+    """Which part of its batch a loss is of, where batches are split into micro-batches."""
+
+    parts: int = 1
+    is_last: bool = True
+    rows: int | None = None
+    """The samples of the whole batch."""
+
+
+WHOLE = Part()
+
+
+def items_of(
+    output: Mapping[str, Any], info: BatchInfo | None, world: int, is_split: bool
+) -> tuple[Count, Count | None]:
+    """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction can tell.
+
+    `info` is what the loader knows of the batch.
+    """
+    items, is_alone = output.get("num_items"), world == 1
+    is_empty = info is not None and info.size == 0  # a stand-in for a rank that has no samples left
+    if items is not None:
+        items = 0 if is_empty else items
+        return items, items if is_alone else None
+    size = output["batch_size"]
+    if info is None:
+        return size, size if is_alone else None
+    if not is_split:
+        return info.size, info.global_size
+    return (0 if is_empty else size), size if is_alone else None
 
 
 def without_empty(loss: Tensor, items: Count) -> Tensor:

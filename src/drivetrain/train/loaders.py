@@ -21,7 +21,6 @@ from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import guard_workers
 from drivetrain.module.accumulation import Count
-from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (
     clear_data_ranks,
@@ -339,30 +338,6 @@ def token_counter(batch: Any) -> Callable[[Any], int] | None:
     if isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() == 2:
         return lambda batch: batch[0].numel()
     return None
-
-
-def agree_on_reference(items: Count) -> int | float:
-    """Return the first item count of the run as rank 0 saw it; never 0, since it divides."""
-    number = items.item() if isinstance(items, Tensor) else items
-    return (broadcast_from_master(number) if is_distributed() else number) or 1
-
-
-def start_sum_over_ranks(value: Count, device: Any) -> Callable[[], Count]:
-    """Start to add a number up over the data ranks; the returned function gives the sum, on a device as a tensor that is not read."""
-    import torch.distributed as dist
-
-    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
-    if isinstance(value, Tensor):
-        total = value.detach().to(device=device, dtype=dtype, copy=True)
-    else:
-        total = torch.full((), value, dtype=dtype, device=device)  # a fill does not make the host wait
-    work = dist.all_reduce(total, group=data_group(), async_op=True)
-
-    def result() -> Count:
-        work.wait()
-        return total.item() if total.is_cpu else total
-
-    return result
 
 
 def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.core.time import Clock
+from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.runtime.run import current_run
-from drivetrain.train.readback import AsyncReadback
 from drivetrain.train.run_history import RunHistory
 
 

@@ -4,10 +4,10 @@ What can be decided once is decided before the first step (`setup.py`), so these
 `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,18 +17,59 @@ from drivetrain.core.time import Clock
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, recovery, resuming
+from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
 from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation import EvaluationLoop
 from drivetrain.train.failures import explain_failure
+from drivetrain.train.items import Part, items_of
 from drivetrain.train.own_loop import OwnLoop
+
+
+class StepCalls(NamedTuple):
+    """What a step calls: the user's own hook where there is one, else what the Trainer's hook would call."""
+
+    backward: Callable[[Tensor], None]
+    is_weighted: bool
+    """Whether `backward` gets the loss weighted and tested, or does the testing itself."""
+    clip: Callable[[], None] | None
+    step: Callable[[], None]
+    schedule: Callable[[], None] | None
+    clear: Callable[[], None]
+    track: Callable[[Tensor, Any], None] | None
+    """The user's own way to track a loss."""
+
+
+def choose_calls(trainer: "TrainerLoop") -> StepCalls:
+    """Decide once, before the first step, what the loop calls."""
+    run, runtime = trainer.run, trainer.runtime
+    settings, stepper = run.settings, run.stepper
+    clips = settings is not None and (settings.gradient_clip_norm or settings.gradient_clip_value) is not None
+    is_single = run.units is None and not any(overrides_runtime(runtime, name) for name in ("backward", "step"))
+    is_own_backward = not is_single or trainer.overrides("backward_step")
+    is_own_step = not is_single or run.repeat.is_wanted or trainer.overrides("optimizer_step")
+    is_weighted = is_own_backward or not stepper.is_simple
+    return StepCalls(
+        backward=trainer.backward_step
+        if is_own_backward
+        else stepper.backward
+        if is_weighted
+        else stepper.backward_tested,
+        is_weighted=is_weighted,
+        clip=trainer._clip_gradients if clips or trainer.overrides("_clip_gradients") else None,
+        step=trainer.optimizer_step if is_own_step else stepper.step,
+        schedule=trainer.scheduler_step if run.schedules_each_step else None,
+        clear=trainer.optimizer_zero_grad if trainer.overrides("optimizer_zero_grad") else stepper.clear,
+        track=trainer._update_loss_tracker if trainer.overrides("_update_loss_tracker") else None,
+    )
 
 
 class TrainerLoop(EvaluationLoop):
     """Runs the loop of a Trainer."""
 
     last_grad_norm: Tensor | None
+    _calls: StepCalls | None = None  # of the epoch under way; they hold the trainer, so they are not kept
 
     # ------------------------------------------------------------------ the training run
 
@@ -115,8 +156,12 @@ class TrainerLoop(EvaluationLoop):
         """Run a training epoch, which a subclass may write out itself; True means that a limit or a stop ended the run."""
         run, clock, own_loop = self.run, self.state.clock, OwnLoop(self, self._train_dataloader)
         epoch, run.epoch_is_recorded = clock.epoch, False
-        ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
-        own_loop.close()
+        self._calls = choose_calls(self)
+        try:
+            ended = bool(self._run_train_epoch(own_loop)) or own_loop.ended
+            own_loop.close()
+        finally:
+            self._calls = None
         if clock.epoch == epoch and not ended:
             clock.next_epoch()
         if not run.epoch_is_recorded:
@@ -151,27 +196,26 @@ class TrainerLoop(EvaluationLoop):
             self._evaluate_if_due(plan.interval.due)
 
     def _run_steps(self, train_dl: Any) -> bool:
-        """Turn the loop over the batches; True means that a limit or a stop ended the run."""
-        state, gradients, fire, guard = self.state, self._gradients, self._fire, self._guard
+        """Run the loop over the batches; True means that a limit or a stop ended the run."""
+        run, state = self.run, self.state
+        fire, stepper = run.fire, run.stepper
+        guard, window = stepper.guard, stepper.window
         for state.batch, last in self._batches(train_dl):  # on the device already, one batch ahead
-            if guard is not None and guard.to_pass_over:
+            if guard.to_pass_over:
                 if self._pass_over():
                     return True
                 continue
-            self._inside_step = True
+            run.inside_step = True
             fire.after_dataloader()
             fire.batch_start()
-            if not gradients.is_simple:
-                gradients.open(last)
-            if gradients.window.opens:
+            if not stepper.is_simple:
+                stepper.begin(last)
+            if window.opens:
                 fire.before_train_batch()
-                if guard is not None and guard.has_statistics:
+                if guard.has_statistics:
                     guard.open()
-            if self._plain.passes:
-                self._backward(self._forward_and_loss())
-            else:
-                self._perform_forward_and_backward_passes(state.batch, state.step)
-            closes = gradients.window.closes
+            self._perform_forward_and_backward_passes(state.batch, state.step)
+            closes = window.closes
             if closes:
                 self._update()
             if self._finish_batch(closes):
@@ -180,28 +224,32 @@ class TrainerLoop(EvaluationLoop):
 
     def _finish_batch(self, closes: bool) -> bool:
         """Count a batch and do what is due between two batches; True ends the run."""
-        state, fire, source = self.state, self._fire, self._sample_source
+        run, state = self.run, self.state
+        data, fire = run.data, run.fire
+        source = data.source
         if source is not None and source.batch_info is not None:
             samples = source.batch_info.global_size
         else:  # a subclass that makes the passes itself keeps its output to itself
             output = state.batch_output
             size = batch_size_of(None, state.batch) if output is None else output["batch_size"]
-            samples = size * self._gradients.window.world
-        state.clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), closes)
+            samples = size * run.stepper.window.world
+        state.clock.next_batch(samples, 0 if data.count_tokens is None else self._tokens(state.batch), closes)
         fire.batch_end()
-        self._inside_step = False
+        run.inside_step = False
         fire.batch_checkpoint()
         # A plugin may have shortened the run, or asked to stop.
-        is_asked = self._signals.requested or self._stop is not None or state._max_duration is not self._limits.planned
-        return self._at_boundary() if is_asked or self._boundary_work else False
+        agreement = run.agreement
+        is_asked = agreement.own_request() or state._max_duration is not agreement.limits.planned
+        return self._at_boundary() if is_asked or run.has_boundary_work else False
 
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
-        if self._repeat.is_wanted:
-            self._repeat.remember(batch)
-        if self._microbatch_size is not None:
+        run = self.run
+        if run.repeat.is_wanted:
+            run.repeat.remember(self, batch)
+        if run.microbatch_size is not None:
             self._perform_micro_batches(batch)
-        elif self._ddp and not self._gradients.synchronises:
+        elif run.is_ddp and not run.stepper.synchronises:
             with self.model.no_sync():  # around the forward too: DDP decides there
                 self._backward(self._forward_and_loss())
         else:
@@ -209,28 +257,31 @@ class TrainerLoop(EvaluationLoop):
 
     def _forward_and_loss(self, announce: bool = True) -> dict[str, Any]:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""
-        state, fire = self.state, self._fire
+        run, state = self.run, self.state
+        fire, counting = run.fire, run.measures.train_items
         state.losses = state.batch_output = None
         fire.before_forward()
-        counting = self._train_items
         if counting.is_decided:
             output = self.calculate_train_batch_loss(state.batch)
         else:
             output = self._watch_first_loss()
-        if self._first_batch:
+        if run.loss.is_first:
             check_batch_output(output, self)
-            self._count_tokens = loaders.token_counter(state.batch)
-        is_padding = self._may_pad and self._is_padding()
+            run.data.count_tokens = loaders.token_counter(state.batch)
+        is_padding = run.data.may_pad and run.data.is_padding()
         if counting.is_needed:
-            output = self._counted(counting, output, is_padding, is_part=not self._gradients.window.is_plain)
-        state.batch_output, state.loss = output, output["loss"]
+            output = self._counted(counting, output, is_padding, is_part=not run.stepper.window.is_plain)
+        loss = state.loss = output["loss"]
+        state.batch_output = output
         fire.after_loss()
-        if state.loss is not output["loss"]:
-            state.batch_output = output = {**output, "loss": state.loss}
+        if state.loss is not loss:
+            loss = state.loss
+            state.batch_output = output = {**output, "loss": loss}
         size = 0 if is_padding else output["batch_size"]
-        track = self._update_loss_tracker if self._tracks_its_own_way else self._loss_tracker.update
-        track(state.loss, output.get("num_items", size) if size else 0)
-        if self._has_train_metrics and size:
+        assert self._calls is not None
+        track = self._calls.track or run.measures.tracker.update
+        track(loss, output.get("num_items", size) if size else 0)
+        if run.measures.has_train_metrics and size:
             self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
         if announce:
             fire.step_output()
@@ -240,73 +291,77 @@ class TrainerLoop(EvaluationLoop):
         """Run the loss hook on the first batch, and find what its loss is a mean over."""
         counting = self._train_items
         output = counting.watched(self, self.calculate_train_batch_loss, self.state.batch, self._train_dataloader)
-        if self._gradients.window.world > 1:
+        if self._window.world > 1:
             counting.agree()
-        if self._gradients.window.is_plain:
+        if self._window.is_plain:
             counting.prefer_samples(self.state.batch)
-        self._gradients.use_sums(counting.is_sum)
+        self.run.stepper.use_sums(counting.is_sum)
         self._loss_tracker.is_sum = counting.is_sum
         return output
 
     def _backward(self, output: Mapping[str, Any]) -> None:
-        self._fire.before_backward()
-        loss = self.state.loss
-        if self._first_batch:
+        run, calls, loss = self.run, self._calls, self.state.loss
+        assert calls is not None
+        run.fire.before_backward()
+        if run.loss.is_first:
             check_loss(loss, self)
-            warn_of_sample_weights(self, self._train_items, output)
-        gradients = self._gradients
-        guard = self._guard
-        if self._plain.backward:
-            loss.backward(None if guard is None else guard.seed(loss))
-        else:
-            loss = loss if guard is None else guard.mark(loss)
-            self.backward_step(loss if gradients.is_simple else gradients.weigh(loss, output))
-        self._fire.after_backward()
-        self._first_batch = False
+            warn_of_sample_weights(self, run.measures.train_items, output)
+        calls.backward(self._weighted(loss, output) if calls.is_weighted else loss)
+        run.fire.after_backward()
+        run.loss.is_first = False
+
+    def _weighted(self, loss: Tensor, output: Mapping[str, Any]) -> Tensor:
+        """Return the loss weighted by its share of the window's items; its gradients are NaN where it is not finite."""
+        run = self.run
+        stepper, part, is_split = run.stepper, run.part, run.microbatch_size is not None
+        if stepper.guard.is_active:
+            loss = stepper.guard.mark(loss)
+        if stepper.window.is_plain:
+            return loss
+        if output.get("num_items_in_batch") is not None:  # the caller has normalised over all ranks
+            return stepper.weigh_normalised(loss)
+        info = None if run.data.source is None else run.data.source.batch_info
+        items, everywhere = items_of(output, info, stepper.window.world, is_split)
+        reference = items * part.parts if output.get("num_items") is not None else part.rows or items
+        return stepper.weigh(
+            loss, items, everywhere, reference=reference, is_last_part=part.is_last, is_whole=not is_split
+        )
 
     def _update(self) -> None:
-        """Gradients are complete: correct, clip, step, schedule, clear."""
-        fire, state, plain = self._fire, self.state, self._plain
-        if not self._gradients.is_simple:
-            self._gradients.finish()
-        if self._clips:
-            self._clip_gradients()
+        """Gradients are complete: finish, clip, test, step, schedule, clear."""
+        run, calls = self.run, self._calls
+        assert calls is not None
+        fire, stepper = run.fire, run.stepper
+        guard = stepper.guard
+        if not stepper.is_simple:
+            stepper.finish()
+        if calls.clip is not None:
+            calls.clip()
         fire.after_train_batch()
         fire.before_step()
-        guard = self._guard
-        is_admitted = guard is None or guard.admits(self.last_grad_norm if self._norm_is_tested else None)
-        if self._accelerator.optimizer_step_was_skipped:
-            self._accelerator.optimizer_step_was_skipped = False
-        if not is_admitted:
-            recovery.leave_out(self)
-        elif plain.step:
-            state.optimizers[0].step()
+        stepper.was_skipped = False
+        is_admitted = not guard.is_active or guard.admits(self.last_grad_norm if run.norm_is_tested else None)
+        if is_admitted:
+            calls.step()
         else:
-            self.optimizer_step()
+            stepper.leave_out()
         fire.after_step()
-        if is_admitted and self._schedules_each_step and (state.schedulers or not plain.schedule):
-            self.scheduler_step()
-        if plain.clear:
-            for group in state.optimizers[0].param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            self.optimizer_zero_grad()
-        if not self._gradients.is_simple:
-            self._gradients.close()
-        if guard is None or (is_admitted and guard.is_immediate and not guard.verdict):
-            return
-        left_out = recovery.left_out(self) if is_admitted and not plain.step else None  # by a scaler, or by units
-        if verdict := guard.close(left_out):
-            recovery.act_on(self, verdict)
+        if is_admitted and calls.schedule is not None:
+            calls.schedule()
+        calls.clear()
+        if not stepper.is_simple:
+            stepper.end()
+        if guard.has_news or not is_admitted:
+            verdict = guard.close(stepper.left_out() if is_admitted else None)
+            if verdict:
+                recovery.act_on(self, verdict)
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""
         state, source = self.state, self._sample_source
-        assert self._guard is not None
-        self._guard.to_pass_over -= 1
+        self.run.stepper.guard.to_pass_over -= 1
         known = source is not None and source.batch_info is not None
-        window = self._gradients.window
+        window = self._window
         samples = source.batch_info.global_size if known else batch_size_of(None, state.batch) * window.world
         state.clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), False)
         return self._at_boundary()
@@ -338,7 +393,7 @@ class TrainerLoop(EvaluationLoop):
     def _at_boundary(self) -> bool:
         """Between two steps: agree, evaluate, save, handle signals and limits; True ends the run."""
         run, clock = self.run, self.state.clock
-        agreement, plan, window = run.agreement, run.evaluation, run.gradients.window
+        agreement, plan, window = run.agreement, run.evaluation, run.stepper.window
         is_due = plan.is_due
         if is_due is not None and plan.interval is None and agreement.vote is not None:
             # The answer of a user's function is about this batch, so that of all ranks is waited for.
@@ -373,18 +428,16 @@ class TrainerLoop(EvaluationLoop):
             self._accelerator.clip_grad_value_(self._parameters(), settings.gradient_clip_value)
 
     def _parameters(self) -> list[Tensor]:
-        if self._units is not None:
-            return self._units.due_parameters()
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self.run.stepper.parameters
 
     def _perform_micro_batches(self, batch: Any) -> None:
-        """Split one batch, accumulate its gradients, and show guests the whole batch once, before the last backward."""
-        state, synchronises = self.state, self._gradients.synchronises
+        """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""
+        state, synchronises = self.state, self.run.stepper.synchronises
         parts, outputs, whole = split_batch(batch, self._microbatch_size or 1), [], None
         rows = batch_size_of(None, batch)
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
-            self._gradients.begin_part(index, len(parts), rows)
+            self.run.part = Part(len(parts), is_last, rows)
             with ExitStack() as stack:
                 if self._ddp and not (synchronises and is_last):
                     stack.enter_context(self.model.no_sync())
@@ -422,7 +475,7 @@ class TrainerLoop(EvaluationLoop):
     def _tokens(self, batch: Any) -> int:
         """Return how many tokens of all processes the batch holds."""
         assert self._count_tokens is not None
-        return self._count_tokens(batch) * self._gradients.window.world
+        return self._count_tokens(batch) * self._window.world
 
     # ------------------------------------------------------------------ stopping
 

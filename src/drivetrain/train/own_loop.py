@@ -42,13 +42,13 @@ class OwnLoop:
 
     def _take(self) -> Generator[Any, None, None]:
         trainer, run = self._trainer, self._trainer.run
-        state, clock, gradients = trainer.state, trainer.state.clock, run.gradients
+        state, clock, stepper = trainer.state, trainer.state.clock, run.stepper
         trainer._go_on_inside_epoch()
         for state.batch, last in trainer._batches(self.loader):
             run.inside_step = self._in_step = True
             state.batch_output = None
-            if not gradients.is_simple:
-                gradients.open(last)
+            if not stepper.is_simple:
+                stepper.begin(last)
             yield state.batch
             if self._finish():
                 break
@@ -57,9 +57,9 @@ class OwnLoop:
 
     def _finish(self) -> bool:
         trainer, self._in_step = self._trainer, False
-        gradients = trainer.run.gradients
-        closes = gradients.window.closes
-        if closes and not gradients.is_simple:
-            gradients.close()
+        stepper = trainer.run.stepper
+        closes = stepper.window.closes
+        if closes and not stepper.is_simple:
+            stepper.end()
         self.ended = trainer._finish_batch(closes)
         return self.ended

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import NonFiniteError
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.module.finite import NONFINITE, REJECTED, NonFinitePolicy, StepGuard
+from drivetrain.module.finite import NONFINITE, REJECTED
+from drivetrain.module.stepper import Stepper
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.accelerator import map_tensors
-from drivetrain.train.readback import AsyncReadback
 
 _POSITION = frozenset(
     ["clock", "train_dataloader", "dataset_state", "history", "epoch_loss", "loggers", "gradients", "window_batches"]
@@ -25,63 +26,34 @@ _POSITION = frozenset(
 """What a rollback leaves as it is."""
 
 
-def make_guard(policy: NonFinitePolicy) -> StepGuard:
-    """Return the guard of a run."""
-    return StepGuard(policy, AsyncReadback())
-
-
-def prepare_guard(trainer: Any) -> None:
+def prepare_tests(trainer: Any) -> None:
     """Decide once whether updates are tested, by whom, and whether there is a state to roll back to."""
-    guard: StepGuard = trainer._gradients.guard
+    run, stepper = trainer.run, trainer.run.stepper
+    guard = stepper.guard
     watches = [plugin for plugin in trainer.engine.plugins if getattr(plugin, "rejects_batches", False)]
     rolls_back = guard.policy.action == "rollback" or any(plugin.rolls_back for plugin in watches)
-    trainer._good = LastGoodState(trainer) if rolls_back else None
-    trainer._guard, trainer._loss_tracker.leaves_out_nonfinite = None, False
-    has_groups = isinstance(getattr(trainer.optimizer, "param_groups", None), list)
-    if (guard.policy.action == "ignore" and not watches) or not has_groups:
-        return
-    trainer._guard = guard
-    trainer._loss_tracker.leaves_out_nonfinite = True
-    for plugin in watches:
-        plugin.guard = guard
-    units, scaler = trainer._units, getattr(trainer._accelerator, "scaler", None)
-    guard.prepare(
-        trainer.optimizer,
-        trainer.model,
+    run.good = LastGoodState(trainer.state, stepper) if rolls_back else None
+    stepper.prepare(
+        is_split=run.microbatch_size is not None,
         is_exchanged=is_distributed(),
-        is_judged_elsewhere=units is not None or scaler is not None,
+        tests=guard.policy.action != "ignore" or bool(watches),
     )
-
-
-def left_out(trainer: Any) -> list[Tensor | bool] | None:
-    """Return what a scaler or units have left out of the last update, or None where the guard itself has tested."""
-    if trainer._units is not None:
-        return trainer._units.skipped
-    if getattr(trainer._accelerator, "scaler", None) is not None:
-        return [trainer._accelerator.optimizer_step_was_skipped]
-    return None
-
-
-def leave_out(trainer: Any) -> None:
-    """Leave out an update that was not admitted."""
-    runtime, scaler = trainer._accelerator, getattr(trainer._accelerator, "scaler", None)
-    runtime.optimizer_step_was_skipped = True
-    if trainer._units is not None:
-        trainer._units.leave_out()
-    elif scaler is not None:
-        scaler.update()  # it has unscaled these gradients, and is told that they are done with
+    run.measures.tracker.leaves_out_nonfinite = guard.is_active
+    for plugin in watches:
+        plugin.guard = guard if guard.is_active else None
 
 
 def act_on(trainer: Any, verdict: int) -> None:
     """Record an update that was left out, and stop or roll back where the policy says so; all ranks come here at the same step."""
-    guard, clock = trainer._guard, trainer.state.clock
+    run, clock = trainer.run, trainer.state.clock
+    guard, good = run.stepper.guard, run.good
     policy = guard.policy
     batch = clock.batch + 1
     if verdict & NONFINITE:
         trainer.run_history.update_metric("nonfinite_update", batch)
     reason = "a gradient or the loss is not finite" if verdict & NONFINITE else "the batch was rejected"
     what = f"batch {batch}: {reason}; the update was left out ({guard.in_a_row} in a row, {guard.total} in all)."
-    is_scaled = getattr(trainer._accelerator, "scaler", None) is not None  # float16 looks for its scale by overflowing
+    is_scaled = run.stepper.scaler is not None  # float16 looks for its scale by overflowing
     if policy.action == "stop" and verdict & NONFINITE and not is_scaled:
         _stop(trainer, f"{what} nonfinite='skip' would go on.")
     if guard.in_a_row >= policy.limit:
@@ -89,16 +61,16 @@ def act_on(trainer: Any, verdict: int) -> None:
     wants = (policy.action == "rollback" and verdict & NONFINITE and not is_scaled) or (
         verdict & REJECTED and any(getattr(plugin, "rolls_back", False) for plugin in trainer.engine.plugins)
     )
-    if wants and trainer._good is not None:
-        trainer._good.restore()
-        trainer.print(f"{what} Rolled back to the state after update {trainer._good.step}.")
+    if wants and good is not None:
+        good.restore()
+        trainer.print(f"{what} Rolled back to the state after update {good.step}.")
     elif not is_scaled:
         trainer.print(what)
 
 
 def _stop(trainer: Any, message: str) -> None:
     last = trainer.last_checkpoint
-    trainer._has_agreed = True  # the verdict is the same on all ranks
+    trainer.run.has_agreed = True  # the verdict is the same on all ranks
     raise NonFiniteError(
         f"{message} Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log or "
         f"division of zero.{'' if last is None else f' The last checkpoint is {last}.'}"
@@ -111,8 +83,8 @@ class LastGoodState:
     It is taken when a run begins, every so many updates, and with every checkpoint: so a resumed run returns to the same state.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(self, state: State, stepper: Stepper):
+        self._session, self._stepper = state, stepper
         self._state: dict[str, Any] = {}
         self._rng: dict[str, Any] = {}
         self.step = 0
@@ -125,14 +97,14 @@ class LastGoodState:
 
     def at_boundary(self) -> None:
         """Take a copy if it is due."""
-        clock = self._trainer.state.clock
-        is_due = clock.step != self.step and clock.step % self._trainer._gradients.guard.policy.every == 0
-        if is_due and self._trainer._gradients.window.count == 0:
+        clock = self._session.clock
+        is_due = clock.step != self.step and clock.step % self._stepper.guard.policy.every == 0
+        if is_due and self._stepper.window.count == 0:
             self.take()
 
     def take(self) -> None:
         """Copy the state; every rank must call this."""
-        state = self._trainer.state
+        state = self._session
         excluded, state._excluded = state._excluded, state._excluded | _POSITION
         try:
             self._state = map_tensors(_copy, state.state_dict())
@@ -142,7 +114,7 @@ class LastGoodState:
 
     def restore(self) -> None:
         """Return to the copy, apart from the position in the data."""
-        state = self._trainer.state
+        state = self._session
         before, state._before_load = state._before_load, None
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
         if mode:

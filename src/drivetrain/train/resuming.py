@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +19,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
 from drivetrain.core.foreign import Slot
 from drivetrain.module.full_state import gather_on_request
-from drivetrain.optim.state import merge_windows
+from drivetrain.module.stepper import merge_windows
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.ranks import data_rank, get_num_processes, is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -28,7 +29,6 @@ from drivetrain.train import loaders
 from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.evaluation_state import EvaluationState
-from drivetrain.train.gradients import merge_partial
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, Measures, Restored, Run
 from drivetrain.train.settings import TrainerOptions, TrainSettings
@@ -94,7 +94,7 @@ def restore(trainer: "Trainer") -> None:
     run.evaluation.state = EvaluationState(run.data.evaluation)
     length = loaders.length(run.data.train)
     checkpoints = run.checkpoints = CheckpointSchedule(
-        state, settings, length, run.gradients.window, run.agreement, runtime.print
+        state, settings, length, run.stepper.window, run.agreement, runtime.print
     )
     run.fire.before_load()
     if settings.resume_from is not None:
@@ -125,7 +125,10 @@ def fill_state(trainer: "Trainer") -> None:
     settings, loader = run.require_settings(), run.data.train
     state._before_load = _adds_required_algorithms(weakref.ref(trainer))
     # An open window's gradients are each rank's own.
-    state._rank_local = {"gradients.partial": merge_partial, "optimizers.*.partial": merge_windows}
+    state._rank_local = {
+        "gradients.partial": merge_windows,
+        "optimizers.*.partial": partial(merge_windows, counted="weight"),
+    }
     if settings.resume_from is None:
         state.clock.reset()
     state.device = torch.device(trainer.device)
@@ -136,7 +139,7 @@ def fill_state(trainer: "Trainer") -> None:
     state.loggers = [logger for logger in trainer.logbook.loggers if hasattr(logger, "state_dict")]
     smart = loaders.smart_loader(loader)
     state.train_dataloader = loader if smart is None else smart
-    state.gradients = run.gradients
+    state.gradients = run.stepper
     state.accumulation_steps = settings.gradient_accumulation_steps
     if loaders.length(loader) is not None:
         state.set_dataloader(loader, "train")

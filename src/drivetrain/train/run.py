@@ -12,15 +12,14 @@ from drivetrain.core.engine import Fire
 from drivetrain.core.event import Event
 from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Clock
-from drivetrain.module.finite import StepGuard
 from drivetrain.module.loss_items import LossWatch
+from drivetrain.module.stepper import Stepper
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, find_form
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.evaluation_state import EvaluationState
-from drivetrain.train.items import LossCounting
-from drivetrain.train.plain_hooks import PlainHooks
+from drivetrain.train.items import WHOLE, LossCounting, Part
 from drivetrain.train.recovery import LastGoodState
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import TrainSettings
@@ -29,7 +28,6 @@ from drivetrain.train.tracking import LossTracker
 if TYPE_CHECKING:
     from drivetrain.optim.optim_set import OptimSet
     from drivetrain.train.closures import WindowRepeat
-    from drivetrain.train.gradients import Gradients
     from drivetrain.train.step_losses import StepLosses
 
 
@@ -149,17 +147,14 @@ class Run:
 
     # The step.
     fire: Fire = field(default_factory=Fire)
-    gradients: "Gradients" = field(default=None)  # type: ignore[assignment]
+    stepper: Stepper = field(default=None)  # type: ignore[assignment]
     repeat: "WindowRepeat" = field(default=None)  # type: ignore[assignment]
     units: "OptimSet | None" = None
-    guard: StepGuard | None = None
-    """Tests updates before they are made; None where no test is wanted."""
     good: LastGoodState | None = None
-    plain: PlainHooks = field(default_factory=PlainHooks)
     microbatch_size: int | None = None
+    part: Part = WHOLE
+    """Of the batch in hand, where batches are split."""
     is_ddp: bool = False
-    clips: bool = True
-    tracks_its_own_way: bool = True
     norm_is_tested: bool = False
     """Whether the norm that clipping computes already shows that a gradient is not finite."""
     schedules_each_step: bool = True

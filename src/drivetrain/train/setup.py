@@ -20,8 +20,10 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.intervals import Interval
+from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
+from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
@@ -39,10 +41,8 @@ from drivetrain.train.checks import (
     check_watched_metrics,
 )
 from drivetrain.train.generation import check_generates
-from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import LossCounting
-from drivetrain.train.plain_hooks import find_plain_hooks
-from drivetrain.train.recovery import prepare_guard
+from drivetrain.train.recovery import prepare_tests
 from drivetrain.train.run import EvaluationPlan
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import TrainSettings
@@ -79,10 +79,10 @@ def prepare_run(
     if not is_searched:  # how many ranks share the samples is known only now
         _make_loaders(trainer, train_kwargs, eval_kwargs)
 
-    run.gradients = Gradients(trainer, settings.gradient_accumulation_steps, settings.nonfinite)
     run.measures.train_items = LossCounting(trainer._options.count_items)
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
+    _make_stepper(trainer)
     config = run.config = trainer._create_run_config(
         per_device_batch_size=settings.per_device_batch_size,
         num_epochs=settings.epochs,
@@ -111,16 +111,16 @@ def prepare_loop(trainer: "Trainer") -> None:
 
     data.batches_per_epoch = loaders.length(data.train)
     _check_equal_lengths(data.batches_per_epoch)
-    run.gradients.use_loader(data.train)
     data.source = loaders.smart_loader(data.train)
     if data.source is not None:
-        data.may_pad = run.gradients.window.world > 1
+        data.may_pad = run.stepper.window.world > 1
         data.reads_index = any("sample_index" in getattr(plugin, "reads", ()) for plugin in engine.plugins)
 
-    run.repeat.prepare()
+    run.stepper.optimizer = trainer.optimizer
+    run.stepper.model = trainer.get_model()  # without DDP, whose hooks live as long as it does
+    run.repeat.prepare(trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = choose_microbatch_size(trainer)
-    run.gradients.settle()
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
     run.loss.saw_forward = run.loss.saw_loss = False
     check_schedule_length(trainer.scheduler, run)
@@ -134,13 +134,9 @@ def prepare_loop(trainer: "Trainer") -> None:
         metrics.to(trainer.device)
     _log_steps(trainer)
 
-    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
-    run.clips = clips or trainer.overrides("_clip_gradients")
-    run.tracks_its_own_way = trainer.overrides("_update_loss_tracker")
-    prepare_guard(trainer)
+    prepare_tests(trainer)
     looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
     run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not looks_on
-    run.plain = find_plain_hooks(trainer)
     assert run.checkpoints is not None
     run.checkpoints.good = run.good
     run.has_boundary_work = bool(
@@ -152,6 +148,25 @@ def prepare_loop(trainer: "Trainer") -> None:
         or current_run() is not None  # an experiment may look on at every boundary
     )
     state.clock.start(shared=run.agreement.vote is not None)
+
+
+def _make_stepper(trainer: "Trainer") -> None:
+    """Make the stepper of the run, for one optimizer or for the units of an `OptimSet`."""
+    run, runtime = trainer.run, trainer.runtime
+    settings = run.require_settings()
+    window = AccumulationWindow(settings.gradient_accumulation_steps, num_data_ranks())
+    if run.units is None:
+        stepper = Stepper(
+            trainer.optimizer, window, scaler=runtime.scaler, policy=settings.nonfinite, device=trainer.device
+        )
+        stepper.model = trainer.get_model()
+    else:
+        from drivetrain.optim.set_stepper import SetStepper
+
+        stepper = SetStepper(run.units, window, trainer.state.clock, settings.nonfinite)
+    mesh = getattr(getattr(trainer, "plan", None), "mesh", None) or ()
+    stepper.axes = {axis: size for axis, size in mesh if axis in ("tensor", "sequence") and size > 1}
+    run.stepper = runtime.stepper = run.repeat.stepper = stepper
 
 
 def _make_loaders(trainer: "Trainer", train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:

@@ -33,14 +33,12 @@ from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_error
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import report_errors
 from drivetrain.train.generation import Generate, generate_arguments, padding_token
-from drivetrain.train.gradients import Gradients
 from drivetrain.train.items import check_count_items
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.metrics import MetricSet
 from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
-from drivetrain.train.plain_hooks import PlainHooks, find_plain_hooks
 from drivetrain.train.run import Measures, Run
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, TrainerOptions, TrainSettings, check_limit
@@ -158,8 +156,8 @@ class Trainer(TrainerLoop):
         self.eval_dataset: Any = None
         self.last_grad_norm: Tensor | None = None
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
-        self.run.gradients = Gradients(self)
-        self.run.repeat = self.state.window_batches = WindowRepeat(self)
+        self.run.stepper = self.runtime.stepper
+        self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
         self._own_folders: set[Path] = set()
         self._resume_next: Any = None
         self._scheduler_is_ours = False
@@ -254,7 +252,7 @@ class Trainer(TrainerLoop):
             measures=Measures(tracker=earlier.measures.tracker),
             generate=options.generate,
             fire=self.engine.on,
-            gradients=earlier.gradients,
+            stepper=earlier.stepper,
             repeat=earlier.repeat,
         )
         self._resume_next = None
@@ -520,8 +518,6 @@ class Trainer(TrainerLoop):
     def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
         if hasattr(self, "engine"):
             self.engine.set_plugins(self._plugins())
-            if self.run.plain != PlainHooks():  # a plugin may listen now where none did
-                self.run.plain = find_plain_hooks(self)
 
     def _plugins(self) -> list[Any]:
         """Return every plugin in order; the state holds them too, so that theirs is saved with it."""

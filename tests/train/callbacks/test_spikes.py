@@ -98,7 +98,7 @@ def test_statistics_and_batches_to_pass_over_are_resumed_bit_for_bit(tmp_path):
             **kwargs,
         }
         trainer, _, found = run(data, spike, **more)
-        return found, list(spike.losses), trainer._gradients.guard.state_dict()
+        return found, list(spike.losses), trainer.run.stepper.guard.state_dict()
 
     whole = part(tmp_path / "a", 14)
     part(tmp_path / "b", 8)
@@ -126,7 +126,7 @@ def _run_on_a_rank():
     data = make_data(160)
     data.tensors[0][6 * 16 : 6 * 16 + 16 : 2] *= 1e3  # rows of one of the two ranks
     trainer, history, found = run(data, LossSpike(min_losses=4))
-    return [w.tolist() for w in found], history.get_metric_values("loss_spike"), trainer._gradients.guard.total
+    return [w.tolist() for w in found], history.get_metric_values("loss_spike"), trainer.run.stepper.guard.total
 
 
 def test_a_spike_on_one_of_two_ranks_is_left_out_on_both(world2):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
+from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.readback import AsyncReadback
 
 
 class ProgressBarCallback(TrainerCallback):

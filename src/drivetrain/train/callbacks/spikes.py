@@ -16,8 +16,8 @@ from torch import Tensor
 from drivetrain.core.arguments import check_choice, check_count, check_number
 from drivetrain.module.finite import StepGuard
 from drivetrain.runtime.ranks import is_distributed
+from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.readback import AsyncReadback
 
 _NORMAL = 0.6745  # the median absolute deviation of a standard normal distribution
 _LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are not spikes of each other

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
+from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.history_views import format_metric
-from drivetrain.train.readback import AsyncReadback
 
 _TRAINING, _VALIDATION = "training", "validation"
 

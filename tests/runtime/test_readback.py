@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.train.readback import AsyncReadback
+from drivetrain.runtime.readback import AsyncReadback
 
 
 def test_on_a_cpu_a_value_is_known_at_once():

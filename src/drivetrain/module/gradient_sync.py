@@ -1,0 +1,164 @@
+"""How gradients become their mean over the data ranks: by DDP, by `fully_shard`, or by us where a wrapper cannot.
+
+Three facts decide how gradients of a part of a model can be taken. DDP's reducer needs every parameter's gradient exactly once, so
+anything less runs under `no_sync` and is averaged here. `fully_shard` fills gradients through hooks that `backward(inputs=...)` does
+not trigger, so there all gradients are taken and others' are restored. Compiled graphs free their buffers after one backward unless
+they are configured not to.
+
+Our own average sends one flat tensor per type and about 25 MB, in the fixed order of the parameters, all at once. A gradient that is
+missing here counts as zero; if it is missing everywhere it stays missing, so that optimizers treat it as on one process.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.module.accumulation import Count
+from drivetrain.module.wrappers import inner_attribute, is_compiled_shell, is_fully_sharded, wrapping_of
+from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
+
+BUCKET_BYTES = 25 * 1024 * 1024
+Group = Any
+
+
+class GradientSync:
+    """One model as the backward pass sees it, and who averages its gradients."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.ddp: DistributedDataParallel | None = None
+        inner = model
+        while (attribute := inner_attribute(inner)) is not None:
+            if isinstance(inner, DistributedDataParallel):
+                self.ddp = inner
+            inner = getattr(inner, attribute)
+        self.bare = inner
+        modules = list(model.modules())
+        self.parameters = list(model.parameters())
+        self.is_sharded = any(is_fully_sharded(m) for m in modules)
+        self.unsupported = next(
+            (type(m).__name__ for m in modules if inner_attribute(m) == "_fsdp_wrapped_module"), None
+        )
+        """The name of a wrapper that gives no way to take gradients of parts of the model."""
+
+    @property
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """A context for forward and backward in which DDP sends nothing."""
+        return nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def reducer_runs(self) -> bool:
+        """Return whether DDP averages the gradients of the backward that comes now."""
+        return self.ddp is not None and bool(self.ddp.require_backward_grad_sync)
+
+    def group(self) -> "dist.ProcessGroup | None":
+        """Return the processes that see different data, None for the default group."""
+        if self.ddp is not None:
+            group: dist.ProcessGroup = self.ddp.process_group
+            return group
+        return data_group()
+
+    def world(self, distributed: bool) -> int:
+        """Return over how many processes gradients are averaged."""
+        if not is_distributed() or not (distributed or self.ddp is not None or self.is_sharded):
+            return 1
+        return dist.get_world_size(self.ddp.process_group) if self.ddp is not None else num_data_ranks()
+
+    def allow_repeated_backward(self) -> None:
+        """Let compiled graphs be walked more than once: several losses may share one."""
+        if any(is_compiled_shell(m) or wrapping_of(m) == "module.compile()" for m in self.model.modules()):
+            from torch._functorch import config
+
+            config.donated_buffer = False
+
+
+def set_synchronisation(model: nn.Module, flag: bool) -> None:
+    """Set whether the next backward averages gradients over ranks, where a wrapper does that."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = flag
+    elif is_fully_sharded(model):
+        model.set_requires_gradient_sync(flag)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Replace each gradient by its mean over the ranks of the group."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return
+    world = dist.get_world_size(group)
+    flags = torch.tensor([p.grad is not None for p in trained], dtype=torch.float32, device=trained[0].device)
+    on_the_way = [(bucket, *_send(bucket, world, group)) for bucket in _buckets(trained)]
+    some_missing = any(p.grad is None for p in trained)
+    work = dist.all_reduce(flags, group=group, async_op=True)
+    for bucket, flat, sending in on_the_way:
+        sending.wait()
+        parts = flat.split([p.numel() for p in bucket])
+        for p, part in zip(bucket, parts):
+            if p.grad is None:
+                p.grad = part.view_as(p).clone()
+            else:
+                p.grad.copy_(part.view_as(p))
+    work.wait()
+    if some_missing:  # rare, so this read of a few flags is not worth avoiding
+        for p, ranks_with_gradient in zip(trained, flags.tolist()):
+            if ranks_with_gradient == 0:
+                p.grad = None
+
+
+def start_sum_over_ranks(value: Count, device: Any, group: Group = None) -> Callable[[], Count]:
+    """Start to add a number up over the ranks of a group, by default the data ranks.
+
+    The returned function gives the sum, on a device as a tensor that is not read.
+    """
+    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    if isinstance(value, Tensor):
+        total = value.detach().to(device=device, dtype=dtype, copy=True)
+    else:
+        total = torch.full((), value, dtype=dtype, device=device)  # a fill does not make the host wait
+    work = dist.all_reduce(total, group=data_group() if group is None else group, async_op=True)
+
+    def result() -> Count:
+        work.wait()
+        return total.item() if total.is_cpu else total
+
+    return result
+
+
+@torch.no_grad()
+def copy_buffers_from_first_rank(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Give all ranks the first rank's buffers, as DDP does in the forward passes it synchronises."""
+    if not ddp.broadcast_buffers:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in ddp.module.buffers():
+        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, group=ddp.process_group, group_src=0)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(part.view_as(buffer))
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for p in parameters:
+        full = size + p.numel() * p.element_size() > BUCKET_BYTES
+        if bucket and (full or (p.dtype, p.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += p.numel() * p.element_size()
+    if bucket:
+        yield bucket
+
+
+def _send(bucket: list[nn.Parameter], world: int, group: Group) -> tuple[Tensor, Any]:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
+    return flat, dist.all_reduce(flat, group=group, async_op=True)

@@ -1,0 +1,510 @@
+"""The Stepper: from the losses of an accumulation window to one update of one optimizer.
+
+Every training loop of this library steps through this file: the Trainer's, the hand-written one around what `auto_accelerate` returns,
+and each unit of an `OptimSet`. For every micro-batch the loop calls `begin`, then `backward` with the loss that `weigh` returned. Where
+the window closes it calls `finish` (gradients become the mean over the window and all ranks, unscaled), clips, then `step` or
+`leave_out`, `clear` and `end`. The arithmetic is in `accumulation.py`, the averaging over ranks in `gradient_sync.py`, the test for
+NaN and infinity in `finite.py`.
+
+A checkpoint may be taken inside a window: `state_dict` then holds the gradients that this rank has collected.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import DrivetrainWarning, ResumeError
+from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
+from drivetrain.module.distributed_tensors import is_dtensor, local_part
+from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite
+from drivetrain.module.gradient_sync import GradientSync, start_sum_over_ranks
+from drivetrain.module.wrapping import clean_name
+from drivetrain.runtime.collectives import broadcast_from_master
+from drivetrain.runtime.ranks import is_distributed
+
+_MAX_NODES = 20_000  # of a graph to look for float16 in; enough for any in which it occurs at all
+
+
+class Stepper:
+    """The accumulation window of one optimizer, and what happens to its gradients.
+
+    >>> model = nn.Linear(2, 1)
+    >>> stepper = Stepper(torch.optim.SGD(model.parameters(), lr=0.1), AccumulationWindow(length=2))
+    >>> for x, is_last in ((torch.ones(3, 2), False), (torch.ones(1, 2), True)):
+    ...     stepper.begin(is_last)
+    ...     stepper.backward(stepper.weigh(model(x).mean(), items=len(x), everywhere=len(x)))
+    >>> stepper.finish()
+    >>> model.weight.grad
+    tensor([[1., 1.]])
+    >>> stepper.step(); stepper.clear(); stepper.end()
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        window: AccumulationWindow,
+        *,
+        scaler: "torch.amp.GradScaler | None" = None,
+        policy: NonFinitePolicy | None = None,
+        device: torch.device | str | None = None,
+        parameters: Sequence[Tensor] | None = None,
+    ):
+        self._own = parameters  # those of a unit, whatever groups its optimizer has
+        self.optimizer, self.window, self.scaler, self.device = optimizer, window, scaler, device
+        self.guard = StepGuard(NonFinitePolicy() if policy is None else policy)
+        """Keeps updates that are not finite out of the weights; its counts are saved with the window."""
+        self.sync: GradientSync | None = None
+        """Who averages gradients over ranks, where a loop has to know."""
+        self.model: Any = None
+        """Whose gradients are saved inside a window."""
+        self.axes: dict[str, int] = {}
+        """The axes along which ranks work on the same samples: their open windows cannot be moved to other ranks."""
+        self.synchronises = True
+        """Whether the backward of the batch in hand averages over ranks."""
+        self.was_skipped: bool | Tensor = False
+        """Whether the last update was left out; of a fused optimizer a flag on the device."""
+        self.is_finished = False
+        """Whether the gradients of the closing window are complete and unscaled."""
+        self.is_simple = self._clears_as_torch = False
+        """Whether every batch is an update of one optimizer on one process, without scaler or copies: there is nothing to weigh."""
+        self.is_complete = False
+        """Whether losses are weighted by the known size of their window, so that gradients are complete after the last backward."""
+        self._is_normalised = False  # over the window as the caller had planned it, on as many ranks
+        self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
+
+    def prepare(self, *, is_split: bool = False, is_exchanged: bool = False, tests: bool = True) -> None:
+        """Decide what can be decided once, when optimizer and model are final.
+
+        `is_split`: batches come in parts. `is_exchanged`: several ranks decide together about updates that are not finite; `tests` is
+        whether anybody asks for that.
+        """
+        optimizer, window = self.optimizer, self.window
+        window.is_plain = window.is_plain and not is_split
+        has_copies = hasattr(optimizer, "collect_gradients")
+        self.is_simple = window.is_plain and self.scaler is None and not has_copies
+        if self.is_simple:
+            window.opens = window.closes = self.synchronises = True
+        own = getattr(type(optimizer), "zero_grad", None)
+        self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
+        if tests and isinstance(getattr(optimizer, "param_groups", None), list):
+            self.guard.prepare(optimizer, self.model, is_exchanged=is_exchanged, is_judged_elsewhere=self._judges)
+
+    @property
+    def _judges(self) -> bool:
+        """Whether a scaler tests gradients already."""
+        return self.scaler is not None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the next step updates."""
+        if self._own is not None:
+            return list(self._own)
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # A micro-batch.
+
+    def begin(self, last: bool) -> None:
+        """Take the next micro-batch into the window; `last` closes a window that is not full."""
+        self.window.begin(last)
+        self.synchronises = self.window.closes
+
+    def weigh(
+        self,
+        loss: Tensor,
+        items: Count,
+        everywhere: Count | None,
+        *,
+        reference: Count | None = None,
+        is_last_part: bool = True,
+        is_whole: bool = False,
+    ) -> Tensor:
+        """Return the loss weighted by its share of the window's items.
+
+        `everywhere` are the items on all ranks, None where only a reduction can tell. `reference` is the count that weights are relative
+        to. A batch may come in parts, of which the last completes the count; `is_whole` says that it never does.
+        """
+        window = self.window
+        if window.is_plain:
+            return loss
+        if window.is_sum:
+            return window.weigh(loss, items, None)
+        if everywhere is None and is_whole and window.length == 1:
+            total = self._start_sum(items)()
+            return loss * as_factor(share_of(items, total, window.world), loss)
+        self._refer_to(items if reference is None else reference)
+        weighted = window.weigh(loss, items, everywhere)
+        if window.everywhere is None and self.synchronises and is_last_part and window.world > 1:
+            self._total = self._start_sum(window.items)  # known by the end of the backward pass
+        return weighted
+
+    def weigh_normalised(self, loss: Tensor) -> Tensor:
+        """Return the weighted loss where the caller has divided it by the items of the batch on all ranks."""
+        window = self.window
+        if window.is_plain:
+            return loss
+        self._refer_to(1)
+        self._is_normalised = True
+        assert window.reference is not None
+        return window.weigh(loss * window.world, window.reference, window.reference * window.world)
+
+    def _start_sum(self, items: Count) -> Callable[[], Count]:
+        return start_sum_over_ranks(items, self.device, None if self.sync is None else self.sync.group())
+
+    def _refer_to(self, items: Count) -> None:
+        """Fix the count that weights are relative to, once per run and alike on all ranks: the first one that rank 0 saw."""
+        if self.window.reference is None:
+            number = items.item() if isinstance(items, Tensor) else items  # once; this synchronizes the host
+            self.window.reference = (broadcast_from_master(number) if is_distributed() else number) or 1
+
+    def use_sums(self, is_sum: bool) -> None:
+        """Add losses up instead of averaging them, or not."""
+        self.window.is_sum = is_sum
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Back-propagate, scaled where float16 needs it."""
+        backward(loss, self.scaler, **kwargs)
+
+    def backward_tested(self, loss: Tensor) -> None:
+        """Back-propagate a loss of its own window; one that is not finite leaves NaN in the gradients."""
+        loss.backward(self.guard.seed(loss) if self.guard.is_active else None)
+
+    # The end of a window.
+
+    def finish(self) -> None:
+        """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        collect = getattr(self.optimizer, "collect_gradients", None)
+        if collect is not None:  # it trains copies of the parameters: clipping, unscaling and the update look at those
+            collect()
+        if self.scaler is not None:
+            self._unscale(self.scaler)
+        window = self.window
+        if window.is_plain or self.is_complete:
+            return
+        total, self._total = None if self._total is None else self._total(), None
+        if total is None and window.needs_total and window.world > 1:
+            total = self._start_sum(window.items)()
+        factor = window.correction(total)
+        if factor is not None:
+            scale_gradients(self.parameters, factor)
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
+        scaler.unscale_(self.optimizer)
+        if self.sync is not None and self.sync.is_sharded:  # an overflow in one rank's shard lowers the scale of all
+            import torch.distributed as dist
+
+            for found in scaler._found_inf_per_device(self.optimizer).values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.sync.group())
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update the parameters; a scaler skips the step when a gradient overflowed."""
+        self.was_skipped = step(self.optimizer, self.scaler, closure)
+
+    def step_unless(self, overflow: Tensor) -> None:
+        """Step a fused optimizer, which leaves parameters and state alone where the flag is one."""
+        self.was_skipped = self.optimizer.found_inf = overflow
+        self.optimizer.step()
+        del self.optimizer.found_inf
+
+    def leave_out(self) -> None:
+        """End an update that is not made."""
+        self.was_skipped = True
+        if self.scaler is not None:
+            self.scaler.update()  # it has unscaled these gradients, and is told that they are done with
+
+    def left_out(self) -> "Sequence[bool | Tensor] | None":
+        """Return what a scaler has left out of the last update, None where the guard itself has tested."""
+        return None if self.scaler is None else [self.was_skipped]
+
+    def update(self, skip_nonfinite: bool = False) -> bool:
+        """Complete the gradients, step and end the window; return whether the parameters were updated. The host waits."""
+        self.finish()
+        if skip_nonfinite and self.scaler is None and any_nonfinite(self.parameters):
+            self.was_skipped = True
+        else:
+            self.step()
+        self.end()
+        return not self.was_skipped
+
+    def clear(self) -> None:
+        """Remove the gradients, as `zero_grad()` does; without its profiler mark, which costs more than all of it."""
+        if not self._clears_as_torch:
+            self.optimizer.zero_grad()
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def end(self) -> None:
+        """Forget the window: its update is done."""
+        self.window.reset()
+        self.is_finished, self._total = False, None
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of the window and, when it is open, the gradients that this rank has collected in it."""
+        window, partial = self.window, {}
+        counts = window.state_dict()
+        items = counts.pop("items")
+        counts |= {"length": window.length, "world": window.world, "is_sum": window.is_sum}
+        if window.count:
+            grads = {name: p.grad for name, p in self._named_parameters() if p.grad is not None}
+            partial = {
+                "items": items,
+                "is_whole": not (self.axes or self._is_normalised or any(map(is_dtensor, grads.values()))),
+                "grads": {name: local_part(grad).detach().clone() for name, grad in grads.items()},
+            }
+        guard = self.guard.state_dict()
+        return {"window": counts, "partial": partial, "axes": self.axes if partial else None, "guard": guard}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the window as it was."""
+        partial, window, counts = state["partial"], self.window, state["window"]
+        if "guard" in state:  # older checkpoints have none
+            self.guard.load_state_dict(state["guard"])
+        if partial and (state.get("axes") or {}) != self.axes:
+            raise ResumeError(
+                f"the checkpoint was taken inside an accumulation window, with the axes {state.get('axes') or 'of data alone'}, and this "
+                f"run has {self.axes or 'data alone'}: gradients of an open window belong to their ranks. Resume with the same plan, or "
+                "from a checkpoint between two updates."
+            )
+        window.load_state_dict({**counts, "items": partial.get("items", 0)})
+        if partial and window.length == 1:
+            window.is_plain = False  # what was collected elsewhere has weights, so what is added needs them too
+        grads = partial.get("grads", partial)  # earlier versions had no level between
+        factor = 1.0 if counts.get("is_sum") else counts.get("length", window.length) / window.length
+        for name, parameter in self._named_parameters():
+            saved = grads.get(name)
+            parameter.grad = None if saved is None else torch.empty_like(parameter)
+            if parameter.grad is not None:
+                local_part(parameter.grad).copy_(saved if factor == 1.0 else saved * factor)
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        model = self.model
+        return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []
+
+
+def merge_windows(saved: Sequence[Any], rank: int, counted: str = "items") -> dict[str, Any]:
+    """Return one rank's part of a window that another number of ranks has opened.
+
+    What counts is the sum over all ranks, of gradients and of items (see `accumulation.py`): the first rank takes it, and the others
+    begin with nothing.
+    """
+    if not any(saved):
+        return {}
+    if not all(part and part.get("is_whole") for part in saved):
+        raise ResumeError(
+            f"it was taken inside an accumulation window by {len(saved)} ranks that share a model or have normalised the loss "
+            "themselves, so the gradients of the open window cannot be moved to another number of ranks"
+        )
+    sums: dict[str, Tensor] = {}
+    for part in saved:
+        for name, grad in part["grads"].items():
+            sums[name] = sums[name] + grad if name in sums else grad
+    items = sum(part[counted] for part in saved)
+    return {
+        **saved[0],
+        counted: items if rank == 0 else 0,
+        f"{counted}_everywhere": items,
+        "grads": sums if rank == 0 else {name: torch.zeros_like(grad) for name, grad in sums.items()},
+    }
+
+
+# ---------------------------------------------------------------------- what a step is made of
+
+
+def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: Any) -> None:
+    """Back-propagate a loss, scaled where there is a scaler."""
+    if scaler is None:
+        loss.backward(**kwargs)
+    else:
+        scaler.scale(loss).backward(**kwargs)
+
+
+def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callable[[], Any] | None = None) -> bool:
+    """Step an optimizer; return whether its scaler has left the step out because a gradient overflowed."""
+    if scaler is None:
+        optimizer.step() if closure is None else optimizer.step(closure)
+        return False
+    before = scaler.get_scale()  # the host waits for the device here: the one read that float16 needs
+    if closure is None:
+        scaler.step(optimizer)
+    else:  # by position: torch rejects the keyword, because most closures would bring scaled gradients
+        scaler.step(optimizer, closure)
+    scaler.update()
+    return bool(scaler.get_scale() < before)
+
+
+def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp every entry of the gradients."""
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+
+
+def grad_norm(
+    parameters: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
+    stages: int = 1,
+) -> Tensor:
+    """Return the norm of the gradients over all ranks that hold parts of them; whole and sharded ones may be mixed.
+
+    `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if stages == 1 and not any(map(is_dtensor, grads)):
+        return torch.nn.utils.get_total_norm(grads, norm_type)
+    return _norm_over_ranks(grads, norm_type, torch.device("cpu" if device is None else device), stages)
+
+
+def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm to at most `max_norm`, as torch does."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            by_device.setdefault(local.device, []).append(local)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, factor.to(device))
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    device: torch.device | str | None = None,
+    stages: int = 1,
+) -> Tensor:
+    """Scale the gradients to at most this norm over all ranks, and return the norm before (see `grad_norm`)."""
+    held = [p for p in parameters if p.grad is not None]
+    norm = grad_norm(held, norm_type, device=device, stages=stages)
+    scale_to_norm(held, max_norm, norm)
+    return norm
+
+
+def _norm_over_ranks(grads: Sequence[Tensor], norm_type: float, device: torch.device, stages: int) -> Tensor:
+    """Return the norm over all gradients of all ranks, the same on each of them, with one exchange.
+
+    Each rank adds up what it holds. An entry that several ranks hold is counted by each of them for its share: a whole gradient is on
+    all ranks of its stage, a sharded one on as many as there are ranks for each of its parts.
+    """
+    import torch.distributed as dist
+
+    world, is_largest = dist.get_world_size(), math.isinf(norm_type)
+    held: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        parts = stages
+        if is_dtensor(grad):
+            mesh: Any = grad.device_mesh  # type: ignore[attr-defined]
+            placements: Any = grad.placements  # type: ignore[attr-defined]
+            parts *= math.prod(
+                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+            )
+        local = local_part(grad)
+        if local.numel():
+            held.setdefault(parts, []).append(local)
+    total = torch.zeros((), device=device)
+    for parts, tensors in held.items():
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors, norm_type)])
+        wide = norms.to(torch.promote_types(norms.dtype, torch.float32))
+        total = torch.maximum(total, wide.max()) if is_largest else total + wide.pow(norm_type).sum() * (parts / world)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    return total if is_largest else total.pow(1 / norm_type)
+
+
+# ---------------------------------------------------------------------- a scaler that is made when it is needed
+
+
+class Scaling:
+    """The gradient scaler of optimizers that share a backward pass, or the knowledge that there is none.
+
+    Small float16 gradients vanish, so the loss is multiplied by a large number and gradients are divided by it again (Micikevicius et
+    al., 2018). bfloat16 has float32's range and needs none, and neither does anything on a CPU. Whether a scaler exists is decided at
+    the first backward, because only then it is known in what precision the forward ran.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        self.autocast_dtype: torch.dtype | None = None
+        self._knows_precision = False
+        self._decided = False
+        self._waiting: dict[str, Any] | None = None
+
+    def scaler_for(
+        self, loss: Tensor, parameters: Sequence[Tensor], is_wanted: bool, name: str
+    ) -> "torch.amp.GradScaler | None":
+        """Return the scaler, deciding on the first call whether there is one."""
+        if not self._decided:
+            self._decided = True
+            device = parameters[0].device.type
+            if is_wanted and device != "cpu" and self._is_float16(device, parameters, loss):
+                self.scaler = torch.amp.GradScaler(device)
+                if self._waiting is not None:
+                    self.scaler.load_state_dict(self._waiting)
+            elif self._waiting is not None:
+                _warn_of_unused_scale(name)
+            self._waiting = None
+        return self.scaler
+
+    def use(self, autocast_dtype: torch.dtype | None) -> None:
+        """Take the precision from whoever knows it; None means no autocast."""
+        self.autocast_dtype, self._knows_precision = autocast_dtype, True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the scaler's state, None without one."""
+        return self._waiting if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None, can_scale: bool, name: str) -> None:
+        """Take a saved scale; one that arrives before the first backward waits for the decision."""
+        if not state:
+            return
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state)
+        elif self._decided or not can_scale:
+            _warn_of_unused_scale(name)
+        else:
+            self._waiting = dict(state)
+
+    def _is_float16(self, device: str, parameters: Sequence[Tensor], loss: Tensor) -> bool:
+        if not all(p.dtype is torch.float32 for p in parameters if p.is_floating_point()):
+            return False  # a scaler cannot unscale float16 gradients
+        if self._knows_precision:
+            return self.autocast_dtype is torch.float16
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device) is torch.float16
+        return computes_in_float16(loss)
+
+
+def computes_in_float16(loss: Tensor) -> bool:
+    """Return whether any gradient on the way back from the loss is float16; autocast is usually left before backward."""
+    todo: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while todo and len(seen) < _MAX_NODES:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(getattr(meta, "dtype", None) is torch.float16 for meta in getattr(node, "_input_metadata", ())):
+            return True
+        todo.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _warn_of_unused_scale(name: str) -> None:
+    warnings.warn(
+        f"unit {name!r}: the saved state has a gradient scale, but this run needs none; it is left out.",
+        DrivetrainWarning,
+        stacklevel=5,
+    )

@@ -1,0 +1,198 @@
+"""The one way from losses to an update, compared with what torch does on the whole batch at once."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain.core.errors import ResumeError
+from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.finite import NonFinitePolicy
+from drivetrain.module.stepper import Stepper, clip_grad_norm_, merge_windows
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def make_parts(sizes):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(sizes), 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 2, (sum(sizes),), generator=generator)
+    return list(zip(x.split(sizes), y.split(sizes)))
+
+
+def make_stepper(model, length=1, scaler=None, **kwargs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepper = Stepper(
+        optimizer, AccumulationWindow(length, reference=kwargs.pop("reference", None)), scaler=scaler, **kwargs
+    )
+    stepper.model = model
+    return stepper
+
+
+def take(stepper, model, parts, reduction="mean"):
+    """Take micro-batches into the window, the last one closing it."""
+    for index, (x, y) in enumerate(parts):
+        stepper.begin(last=index == len(parts) - 1)
+        loss = F.cross_entropy(model(x), y, reduction=reduction)
+        stepper.backward(stepper.weigh(loss, 1 if reduction == "sum" else len(x), len(x)))
+
+
+def whole_gradients(parts, reduction="mean"):
+    model = make_model()
+    x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    F.cross_entropy(model(x), y, reduction=reduction).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("sizes", [[4], [4, 4, 4], [5, 1, 2], [1, 6]])
+def test_a_window_of_unequal_parts_has_the_gradient_of_the_whole(sizes, length):
+    parts, model = make_parts(sizes), make_model()
+    stepper = make_stepper(model, max(length, len(sizes)))
+    take(stepper, model, parts)
+    stepper.finish()
+    stepper.finish()  # changes nothing
+    for p, expected in zip(model.parameters(), whole_gradients(parts)):
+        torch.testing.assert_close(p.grad, expected)
+
+
+def test_losses_that_are_sums_add_up():
+    parts, model = make_parts([5, 1, 2]), make_model()
+    stepper = make_stepper(model, 4)
+    stepper.use_sums(True)
+    take(stepper, model, parts, "sum")
+    stepper.finish()
+    for p, expected in zip(model.parameters(), whole_gradients(parts, "sum")):
+        torch.testing.assert_close(p.grad, expected)
+
+
+def test_scaled_gradients_are_unscaled_once_and_an_overflow_leaves_the_update_out():
+    parts, model = make_parts([5, 3]), make_model().float()
+    parts = [(x.float(), y) for x, y in parts]
+    stepper = make_stepper(model, 2, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    take(stepper, model, parts)
+    stepper.finish()
+    stepper.finish()
+    for p, expected in zip(model.parameters(), whole_gradients(make_parts([5, 3]))):
+        torch.testing.assert_close(p.grad, expected.float())
+    stepper.step()
+    stepper.clear()
+    stepper.end()
+    before = [p.detach().clone() for p in model.parameters()]
+    take(stepper, model, [(parts[0][0] * float("inf"), parts[0][1])])
+    assert not stepper.update() and stepper.was_skipped
+    assert stepper.scaler.get_scale() == 4.0 and all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_update_that_is_not_finite_is_skipped_where_that_is_asked_for():
+    model = make_model()
+    stepper, before = make_stepper(model), [p.detach().clone() for p in model.parameters()]
+    (x, y), good = make_parts([2])[0], make_parts([2])
+    take(stepper, model, [(x * float("nan"), y)])
+    assert stepper.update(skip_nonfinite=True) is False and all(map(torch.equal, before, model.parameters()))
+    stepper.clear()
+    take(stepper, model, good)
+    assert stepper.update(skip_nonfinite=True) and not all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_window_that_was_saved_goes_on_with_another_length():
+    parts, first, second = make_parts([4, 4, 2, 2]), make_model(), make_model()
+    stepper = make_stepper(first, 4)
+    for x, y in parts[:2]:
+        stepper.begin(last=False)
+        stepper.backward(stepper.weigh(F.cross_entropy(first(x), y), len(x), len(x)))
+    saved = copy.deepcopy(stepper.state_dict())
+    assert set(saved) == {"window", "partial", "axes", "guard"}  # what checkpoints of earlier versions hold
+    resumed = make_stepper(second, 6)
+    resumed.load_state_dict(saved)
+    take(resumed, second, parts[2:])
+    resumed.finish()
+    for p, expected in zip(second.parameters(), whole_gradients(parts)):
+        torch.testing.assert_close(p.grad, expected)
+
+
+def test_windows_of_two_ranks_become_one():
+    parts, steppers = make_parts([4, 2, 2]), []
+    for x, y in parts[:2]:
+        model = make_model()
+        steppers.append(make_stepper(model, 2))
+        steppers[-1].begin(last=False)
+        steppers[-1].backward(steppers[-1].weigh(F.cross_entropy(model(x), y), len(x), 6))
+    states = [stepper.state_dict() for stepper in steppers]
+    for state in states:
+        state["window"]["reference"] = 4  # ranks agree on the first count
+    partials = [state["partial"] for state in states]
+    partials[1]["grads"] = {name: grad * 2 / 4 for name, grad in partials[1]["grads"].items()}  # of 2 items, not of 4
+    model = make_model()
+    alone = make_stepper(model, 2)
+    alone.load_state_dict({**states[0], "partial": merge_windows(partials, rank=0)})
+    x, y = parts[2]
+    alone.begin(last=True)
+    alone.backward(alone.weigh(F.cross_entropy(model(x), y), len(x), len(x)))
+    alone.finish()
+    for p, expected in zip(model.parameters(), whole_gradients(parts)):
+        torch.testing.assert_close(p.grad, expected)
+    assert merge_windows(partials, rank=1)["items"] == 0 and merge_windows([{}, {}], rank=0) == {}
+    with pytest.raises(ResumeError, match="cannot be moved to another number of ranks"):
+        merge_windows([{**partials[0], "is_whole": False}, partials[1]], rank=0)
+
+
+def test_gradients_of_parameters_that_join_later_are_cleared_and_tested():
+    model, late = make_model(), nn.Parameter(torch.ones(2))
+    stepper = make_stepper(model, policy=NonFinitePolicy())
+    stepper.prepare()
+    assert stepper.is_simple and stepper.guard.admits()
+    stepper.optimizer.add_param_group({"params": [late]})
+    late.grad = torch.tensor([1.0, float("nan")])
+    assert not stepper.guard.admits()
+    stepper.clear()
+    assert late.grad is None
+
+
+def test_the_norm_is_torchs_and_gradients_on_it_are_scaled_as_torch_does():
+    ours, theirs = make_model(), make_model()
+    for model in (ours, theirs):
+        x, y = make_parts([6])[0]
+        F.cross_entropy(model(x), y).backward()
+    norm = clip_grad_norm_(ours.parameters(), 0.05)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs.parameters(), 0.05))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters()))
+
+
+def mixed_norms():
+    """One sharded, one replicated and one plain gradient on each of two ranks, as one stage and as two."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(1.0, 9.0)
+
+    def parameter(gradient):
+        made = nn.Parameter(torch.zeros_like(gradient))
+        made.grad = gradient
+        return made
+
+    sharded, replicated = (distribute_tensor(values.clone(), mesh, [kind]) for kind in (Shard(0), Replicate()))
+    held = [parameter(sharded), parameter(replicated), parameter(values.clone())]
+    norm = clip_grad_norm_(held, 1.0, device="cpu")
+    stage = [parameter(values * (torch.distributed.get_rank() + 1))]
+    pipe = clip_grad_norm_(stage, 1.0, device="cpu", stages=2)
+    largest = clip_grad_norm_([parameter(values * (torch.distributed.get_rank() + 1))], 1.0, float("inf"), stages=2)
+    return norm.item(), held[0].grad.full_tensor(), held[2].grad, pipe.item(), stage[0].grad, largest.item()
+
+
+def test_the_norm_of_mixed_gradients_and_of_stages_is_that_of_the_whole_model(world2):
+    values = torch.arange(1.0, 9.0)
+    for rank, (norm, sharded, plain, pipe, stage, largest) in enumerate(world2(mixed_norms)):
+        expected = torch.cat([values] * 3).norm()
+        assert norm == pytest.approx(expected.item())
+        torch.testing.assert_close(sharded, values / expected)
+        torch.testing.assert_close(plain, values / expected)
+        both = torch.cat([values, values * 2]).norm()
+        assert pipe == pytest.approx(both.item()) and largest == 16.0
+        torch.testing.assert_close(stage, values * (rank + 1) / both)
