@@ -1,4 +1,4 @@
-"""Every card is complete, and its examples run as printed."""
+"""Every card is complete."""
 
 import re
 
@@ -7,22 +7,10 @@ import pytest
 from drivetrain.algorithms import catalogue
 from drivetrain.algorithms.registry import find, names
 from drivetrain.core.event import Event
-from drivetrain.runtime.seeds import capture_rng, restore_rng
-from tests.algorithms.tasks import CARDS, code_blocks
+from tests.algorithms.tasks import CARDS
 
 PAGES = sorted(CARDS.glob("*.md"))
 INDEX = (CARDS / "index.md").read_text()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_examples_run(page, tmp_path, monkeypatch, capsys):
-    blocks = code_blocks(page.read_text())
-    assert blocks, f"{page.name} has no example"
-    monkeypatch.chdir(tmp_path)
-    generators, namespace = capture_rng(), {}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), namespace)
-    restore_rng(generators)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem)

@@ -1,24 +1,11 @@
-"""The guide's snippets, the docstrings' examples, the example program and the benchmark run as printed."""
+"""The example program and the benchmark run."""
 
-import re
 import runpy
 from pathlib import Path
 
 from benchmarks import loader as benchmark
-from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "data.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
-
-
-def test_the_guide_runs_from_top_to_bottom():
-    state = capture_rng()
-    names: dict[str, object] = {}
-    for block in BLOCKS:
-        exec(compile(block, "docs/data.md", "exec"), names)
-    restore_rng(state)
-    assert len(BLOCKS) == 3
 
 
 def test_the_example_goes_on_where_it_stopped(capsys):

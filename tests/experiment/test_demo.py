@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -25,6 +26,11 @@ def test_the_demo_is_accurate_and_leaves_a_run_with_a_report(tmp_path, capsys):
     out = capsys.readouterr().out
     assert record.state == "finished" and record.result["accuracy"] > 0.97
     assert (record.folder / "report.html").is_file() and record.folder.name in out and "samples per second" in out
+    commands = [line.strip() for line in out.split("Next:")[1].splitlines() if line.startswith("  ")]
+    for command in commands:  # they work as they are printed
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert done.returncode == 0 and record.folder.name in done.stdout, done.stderr
+    assert len(commands) == 2
     assert "[INFO]" not in out and list((record.folder / "images").rglob("*.png"))
 
 
@@ -61,6 +67,6 @@ def test_an_interrupted_demo_goes_on_where_it_was_and_a_finished_one_starts_anew
 
 def test_missing_data_is_said_before_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"drivetrain\[demo\]"):
+    with pytest.raises(MissingExtra, match="pip install scikit-learn"):
         demo.run_demo(epochs=1, output_dir=str(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -1,8 +1,7 @@
-"""The guides and examples run as printed."""
+"""The examples run."""
 
 import importlib
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,17 +19,6 @@ def load(name):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize("page", ["experiments", "sweeps"])
-def test_snippets_of_the_guides_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    snippets = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, f"{page}.md", "exec"), {"__name__": page})
 
 
 def test_the_digits_experiment_learns_is_stopped_and_goes_on(tmp_path):

@@ -1,22 +1,11 @@
-"""The guide's snippets, the docstrings' examples, the example program and the benchmark run as printed."""
+"""The example program and the benchmark run."""
 
-import re
 import runpy
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```", (ROOT / "docs" / "recorder.md").read_text(), flags=re.DOTALL | re.MULTILINE
-)
-
-
-def test_the_guide_runs_from_top_to_bottom():
-    names: dict[str, object] = {}
-    for block in BLOCKS:
-        exec(compile(block, "docs/recorder.md", "exec"), names)
-    assert len(BLOCKS) == 3
 
 
 def test_the_example_has_one_history(capsys):

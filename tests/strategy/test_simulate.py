@@ -375,17 +375,6 @@ def test_beside_a_process_group_a_child_simulates_the_same(world2):
     assert (beside.memory, beside.collectives) == (here.memory, here.collectives)
 
 
-def test_the_snippet_of_the_page_on_planning_elsewhere_runs(capsys):
-    import re
-    from pathlib import Path
-
-    text = (Path(__file__).parents[2] / "docs" / "planning_elsewhere.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 1
-    exec(compile(snippets[0], "planning_elsewhere.md", "exec"), {"__name__": "planning_elsewhere"})
-    assert capsys.readouterr().out.split() == ["1.000", "24"]
-
-
 def test_how_a_model_can_be_split_is_found_out_once(monkeypatch):
     from drivetrain.module import tensor_inference
     from drivetrain.strategy.profile.simulate import remembered_tensor_plans

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import pickle
-import re
 import time
 from pathlib import Path
 
@@ -277,17 +276,6 @@ def test_two_ranks_find_one_plan_for_the_trainer(world2):
     assert plan == same and dict(Strategy.from_json(plan).mesh) == {"data": 2}
     assert all(map(torch.equal, ours, theirs)) and "8 and 10" in error
     assert pipe is not None and "pipeline" in pipe
-
-
-def test_the_guide_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names: dict = {"__name__": "planning"}
-    text = (ROOT / "docs" / "planning.md").read_text()
-    own = text[: text.index("## With the Trainer")]  # what follows has tests of its own
-    snippets = re.findall(r"```python\n(.*?)```", own, re.DOTALL)
-    assert len(snippets) == 3
-    for snippet in snippets:
-        exec(compile(snippet, "planning.md", "exec"), names)
 
 
 @pytest.mark.slow

@@ -162,8 +162,9 @@ class MissingExtra(DrivetrainError, ImportError):
     """An optional package is needed and not installed; the message has the install line."""
 
     def __init__(self, package: str, extra: str | None = None, purpose: str = "this"):
-        line = f"pip install 'drivetrain[{extra}]'" if extra else f"pip install {package}"
-        super().__init__(f"{purpose} needs the package {package!r}, which is not installed. Install it with: {line}")
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. Install it with: pip install {package}"
+        )
         self.package, self.extra = package, extra
 
 

@@ -5,6 +5,9 @@ there, and a report at the end. Interrupted with Ctrl-C and started again, it go
 """
 
 import logging
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,10 +167,11 @@ def _conclude(folder: Path, epochs: int) -> int:
         ("report", str(report)),
     ]
     print_table(["", ""], rows, title="Drivetrain demo")
+    command = _command()
     print_lines(
         "Next: open the report in a browser, then",
-        f"  drivetrain show {folder}",
-        f"  drivetrain ls {folder.parents[1]}",
+        f"  {command} show {shlex.quote(os.path.relpath(folder))}",
+        f"  {command} ls {shlex.quote(os.path.relpath(folder.parents[1]))}",
     )
     if accuracy < TARGET_ACCURACY:
         print_lines(
@@ -175,6 +179,16 @@ def _conclude(folder: Path, epochs: int) -> int:
         )
         return 1
     return 0
+
+
+def _command() -> str:
+    """Return how the command line is started from here: by its name if that is on the path, else by its interpreter."""
+    own = Path(sys.executable).parent
+    found = shutil.which("drivetrain")
+    if found is not None and Path(found).parent == own:
+        return "drivetrain"
+    inside = own.is_relative_to(Path.cwd())
+    return f"{shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)} -m drivetrain"
 
 
 def epoch_line(num_epochs: int) -> Any:

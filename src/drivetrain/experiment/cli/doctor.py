@@ -16,21 +16,21 @@ from drivetrain.experiment.command_line import JSON, argument
 
 REQUIRED = ("torch", "numpy", "PyYAML", "rich", "safetensors", "pydantic")
 OPTIONAL = {
-    "scikit-learn": ("demo", "the demo's data"),
-    "matplotlib": ("demo", "figures and plots of schedules"),
-    "tensorboard": ("tensorboard", "recording for TensorBoard"),
-    "wandb": ("wandb", "recording to Weights & Biases"),
-    "trackio": ("trackio", "recording to trackio"),
-    "mlflow-skinny": ("mlflow", "recording to MLflow"),
-    "optuna": ("optuna", "sweeps with TPE and pruning"),
-    "submitit": ("submitit", "sweeps on SLURM"),
-    "ray": ("ray", "sweeps on a Ray cluster"),
-    "torchmetrics": ("metrics", "metrics from torchmetrics"),
-    "torchvision": ("vision", "some augmentations and models"),
-    "transformers": ("text", "training Hugging Face models"),
-    "timm": ("vision", "timm's models"),
+    "scikit-learn": "the demo's data",
+    "matplotlib": "figures and plots of schedules",
+    "tensorboard": "recording for TensorBoard",
+    "wandb": "recording to Weights & Biases",
+    "trackio": "recording to trackio",
+    "mlflow-skinny": "recording to MLflow",
+    "optuna": "sweeps with TPE and pruning",
+    "submitit": "sweeps on SLURM",
+    "ray": "sweeps on a Ray cluster",
+    "torchmetrics": "metrics from torchmetrics",
+    "torchvision": "some augmentations and models",
+    "transformers": "training Hugging Face models",
+    "timm": "timm's models",
 }
-"""Packages that are loaded only by what needs them: the extra that installs each, and what it is for."""
+"""Packages that are loaded only by what needs them, and what each is for."""
 
 LEAST_TORCH = (2, 11)
 LEAST_DISK = 2_000_000_000
@@ -111,10 +111,10 @@ def _packages() -> Iterator[Check]:
     if version is not None and _numbers(version) < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
         yield Check(False, "torch", f"{version} is older than {least}", f"pip install 'torch>={least}'")
-    for package, (extra, purpose) in OPTIONAL.items():
+    for package, purpose in OPTIONAL.items():
         version = _version(package) or (_version("mlflow") if package.startswith("mlflow") else None)
         found = f"{version} ({purpose})" if version else f"not installed ({purpose})"
-        yield Check(True if version else None, package, found, "" if version else f"pip install 'drivetrain[{extra}]'")
+        yield Check(True if version else None, package, found, "" if version else f"pip install {package}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
