@@ -27,7 +27,8 @@ from drivetrain.algorithms.catalogue import ALGORITHMS
 CARDS = Path(__file__).parent.parent / "docs" / "algorithms"
 START, END = "<!-- measured: written by benchmarks/cards.py -->", "<!-- end of measured -->"
 NOT_MEASURED = "**Measured effect.** Not measured yet."
-NO_EVIDENCE = "no evidence"
+NO_EVIDENCE = "not measured"
+NEUTRAL = "no effect measured"
 
 TASKS = {
     "cifar": ("small ResNet on CIFAR-10, accuracy", True, 0.01),
@@ -139,7 +140,7 @@ def outcomes(results: dict[str, Any], task: str, device: str) -> tuple[float | N
 
 
 def verdict(method: Outcome, baseline: Outcome, higher_is_better: bool) -> str:
-    """Say in a word what the runs show: helps, hurts, mixed, or no clear effect; with fewer than three seeds nothing."""
+    """Return what the runs show: better, worse, mixed, or no effect measured; with fewer than three seeds nothing."""
     if min(len(method.finals), len(baseline.finals)) < SEEDS:
         return "too few runs"
     gain = (method.mean - baseline.mean) * (1 if higher_is_better else -1)
@@ -147,19 +148,24 @@ def verdict(method: Outcome, baseline: Outcome, higher_is_better: bool) -> str:
     is_faster = baseline.time is not None and method.time is not None and baseline.time / method.time >= FASTER
     is_slower = baseline.time is not None and (method.time is None or method.time / baseline.time >= FASTER)
     good, bad = is_faster or gain > noise, is_slower or gain < -noise
-    return "mixed" if good and bad else "helps" if good else "hurts" if bad else "no clear effect"
+    return "mixed" if good and bad else "better" if good else "worse" if bad else NEUTRAL
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the word for the table, with what each task said.
+    """Return the advice for the table, with what was measured on each task.
 
-    >>> overall(["helps (text)"]), overall(["helps (text)", "hurts (cifar)"]), overall(["hurts (text)"])
-    ('recommended: helps (text)', 'conditional: helps (text), hurts (cifar)', 'no evidence: hurts (text)')
+    >>> overall(["better (text)"]), overall(["better (text)", "worse (cifar)"])
+    ('try it first: better (text)', 'depends on the task: better (text), worse (cifar)')
+    >>> overall(["worse (text)"]), overall(["no effect measured (text)"])
+    ('not for short runs: worse (text)', 'long runs only: no effect measured (text)')
     """
-    said = {verdict.partition(" (")[0] for verdict in verdicts}
-    is_good, is_bad = bool(said & {"helps", "mixed"}), bool(said & {"hurts", "mixed"})
-    word = ("conditional" if is_bad else "recommended") if is_good else NO_EVIDENCE
-    return f"{word}: {', '.join(verdicts)}"
+    words = {verdict.partition(" (")[0] for verdict in verdicts}
+    is_good, is_bad = bool(words & {"better", "mixed"}), bool(words & {"worse", "mixed"})
+    if is_good:
+        advice = "depends on the task" if is_bad else "try it first"
+    else:
+        advice = "not for short runs" if is_bad else "long runs only"
+    return f"{advice}: {', '.join(verdicts)}"
 
 
 def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
@@ -174,8 +180,8 @@ def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
             said = verdict(own, base, higher)
             verdicts.append(f"{said} ({task})")
             lines.append(
-                f"| {label}, {device} | {_number(base)} | {_number(own)} | {_seconds(base)} | {_seconds(own)} | {target:.4f} | "
-                f"{own.lr:g} / {base.lr:g} | {len(own.finals)} | {said} |"
+                f"| {label} ({device}, target {target:.4f}, lr {own.lr:g} / {base.lr:g}, {len(own.finals)} seeds) | {_number(base)} | "
+                f"{_number(own)} | {_seconds(base)} | {_seconds(own)} | {said} |"
             )
     if not lines:
         reason = f" Left out of `benchmarks/algorithms.py`: {LEFT_OUT[name]}" if name in LEFT_OUT else ""
@@ -183,15 +189,15 @@ def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
     dates = sorted({sitting["date"][:10] for sitting in results["sittings"] if not sitting.get("smoke")})
     versions = sorted({str(sitting.get("torch")) for sitting in results["sittings"] if not sitting.get("smoke")})
     table = [
-        "| task | baseline ends at | with it | baseline to target | with it | target | lr, with it / baseline | seeds | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| task (learning rate with it / without) | quality without | with it | time to target without | with it | in these runs |",
+        "|---|---|---|---|---|---|",
         *lines,
     ]
     at_once = 1 + max((sitting.get("beside", 0) for sitting in results["sittings"]), default=0)
     crowd = f", up to {at_once} at once on the device" if at_once > 1 else ""
     facts = (
-        f"{', '.join(dates)}, torch {', '.join(versions)}; runs of at most ten seconds{crowd}; quality ± standard error, seconds of "
-        "training to the target. `cut short`: the limit ended a run before its schedule did."
+        f"Runs of at most ten seconds ({', '.join(dates)}, torch {', '.join(versions)}{crowd}). They say little about runs of hours. Quality "
+        "± standard error. `cut short`: the time limit ended a run before its schedule did."
     )
     return "\n".join([f"**Measured effect.** {facts}", "", *table]), overall(verdicts)
 

@@ -1,7 +1,8 @@
 """Fill the pages of the API reference: an mkdocs hook.
 
 A page says `<!-- names of drivetrain.callbacks -->` and gets an entry for each public name of that module, under the path that users
-import; `<!-- names of drivetrain.tracking: RunHistory with inherited members -->` chooses some. Where a class is defined does not matter, so files can move without a change to the pages.
+import; `<!-- names of drivetrain.tracking: RunHistory with inherited members -->` chooses some. Where a class is defined does not
+matter, so files can move without a change to the pages.
 """
 
 import importlib

@@ -139,11 +139,11 @@ def test_verdicts_weigh_quality_and_time(tmp_path):
     assert target == pytest.approx(0.90) and own.lr == 0.002 and len(own.finals) == 3
     said = {name: cards.verdict(one.method, one.baseline, True) for name, one in found.items()}
     assert said == {
-        "baseline": "no clear effect",
-        "EMA": "helps",
-        "MixUp": "hurts",
-        "CutOut": "no clear effect",
-        "ChannelsLast": "helps",
+        "baseline": "no effect measured",
+        "EMA": "better",
+        "MixUp": "worse",
+        "CutOut": "no effect measured",
+        "ChannelsLast": "better",
         "SAM": "mixed",
         "Muon": "too few runs",
     }
@@ -170,7 +170,7 @@ def test_cards_are_written_between_markers_and_a_second_run_changes_nothing(tmp_
         "# MixUp\n\n**Cost.** Little.\n\n**Measured effect.** Not measured yet.\n\nMore words.\n"
     )
     (folder / "augmix.md").write_text("# AugMix\n")
-    (folder / "index.md").write_text("| class | verdict |\n|---|---|\n| [`MixUp`](mixup.md) | a | no evidence |\n")
+    (folder / "index.md").write_text("| class | verdict |\n|---|---|\n| [`MixUp`](mixup.md) | a | not measured |\n")
     nothing = tmp_path / "none.json"
     assert cards.update(folder, nothing, check=True) == ["augmix.md", "mixup.md"]
     assert "Not measured" not in (folder / "augmix.md").read_text()  # a check writes nothing
@@ -185,8 +185,8 @@ def test_cards_are_written_between_markers_and_a_second_run_changes_nothing(tmp_
     path = invented(tmp_path, baseline=((0.90, 0.91, 0.92), 10.0), MixUp=((0.95, 0.951, 0.952), 5.0))
     assert cards.update(folder, path) == ["mixup.md", "index.md"] and cards.update(folder, path) == []
     card = (folder / "mixup.md").read_text()
-    assert "Not measured" not in card and "| helps |" in card and "0.9100" in card and card.endswith("More words.\n")
-    assert "| [`MixUp`](mixup.md) | a | recommended: helps (cifar) |" in (folder / "index.md").read_text()
+    assert "Not measured" not in card and "| better |" in card and "0.9100" in card and card.endswith("More words.\n")
+    assert "| [`MixUp`](mixup.md) | a | try it first: better (cifar) |" in (folder / "index.md").read_text()
 
 
 def test_the_cards_of_the_project_are_up_to_date():
