@@ -196,8 +196,8 @@ def measured(name: str, results: dict[str, Any]) -> tuple[str, str]:
     at_once = 1 + max((sitting.get("beside", 0) for sitting in results["sittings"]), default=0)
     crowd = f", up to {at_once} at once on the device" if at_once > 1 else ""
     facts = (
-        f"Runs of at most ten seconds ({', '.join(dates)}, torch {', '.join(versions)}{crowd}). They say little about runs of hours. Quality "
-        "± standard error. `cut short`: the time limit ended a run before its schedule did."
+        f"Runs of at most ten seconds ({', '.join(dates)}, torch {', '.join(versions)}{crowd}). They say little about runs of "
+        "hours. Quality ± standard error. `cut short`: the time limit ended a run before its schedule did."
     )
     return "\n".join([f"**Measured effect.** {facts}", "", *table]), overall(verdicts)
 
