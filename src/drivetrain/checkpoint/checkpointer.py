@@ -65,11 +65,28 @@ class Listed(NamedTuple):
 class Checkpointer:
     """Save a Context when it is due, keep the right checkpoints, stop in good order, and restore.
 
-    `every` and `keep_every` are times (`"200ba"`, `"1ep"`, `"30m"`; a bare number counts batches). `keep` newest
-    checkpoints stay (None: all), besides the best by the metric `best` and one per `keep_every`. The folder is locked from
-    the first save (with `every`, from `restore()` or the first `step()`) until `close()`. `async_save="auto"`
-    writes in the background when the state is on an accelerator. With `signals=False`, or while a Trainer or another
-    owner of a `StopSignals` is at work, signals are left to others.
+    Times are `"200ba"`, `"1ep"`, `"30m"`; a bare number counts batches. The folder is locked from the first save (with `every`, from
+    `restore()` or the first `step()`) until `close()`. While a Trainer or another owner of a `StopSignals` is active, it handles signals.
+
+    Args:
+        ctx: the Context to save.
+        every: when to save.
+        keep: how many of the newest to keep; None keeps all.
+        best: the metric whose best checkpoint is kept too.
+        mode: whether its smallest (`"min"`) or largest (`"max"`) value is best.
+        keep_every: keep one for each such time.
+        async_save: write in the background; `"auto"` if the state is on an accelerator.
+        verify: how checkpoints are checked when they are read: `"full"`, `"size"` or `"off"`.
+        dir: folder; the current run's `checkpoints` by default.
+        signals: save and stop at SIGTERM and SIGINT.
+
+    >>> import tempfile
+    >>> from drivetrain.context.context import Context
+    >>> ctx = Context(epoch=0)
+    >>> with Checkpointer(ctx, dir=tempfile.mkdtemp(), signals=False) as keeper:
+    ...     path = keeper.save("first")
+    >>> path.name
+    'checkpoint-first'
     """
 
     def __init__(

@@ -32,9 +32,18 @@ def save_checkpoint(
 ) -> Path:
     """Save a dict or a Context as `checkpoint-<id>` and return that folder; call it on every rank.
 
-    The folder goes into `path`, else into the current run's `checkpoints`. Of a plain dict rank 0 writes its own and
-    the other ranks go on at once; a Context, or a dict with sharded tensors, is saved by all ranks together. `metric`
-    marks the checkpoint with the smallest value as `best`.
+    Of a plain dict rank 0 writes its own and the other ranks continue at once. A Context, or a dict with sharded tensors, is saved by
+    all ranks together.
+
+    Args:
+        state_dict: a dict of tensors and plain values, or a Context.
+        id: what the checkpoint is called after `checkpoint-`.
+        path: where its folder goes; the current run's `checkpoints` by default.
+        metric: a number; the checkpoint with the smallest one is marked as `best`.
+
+    >>> import tempfile
+    >>> save_checkpoint({"epoch": 3}, "first", path=tempfile.mkdtemp()).name
+    'checkpoint-first'
     """
     directory = checkpoint_directory(path)
     name = checkpoint_name(id)
@@ -50,11 +59,22 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, *, map_location: Any = "cpu", verify: str = "full") -> dict[str, Any]:
-    """Return the state that was saved: from a checkpoint, a run folder (the newest valid), `"last"`, `"best"`, or a
-    file.
+    """Return the state that was saved. Each rank reads for itself; tensors that were split over ranks come whole.
 
-    Files: `.pt` and `.pth` with `weights_only=True`, `.safetensors`. Each rank reads for itself; tensors that were
-    split over ranks come whole.
+    Args:
+        path: a checkpoint, a run folder (the newest valid one), `"last"` or `"best"` of the current run, a `.safetensors` file, or a `.pt`
+            or `.pth` file, which is read with `weights_only=True`.
+        map_location: device of the tensors.
+        verify: `"full"` checks every hash, `"size"` the sizes, `"off"` nothing.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = save_checkpoint({"epoch": 3}, "first", path=folder)
+    >>> load_checkpoint(folder)["epoch"]
+    3
     """
     mode = check_verify(verify)
     if path in (LAST, BEST):

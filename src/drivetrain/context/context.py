@@ -35,7 +35,10 @@ class StateLayout(Protocol):
 
 
 class Context(ItemHolder):
-    """A training session as one object.
+    """A training session as one object: register everything that matters, then move, save and restore it together.
+
+    Args:
+        **items: the first items; others are set as attributes.
 
     >>> ctx = Context(epoch=0)
     >>> ctx.model = torch.nn.Linear(2, 1)

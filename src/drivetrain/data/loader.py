@@ -60,13 +60,27 @@ _tokens = itertools.count()
 
 
 class SmartDataLoader(DataLoader[T_co]):
-    """Yields batches in a fixed global order, on the device, with a place that can be saved and restored.
+    """Yields batches in a fixed global order, on the device, with a position that can be saved and restored.
+
+    Args:
+        dataset: anything that torch's DataLoader takes, or tensors, arrays and dicts of them.
+        shuffle: draw a new order in each epoch.
+        random_seed: seed of that order; the run's by default.
+        sampler: an order of your own.
+        batch_sampler: batches of your own.
+        move_output: deliver batches on the device given by `.to(device)`.
+        loading_bar: show a progress bar on a terminal.
+        global_batch_size: samples of a batch over all processes, instead of `batch_size`.
+        rng: what the random numbers of the dataset depend on: `"batch"`, `"sample"` or `"off"`.
+        prefetch: batches that are on the device ahead of time.
+        resident: keep tensor data on the device: True, False, or `"auto"` if it is small.
+        iterable: how a stream is split over processes: `"filter"` or `"sharded"`.
+        name: text of the progress bar, and name of the seed.
+        **dataloader_kwargs: everything else that torch's DataLoader takes, such as `batch_size` (per process).
 
     >>> loader = SmartDataLoader(torch.arange(6), batch_size=4)
     >>> [batch.tolist() for batch in loader]
     [[0, 1, 2, 3], [4, 5]]
-
-    `batch_size` is per process, `global_batch_size` over all of them. Other keywords are those of torch's DataLoader.
     """
 
     def __init__(

@@ -41,6 +41,10 @@ class BatchPlan(NamedTuple):
 class OptimSet(Mapping[str, OptimScheduler]):
     """Named units as one optimizer, and as a read-only mapping of names to units.
 
+    Args:
+        units: the units by name, or one unit.
+        **named: the same as keywords.
+
     >>> from drivetrain.optim.constant import ConstantLr
     >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 1)})
     >>> optim = OptimSet(

@@ -45,6 +45,14 @@ _open_folders: "weakref.WeakValueDictionary[Path, Recorder]" = weakref.WeakValue
 class Recorder:
     """Records numbers, images, figures, histograms and texts of a run.
 
+    Args:
+        output_dir: folder of the files; that of the current run by default, where a second Recorder gets a folder of its own.
+        tensorboard: write event files; `"auto"` if the package is installed.
+        file: write `scalars.csv` and images.
+        console: print one line at each `step()`.
+        sinks: names (`"wandb"`, `"trackio"`, `"mlflow"`) and objects with some of a sink's methods.
+        flush_every: how often values are read from the device and written.
+
     >>> import tempfile
     >>> recorder = Recorder(tempfile.mkdtemp(), tensorboard=False)
     >>> for loss in (0.5, 0.25):
@@ -53,9 +61,6 @@ class Recorder:
     >>> recorder.count, recorder.last("train/loss")
     (2, 0.25)
     >>> recorder.close()
-
-    Without `output_dir` the files go to the folder of the current run; a second Recorder of a run gets a folder of its own within
-    it. `sinks` takes names ("wandb", "trackio", "mlflow") and objects with some of a sink's methods.
     """
 
     def __init__(

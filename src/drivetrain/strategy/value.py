@@ -43,7 +43,21 @@ class Failure:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Strategy:
-    """An ordered list of optimization methods with their configurations.
+    """An ordered list of optimization methods with their configurations: a plan.
+
+    Args:
+        opt_list: names of methods, or pairs of a name and its configuration.
+        mesh: the axes and sizes of the processes.
+        batch: how the global batch is split.
+        predicted: memory and time as predicted.
+        measured: memory and time as measured.
+        evidence: where those numbers come from.
+        reasons: why each method was chosen.
+        rejected: plans that were compared.
+        dropped: methods that were left out, and why.
+        fingerprint: the model and machine that the plan was made for.
+        failure: why it cannot be used.
+        search: the record of the search.
 
     >>> plan = Strategy(["parallel_mode", ("amp_native", "bf16")])
     >>> plan.opt_names(), len(plan)

@@ -138,6 +138,30 @@ def auto_accelerate(
 ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
     """Apply a plan to a model and what trains it; return whether it worked, the result, and the plan as applied.
 
+    Args:
+        model: a plain module.
+        optim_func: an optimizer class, or a function of parameters and `optim_args`.
+        dataset: what to train on.
+        loss_func: a function of model input and model output.
+        prepare_input: a function of what the loader yields and the device; it returns the model's input.
+        model_input_format: None passes the batch as it is, `"unpack_sequence"` and `"unpack_dict"` unpack it.
+        optim_args: arguments of the optimizer.
+        optim_param_func: a function of the model that returns parameter groups.
+        dataloader_args: arguments of the loader; `batch_size` is the global batch.
+        distributed_sampler_cls: a sampler of your own for several processes.
+        excluded: methods that a search may not use.
+        included: methods that it must use.
+        load_strategy: a plan; None searches for one.
+        lr_scheduler_cls: a scheduler class.
+        lr_scheduler_args: its arguments.
+        finetune_strategy: search the settings of the given plan.
+        save_strategy_to_file: where to save the plan as JSON.
+        **kargs: fields of `Options`: `time_limit`, `memory_budget`, `numerics`, `model_fn`, `plan_only`, `world_size`, `device`, `strict`
+            and others.
+
+    Raises:
+        StrategyError: an argument or a method is wrong.
+
     >>> from torch.utils.data import TensorDataset
     >>> data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
     >>> status, result, plan = auto_accelerate(
@@ -149,7 +173,7 @@ def auto_accelerate(
     (True, 2, 8)
 
     Wrong input raises. A plan that fails its trial returns `(False, None, plan)` with `plan.failure`, or raises with `strict=True`; the
-    model is then unchanged. The documentation's page on strategies explains every argument.
+    model is then unchanged.
     """
     refuse_inside_trial("auto_accelerate")
     options = _options(kargs)

@@ -41,6 +41,10 @@ class LayerGroup(NamedTuple):
 class ModelFreezer:
     """Freezes and unfreezes groups of layers; all parameters are unfrozen first.
 
+    Args:
+        model: the model; its direct children are the groups.
+        freeze_batch_norms: freeze batch norms as well.
+
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> freezer = ModelFreezer(model)
     >>> freezer.freeze()

@@ -59,6 +59,38 @@ __all__ = [
 class Trainer(TrainerLoop):
     """Trains, evaluates and predicts with a plain `nn.Module`.
 
+    Args:
+        model: any module; it is trained in place.
+        loss_func: a function of outputs and targets; None for a model that returns its loss.
+        optimizer: a torch optimizer, an `OptimScheduler`, a mapping of them, an `OptimSet`, or the path of its YAML.
+        callbacks: plugins that observe the run; the default prints progress and metrics and stops at NaN.
+        run_history: where metrics are stored; a new one in memory by default.
+        algorithms: plugins that change the training.
+        loggers: plugins that record it, such as a `Recorder`.
+        strategy: a plan (a `Strategy`, a list of methods, a file), or `"auto"` to search for one.
+        strategy_time_limit: seconds for that search; 120 by default.
+        precision: `"no"`, `"bf16"`, `"fp16"`, `"bf16-true"` or `"fp64"`.
+        metrics: metrics of evaluations, by name: functions of outputs and targets, or objects of torchmetrics.
+        train_metrics: the same for training batches.
+        count_items: what the loss is a mean over, where that cannot be found out: a function of the batch, or `"labels"`.
+        generate: True, or arguments of the model's `generate`, to compute metrics of generated sequences.
+        device: where to train; the accelerator of this process, or the CPU, by default.
+        seed: seed of Python, numpy and torch.
+        deterministic: True or `"strict"` allows repeatable kernels only; `"warn"` names the others.
+        strict: makes warnings, unused parameters and waits for the device inside a step errors.
+        find_unused_parameters: DDP: a step may leave parameters out of its loss.
+        static_graph: DDP: every step uses the same parameters.
+        state: a `Context` to train.
+        scale_schedule_ratio: multiplies the length of the run and of its schedules.
+        optimizers: another name for `optimizer`.
+        train_dataloader: the default for `train(train_dataset=...)`.
+        eval_dataloader: the default for `train(eval_dataset=...)`.
+        max_duration: the default for `train(max_duration=...)`.
+        eval_interval: the default for `train(eval_interval=...)`.
+
+    Raises:
+        ConfigError: an argument is unknown or of the wrong type, or two exclude each other.
+
     >>> import torch
     >>> from torch import nn, optim
     >>> from torch.utils.data import TensorDataset
@@ -229,8 +261,45 @@ class Trainer(TrainerLoop):
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
 
-        `train_dataset` and `eval_dataset` are datasets, or loaders that are used as they are. `per_device_batch_size` is per
-        process, `global_batch_size` (instead) is over all of them. The documentation's Trainer page explains every argument.
+        Args:
+            train_dataset: a dataset, or a loader that is used as it is.
+            num_epochs: passes over the data.
+            eval_dataset: a dataset, a loader, or several by name.
+            per_device_batch_size: samples of a batch in each process.
+            max_num_train_steps: optimizer updates after which the run ends.
+            gradient_accumulation_steps: batches for one update.
+            gradient_clip_value: clamp each entry of the gradient.
+            create_scheduler_fn: a function of the optimizer that returns its scheduler.
+            train_dataloader_kwargs: arguments of the training loader, such as `num_workers`.
+            eval_dataloader_kwargs: arguments of the evaluation loader.
+            reset_run_history: begin with an empty history.
+            collate_fn: makes a batch of samples.
+            resume_from: `"auto"` for the newest valid checkpoint of `checkpoint_dir`, or a path.
+            max_duration: a time such as `"10ep"`, `"500ba"`, `"1e9tok"` or `"2h"`.
+            global_batch_size: samples of a batch over all processes, instead of `per_device_batch_size`.
+            gradient_clip_norm: largest norm of the whole gradient.
+            microbatch_size: rows of a forward pass, or `"auto"`; a batch is split and its gradients are accumulated.
+            eval_interval: when to evaluate: epochs, a time such as `"500ba"`, or a function of state and event.
+            scheduler_interval: `"step"` or `"epoch"`: when the scheduler is stepped.
+            scheduler_metric: what `ReduceLROnPlateau` watches.
+            checkpoint_dir: folder of the checkpoints; None saves none.
+            checkpoint_every: when to save, as a time; None only at the end.
+            keep_checkpoints: how many of the newest to keep; None keeps all.
+            async_checkpoint: write in the background.
+            limit_train_batches: batches of an epoch, as a number or a fraction.
+            limit_eval_batches: batches of an evaluation, as a number or a fraction.
+            sanity_eval_batches: evaluation batches to try before training.
+            overfit_batches: train and evaluate on this many batches only.
+            fast_dev_run: run one batch (or so many) of everything, and save nothing.
+            max_grad_norm: another name for `gradient_clip_norm`.
+            overwrite_checkpoints: use a folder that holds checkpoints of another run.
+            log_every: how often loggers get the loss: updates, a time, or None.
+            nonfinite: what happens to an update that is not finite: `"skip"`, `"stop"`, `"rollback"`, `"ignore"`, or a policy.
+
+        Raises:
+            ConfigError: an argument is wrong, before the first step.
+            ResumeError: the checkpoint does not fit this run.
+            NonFiniteError: updates were not finite and the policy ends the run.
         """
         given, options = locals(), self._options
         arguments.reject_unknown(Trainer.train, unknown)
@@ -290,7 +359,14 @@ class Trainer(TrainerLoop):
     ) -> dict[str, float]:
         """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name.
 
-        With `generate`, metrics compare what the model generates with the targets; None does as the constructor was told.
+        Args:
+            dataset: a dataset, a loader, or several by name.
+            per_device_batch_size: samples of a batch in each process.
+            dataloader_kwargs: arguments of the loader.
+            collate_fn: makes a batch of samples.
+            reset_run_history: begin with an empty history.
+            limit_batches: batches to evaluate, as a number or a fraction.
+            generate: compute metrics of generated sequences; None does as the constructor says.
         """
         arguments.reject_unknown(Trainer.evaluate, unknown)
         arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)
@@ -346,8 +422,17 @@ class Trainer(TrainerLoop):
     ) -> Any:
         """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
 
-        Outputs whose rows differ in shape are a list with one tensor for each sample, or padded with `padding_value`. With `generate`,
-        they are the sequences that the model generates, padded with its padding token where its configuration names one.
+        Outputs whose rows differ in shape are a list with one tensor for each sample.
+
+        Args:
+            dataset: a dataset or a loader.
+            per_device_batch_size: samples of a batch in each process.
+            dataloader_kwargs: arguments of the loader.
+            collate_fn: makes a batch of samples.
+            limit_batches: batches to predict, as a number or a fraction.
+            to_cpu: move outputs to the host.
+            padding_value: pad rows of different shapes with it instead of returning a list.
+            generate: return generated sequences, padded with the model's padding token where its configuration names one.
         """
         arguments.reject_unknown(Trainer.predict, unknown)
         arguments.check_loader_arguments(per_device_batch_size, dataloader_kwargs, collate_fn)

@@ -52,7 +52,14 @@ class ResumeVerdict:
 def verify_resume(
     build: Callable[[], Any], train_dataset: Any, num_steps: int = 8, *, seed: int = 0, **train_kwargs: Any
 ) -> ResumeVerdict:
-    """Check that a run built by `build()` (which returns a fresh Trainer) resumes bit for bit.
+    """Check that a run resumes bit for bit.
+
+    Args:
+        build: a function that returns a new Trainer.
+        train_dataset: what it trains on.
+        num_steps: updates of the run; it is interrupted after half of them.
+        seed: set before each run.
+        **train_kwargs: further arguments of `Trainer.train`.
 
     >>> from drivetrain import Trainer
     >>> data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))

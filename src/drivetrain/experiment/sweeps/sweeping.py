@@ -48,10 +48,22 @@ def sweep(
 ) -> SweepResult:
     """Run an experiment once for every set of parameters that a sampler proposes.
 
-    `space` is a list of parameter dicts, or `{name: Choice(...) | Uniform(a, b) | LogUniform(a, b) | IntRange(a, b)}`; `params`
-    are the same for all trials. The objective is the returned number, or the entry `objective` of the returned dict or of the
-    Recorder's summary. `resume` is the folder of a sweep to take up again. Trials that fail stop no other; at the end they raise
-    a `SweepError` unless `on_failure="return"`. `on_change` is called with the result so far whenever something happened.
+    Args:
+        experiment: the experiment.
+        space: a list of parameter dicts, or `{name: Choice(...) | Uniform(a, b) | LogUniform(a, b) | IntRange(a, b)}`.
+        sampler: `"grid"`, `"random"`, `"optuna"`, or a `Sampler`.
+        executor: `"inline"`, `"pool"`, `"submitit"`, `"ray"`, or an `Executor`.
+        n_trials: how many trials; a grid has its own number.
+        objective: the entry of the returned dict, or of the Recorder's summary, to compare; None compares the returned number.
+        direction: `"min"` or `"max"`.
+        params: parameters that are the same for all trials.
+        seed: seed of the sampler.
+        num_processes: trials at a time.
+        gpus_per_trial: GPUs that each trial sees.
+        retries: how often a failed trial runs again.
+        on_failure: `"raise"` a `SweepError` at the end, or `"return"`. A failed trial never stops the others.
+        resume: folder of a sweep to continue.
+        on_change: called with the result so far after every change.
     """
     if direction not in ("min", "max"):
         raise ConfigError(unknown_name("direction", direction, ["min", "max"]))

@@ -23,7 +23,20 @@ class ModelEmaCallback(SaveBestModelCallback):
 
     After each evaluation the average is evaluated too, its metrics recorded with the prefix `ema_model_`, and the best
     average saved; without `evaluate_during_training` it is saved after every epoch. The trainer's own model is not
-    replaced at the end. `update_interval="1ep"` updates once per epoch. Only `callbacks` attend the extra evaluation.
+    replaced at the end.
+
+    Args:
+        decay: share of the average that an update keeps.
+        evaluate_during_training: evaluate the average after each evaluation.
+        save_path: file of the best average.
+        watch_metric: what decides which average is best.
+        greater_is_better: whether that metric should grow.
+        model_ema: the class that averages.
+        callbacks: those that run in the extra evaluation.
+        update_interval: when to update; `"1ep"` is once per epoch.
+
+    >>> ModelEmaCallback(decay=0.999).decay
+    0.999
     """
 
     writes = ("model", "batch", "outputs", "loss", "algorithms", "callbacks")

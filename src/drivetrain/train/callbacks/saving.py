@@ -17,6 +17,18 @@ class SaveBestModelCallback(TrainerCallback):
     """Saves the model whenever a metric is better than ever in the run, and loads the best one at the end.
 
     The value is stored in the file under the metric's name. A file that this callback has not written is never loaded.
+
+    Args:
+        save_path: the file.
+        watch_metric: a name in the history, such as `"eval_accuracy_epoch"`.
+        greater_is_better: whether the metric should grow.
+        reset_on_train: forget the best value when `train()` starts.
+        save_optimizer: save the optimizer's state too.
+        save_scheduler: save the scheduler's state too.
+        load_saved_checkpoint: load the best model at the end of the run.
+
+    >>> SaveBestModelCallback("best.pt", watch_metric="eval_f1_epoch", greater_is_better=True).save_path
+    'best.pt'
     """
 
     writes: tuple[str, ...] = ("model", "optimizers", "schedulers")

@@ -20,6 +20,16 @@ class EarlyStoppingCallback(TrainerCallback):
 
     An improvement is measured against the best value so far, and a NaN is none. Where `eval_interval` evaluates inside epochs, patience
     counts those evaluations too.
+
+    Args:
+        early_stopping_patience: evaluations without improvement after which the run ends.
+        early_stopping_threshold: the least improvement that counts.
+        watch_metric: a name in the history, such as `"eval_accuracy_epoch"`.
+        greater_is_better: whether the metric should grow.
+        reset_on_train: forget the best value when `train()` starts.
+
+    >>> EarlyStoppingCallback(3, watch_metric="eval_accuracy_epoch", greater_is_better=True).early_stopping_patience
+    3
     """
 
     def __init__(

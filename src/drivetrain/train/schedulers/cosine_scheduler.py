@@ -17,6 +17,23 @@ class CosineLrScheduler(StatefulSchedulerBase):
 
     With T total, W warm-up and C cool-down updates the fall takes place between W and T - C; `k_decay` above 1 keeps
     the rate high for longer. Ratios are fractions of each group's base rate and win over the absolute values.
+
+    Args:
+        optimizer: the optimizer whose rates are set.
+        total_num_epochs: epochs of the run.
+        num_update_steps_per_epoch: updates of an epoch in one process.
+        k_decay: exponent of the progress inside the cosine.
+        lr_min: the last rate.
+        min_lr_ratio: the last rate as a fraction of the base rate.
+        num_warmup_epochs: epochs of linear warm-up.
+        warmup_starting_lr: the first rate.
+        warmup_starting_lr_ratio: the first rate as a fraction of the base rate.
+        num_cooldown_epochs: epochs at the last rate.
+
+    >>> from torch import nn, optim
+    >>> sgd = optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    >>> CosineLrScheduler(sgd, total_num_epochs=2, num_update_steps_per_epoch=10, num_warmup_epochs=1).total_iterations
+    20
     """
 
     saved = (
