@@ -70,6 +70,10 @@ def save(figure: Any, name: str, theme: Theme) -> None:
 # ---------------------------------------------------------------------- the loop
 
 
+Row = tuple[int, str, bool, str]
+"""Depth, name, whether it opens a box, and a remark."""
+
+
 def loop() -> None:
     """Draw the loop with the events that a real run fired."""
     import torch
@@ -94,12 +98,12 @@ def loop() -> None:
     rows = [
         row for row in _loop_rows(str(Event.__doc__)) if row[2] or row[1].lower() in {event.value for event in fired}
     ]
-    rows = [row for place, row in enumerate(rows) if not _is_empty(rows, place)]
+    rows = _without_empty_boxes(rows)
     for theme in THEMES:
         (ASSETS / f"loop-{theme.name}.svg").write_text(_loop_picture(rows, theme))
 
 
-def _loop_rows(text: str) -> list[tuple[int, str, bool, str]]:
+def _loop_rows(text: str) -> list[Row]:
     """Return depth, name, whether it opens a box, and the remark of each line of the loop's docstring."""
     rows = []
     for line in text.splitlines()[2:]:
@@ -112,34 +116,36 @@ def _loop_rows(text: str) -> list[tuple[int, str, bool, str]]:
     return rows
 
 
-def _is_empty(rows: list[tuple[int, str, bool, str]], place: int) -> bool:
-    """Return whether a box has no event in it."""
-    depth, _, is_box, _ = rows[place]
-    inside = []
-    for row in rows[place + 1 :]:
-        if row[0] <= depth:
-            break
-        inside.append(row)
-    return is_box and all(row[2] for row in inside)
+def _without_empty_boxes(rows: list[Row]) -> list[Row]:
+    """Leave out boxes that have no event of their own, and move what is inside them to the left."""
+    for place, (depth, _, is_box, _) in enumerate(rows):
+        end = next((n for n in range(place + 1, len(rows)) if rows[n][0] <= depth), len(rows))
+        inside = rows[place + 1 : end]
+        if is_box and not any(row[0] == depth + 1 and not row[2] for row in inside):
+            moved = [(row[0] - 1, *row[1:]) for row in inside]
+            return _without_empty_boxes([*rows[:place], *moved, *rows[end:]])
+    return rows
 
 
-def _loop_picture(rows: list[tuple[int, str, bool, str]], theme: Theme) -> str:
-    step, width, left = 21, 760, 24
+def _loop_picture(rows: list[Row], theme: Theme) -> str:
+    step, width, left = 21, 840, 24
     parts, open_boxes = [], []
 
-    def close(until: int, y: float) -> None:
+    def close(until: int, y: float) -> float:
         while open_boxes and open_boxes[-1][0] >= until:
             depth, top = open_boxes.pop()
             x = left + 22 * depth - 10
             parts.insert(
                 0,
-                f'<rect x="{x}" y="{top}" width="{width - 2 * x}" height="{y - top - 3}" rx="6" fill="{theme.box}" '
+                f'<rect x="{x}" y="{top}" width="{width - 2 * x}" height="{y - top + 2}" rx="6" fill="{theme.box}" '
                 f'fill-opacity="0.6" stroke="{theme.edge}"/>',
             )
+            y += 5
+        return y
 
     y = 10.0
     for depth, name, is_box, remark in rows:
-        close(depth, y)
+        y = close(depth, y)
         x = left + 22 * depth
         if is_box:
             open_boxes.append((depth, y))
@@ -148,9 +154,9 @@ def _loop_picture(rows: list[tuple[int, str, bool, str]], theme: Theme) -> str:
             )
         else:
             parts.append(f'<text x="{x}" y="{y + 15}" fill="{theme.text}" font-weight="600">{name}</text>')
-            parts.append(f'<text x="340" y="{y + 15}" fill="{theme.accent}">{html.escape(remark)}</text>')
+            parts.append(f'<text x="330" y="{y + 15}" fill="{theme.accent}">{html.escape(remark)}</text>')
         y += step
-    close(0, y)
+    y = close(0, y)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 10}" font-family="ui-monospace, monospace" '
         f'font-size="12.5"><rect width="100%" height="100%" fill="{theme.ground}"/>{"".join(parts)}</svg>\n'
@@ -305,7 +311,7 @@ def schedules() -> None:
         "WSDLr": (WSDLr, length | warm),
         "OneCycleLr": (OneCycleLr, length),
         "InverseSqrtLr": (InverseSqrtLr, warm),
-        "CosineRestartsLr": (CosineRestartsLr, {"period": 100}),
+        "CosineRestartsLr": (CosineRestartsLr, {"first_cycle": 100}),
     }
     curves = {}
     for name, (kind, settings) in made.items():
