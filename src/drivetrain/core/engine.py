@@ -260,10 +260,14 @@ class Engine:
                 fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
 
     def guarded(self, guard: Callable[[Callable[[], Any]], Any]) -> Fire:
-        """Return the events as methods that run their plugins through `guard(run)`, which may catch what they raise."""
-        self._guarded.append((Fire(), guard))
+        """Return the events as methods that run their plugins through `guard(run)`, which may catch what they raise.
+
+        Those that an earlier call returned are not kept up to date any more.
+        """
+        fire = Fire()
+        self._guarded = [(fire, guard)]
         self._compile()
-        return self._guarded[-1][0]
+        return fire
 
     def _call(self, binding: Binding, order: int) -> Callable[[], Any]:
         return partial(self._run_traced, binding, order) if self.traces.maxlen else binding.call()

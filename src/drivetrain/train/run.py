@@ -16,14 +16,13 @@ from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, find_form
-from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.items import WHOLE, LossCounting, Part
 from drivetrain.train.recovery import LastGoodState
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.tracking import LossTracker
+from drivetrain.train.tracking import LossTracker, MetricWatch
 
 if TYPE_CHECKING:
     from drivetrain.optim.optim_set import OptimSet

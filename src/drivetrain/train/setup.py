@@ -31,7 +31,6 @@ from drivetrain.runtime.run import current_run
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import as_runtime
 from drivetrain.train.arguments import check_loss_func, check_model
-from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.checkpoints import prepare_folder_for
 from drivetrain.train.checks import (
     check_optimizer,
@@ -47,6 +46,7 @@ from drivetrain.train.run import EvaluationPlan
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.step_losses import StepLosses
+from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer

@@ -6,6 +6,7 @@ loop; `loop.py` runs it). Here is what users call: the constructor, the public m
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -215,7 +216,7 @@ class Trainer(TrainerLoop):
     def callback_handler(self, handler: Any) -> None:
         self._callback_handler = handler
         if isinstance(handler, CallbackHandler):
-            handler.on_change = self._callbacks_changed
+            handler.on_change = _weakly(self._callbacks_changed)
         self._callbacks_changed(list(handler))
 
     # ------------------------------------------------------------------ the public methods
@@ -598,7 +599,7 @@ class Trainer(TrainerLoop):
         return TrainerRuntime(self._options.device, self._options.precision)
 
     def _create_callback_handler(self) -> CallbackHandler:
-        return CallbackHandler(with_limit_from_environment(self._callbacks), on_change=self._callbacks_changed)
+        return CallbackHandler(with_limit_from_environment(self._callbacks))
 
     def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
         if hasattr(self, "engine"):
@@ -649,6 +650,17 @@ class Trainer(TrainerLoop):
 
     def _check_eval_batch_size(self) -> None:
         setup.check_eval_batch_size(self.run.data.evaluation)
+
+
+def _weakly(method: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
+    """Return a function that calls a method as long as its object lives, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(callbacks: Sequence[Any]) -> None:
+        if (found := reference()) is not None:
+            found(callbacks)
+
+    return call
 
 
 class TrainerWithTimmScheduler(Trainer):

@@ -5,12 +5,30 @@ that do nothing are marked as placeholders: they document the events, `super()` 
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.binding import method_for
 from drivetrain.core.event import EVENT_OF_HOOK
 from drivetrain.core.plugin import Callback, placeholder
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
+
+
+class TrainerReference:
+    """An attribute of a callback that refers to the trainer of a run; it does not keep alive the trainer, which holds the callback."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"{name}_reference"
+
+    def __get__(self, callback: Any, owner: type | None = None) -> "Trainer | None":
+        reference = vars(callback).get(self._name)
+        return None if reference is None else reference()
+
+    def __set__(self, callback: Any, trainer: "Trainer | None") -> None:
+        vars(callback)[self._name] = None if trainer is None else weakref.ref(trainer)
 
 
 class TrainerCallback(Callback):
@@ -22,89 +40,90 @@ class TrainerCallback(Callback):
 
     allow_multiple = False
     """Whether a Trainer may have several callbacks of this class."""
+    _trainer = TrainerReference()
 
     @placeholder
-    def on_init_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_init_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """The trainer has been made."""
 
     @placeholder
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Training begins; loaders, scheduler and configuration are there."""
 
     @placeholder
-    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """A training epoch begins."""
 
     @placeholder
-    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """A batch has come from the loader."""
 
     @placeholder
-    def on_train_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """The loss of a batch is computed, its backward is not; also carries `step`, from 0 in the epoch."""
 
     @placeholder
-    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """The batches of an epoch are done and its training metrics recorded."""
 
     @placeholder
-    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """An evaluation begins; also carries `is_intermediate`."""
 
     @placeholder
-    def on_eval_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """An evaluation batch has come from the loader."""
 
     @placeholder
-    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """An evaluation batch is done."""
 
     @placeholder
-    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """An evaluation is done and its metrics recorded; also carries `is_intermediate`."""
 
     @placeholder
-    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """An evaluation inside an epoch is over, on all evaluation sets, and training is about to go on."""
 
     @placeholder
-    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Training and evaluation of an epoch are done."""
 
     @placeholder
-    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Training is over; the model is unwrapped."""
 
     @placeholder
-    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """`evaluate()` begins."""
 
     @placeholder
-    def on_evaluation_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """`evaluate()` is over."""
 
     @placeholder
-    def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: "Trainer", **kwargs: Any) -> None:
         """A run is stopped early, in good order."""
 
     @placeholder
-    def on_predict_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_predict_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """`predict()` begins."""
 
     @placeholder
-    def on_predict_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_predict_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """A batch to predict has come from the loader."""
 
     @placeholder
-    def on_predict_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_predict_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """The outputs for a batch are there."""
 
     @placeholder
-    def on_predict_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_predict_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """`predict()` is over."""
 
     @placeholder
-    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
         """An exception is about to leave the trainer; also carries `exception`."""
 
 
@@ -158,7 +177,7 @@ class CallbackHandler:
         self.add_callbacks([callback])
 
     def add_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Add callbacks at the end; a second one of a class is refused unless the class allows it."""
+        """Add callbacks at the end; a second one of a class is rejected unless the class allows it."""
         added = list(self._callbacks)
         for callback in callbacks:
             callback = callback() if isinstance(callback, type) else callback
@@ -189,7 +208,7 @@ class CallbackHandler:
             self.on_change(tuple(self))
 
 
-def is_fresh_run(trainer: Any) -> bool:
+def is_fresh_run(trainer: "Trainer") -> bool:
     """Whether a training run begins at its beginning, and is not resumed."""
     return trainer.state.clock.batch == 0
 

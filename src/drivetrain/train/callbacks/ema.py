@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from drivetrain.module.wrapping import wrapping_of
 from drivetrain.train.callbacks.base import CallbackHandler
 from drivetrain.train.callbacks.saving import SaveBestModelCallback
 from drivetrain.train.model_ema import ModelEma
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 _PREFIX = "ema_model_"
 
@@ -71,10 +74,9 @@ class ModelEmaCallback(SaveBestModelCallback):
         self.update_interval = ensure_time(update_interval, "st")
         self.ema_model: Any = None
         self._interval = Interval(self.update_interval)
-        self._trainer: Any = None  # while a training run is on
         self._restored: Mapping[str, Any] | None = None
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Copy the model, or go on with the average of a resumed run."""
         super().on_training_run_start(trainer)
         model = trainer.get_model(keep_torch_compile=False)
@@ -95,27 +97,28 @@ class ModelEmaCallback(SaveBestModelCallback):
     def batch_end(self, state: Any, logger: Any) -> None:
         """Update where the interval counts batches, steps, samples or tokens."""
         if not self._interval.is_per_epoch and self._interval.due(state.clock):
+            assert self._trainer is not None
             self.ema_model.update(self._trainer.get_model(keep_torch_compile=False))
 
-    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Update where the interval counts epochs."""
         if self._interval.is_per_epoch and self._interval.due(trainer.state.clock):
             self.ema_model.update(trainer.get_model(keep_torch_compile=False))
 
-    def on_eval_epoch_end(self, trainer: Any, is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: Any) -> None:
         """Evaluate the average, after an evaluation that belongs to an epoch of training."""
         if self.evaluate_during_training and not is_intermediate and self._trainer is not None:
             self._evaluate_average(trainer, trainer.state.dataloader)
 
-    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Do the same after an evaluation that `eval_interval` asked for inside an epoch, and save the average if it is the best."""
         if not self.evaluate_during_training or not trainer.evaluates_inside_epochs:
             return
-        self._evaluate_average(trainer, trainer._eval_dataloader, is_intermediate=True)
+        self._evaluate_average(trainer, trainer.run.data.evaluation, is_intermediate=True)
         with self._in_place_of_the_model(trainer):
             super().on_intermediate_evaluation_end(trainer)
 
-    def _evaluate_average(self, trainer: Any, loader: Any, is_intermediate: bool = False) -> None:
+    def _evaluate_average(self, trainer: "Trainer", loader: Any, is_intermediate: bool = False) -> None:
         handler, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
         attending = handler.callbacks
         trainer.print("Evaluating the average of the weights")
@@ -128,7 +131,7 @@ class ModelEmaCallback(SaveBestModelCallback):
                 handler.callbacks = attending
                 trainer.run_history.set_metric_name_prefix(prefix)
 
-    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Save the average, if it is the best or not compared."""
         with self._in_place_of_the_model(trainer):
             if self.evaluate_during_training:
@@ -136,11 +139,11 @@ class ModelEmaCallback(SaveBestModelCallback):
             else:
                 trainer.save_checkpoint(save_path=self.save_path, save_optimizer=False, save_scheduler=False)
 
-    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Leave the trained model as it is."""
         self._trainer = None
 
-    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
         """No run is on any more."""
         self._trainer = None
 
@@ -155,7 +158,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         self._restored = state["average"]
 
     @contextmanager
-    def _in_place_of_the_model(self, trainer: Any) -> Iterator[None]:
+    def _in_place_of_the_model(self, trainer: "Trainer") -> Iterator[None]:
         model = trainer.model
         trainer.model = self.ema_model.module
         try:

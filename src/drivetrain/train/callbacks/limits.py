@@ -1,12 +1,15 @@
 """Fewer batches than the data has: to see in seconds whether a program runs."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.batch_limits import DataLoaderSlice, limit_from_environment
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.loaders import map_loaders
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 class LimitBatchesCallback(TrainerCallback):
@@ -24,18 +27,18 @@ class LimitBatchesCallback(TrainerCallback):
             raise ConfigError(f"num_batches={num_batches}: expected at least 1.")
         self.num_batches = num_batches
 
-    def on_loaders_made(self, trainer: Any, **kwargs: Any) -> None:
+    def on_loaders_made(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Cut both loaders of a training run."""
-        trainer._train_dataloader = self._cut(trainer._train_dataloader)
-        trainer._eval_dataloader = self._cut(trainer._eval_dataloader)
+        trainer.run.data.train = self._cut(trainer.run.data.train)
+        trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Cut what a trainer made that does not announce its loaders."""
         self.on_loaders_made(trainer)
 
-    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Cut the loader of a stand-alone evaluation."""
-        trainer._eval_dataloader = self._cut(trainer._eval_dataloader)
+        trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
     def _cut(self, loader: Any) -> Any:
         return map_loaders(self._cut_one, loader)

@@ -4,7 +4,7 @@ They read clocks and counters on the host, never the device, and send their numb
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from drivetrain.core.time import ensure_time
 from drivetrain.module.wrapping import wrapping_of
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.train.callbacks.base import TrainerCallback
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 GIB = 2**30
 
@@ -103,7 +106,7 @@ class ThroughputMonitor(TrainerCallback):
         if state.clock.batch > self._counts[0]:
             self._log(state, logger)
 
-    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Leave no counter behind when the first batch fails."""
         if self._counter is not None and self._flops is None:
             self._counter.__exit__(None, None, None)

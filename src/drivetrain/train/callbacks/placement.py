@@ -1,7 +1,7 @@
 """Callbacks that prepare modules before the first step."""
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,21 +10,24 @@ from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.train.callbacks.base import TrainerCallback
 
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
+
 
 class MoveModulesToDeviceCallback(TrainerCallback):
     """Moves modules that the trainer holds beside its model, such as a loss with weights, to the device."""
 
     writes = ("settings",)
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Move before training."""
         self._move(trainer)
 
-    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Move before a stand-alone evaluation."""
         self._move(trainer)
 
-    def _move(self, trainer: Any) -> None:
+    def _move(self, trainer: "Trainer") -> None:
         for held in (*vars(trainer).values(), trainer.loss_func):
             if isinstance(held, nn.Module) and held is not trainer.model:
                 held.to(trainer.device)

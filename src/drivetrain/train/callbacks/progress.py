@@ -6,8 +6,9 @@ read back, the learning rate of the first group, the samples counted by the run'
 
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,13 +16,17 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
 from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.run import Measures
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 class ProgressBarCallback(TrainerCallback):
     """Shows each training and evaluation epoch with loss, learning rate, samples per second and the time left.
 
     The bar is redrawn at most `refresh_per_second` times a second. When the output is not a terminal, a line is
-    printed every `plain_interval` seconds and at the end of each phase. NO_COLOR is obeyed.
+    printed every `plain_interval` seconds and at the end of each phase. NO_COLOR is respected.
     """
 
     def __init__(self, refresh_per_second: float = 4, plain_interval: float = 30):
@@ -31,20 +36,20 @@ class ProgressBarCallback(TrainerCallback):
             )
         self.refresh_per_second = refresh_per_second
         self.plain_interval = plain_interval
-        self._trainer: Any = None
+        self._measures, self._optimizers = Measures(), tuple[Any, ...]()
         self._display: _Display | None = None
         self._phases: list[_Phase] = []  # an evaluation inside an epoch stands on top of the epoch
         self._epoch_began = 0  # the number of the epoch's first batch in the run
         self._next = float("inf")
         self._readback = AsyncReadback()
 
-    def on_train_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin a training epoch, where a resumed run left it."""
         clock, epoch, epochs = trainer.state.clock, trainer.run_history.current_epoch, trainer.run_config.num_epochs
         earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
         name = f"epoch {epoch}" + (f"/{epochs + earlier}" if epochs is not None else "")
         self._epoch_began = clock.batch - clock.batch_in_epoch
-        self._begin(trainer, _Phase(name, _length(trainer._train_dataloader), clock.batch_in_epoch, clock.sample))
+        self._begin(trainer, _Phase(name, _length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
 
     def batch_end(self, state: Any, logger: Any) -> None:
         """Count a training batch, and show it when it is time."""
@@ -54,14 +59,14 @@ class ProgressBarCallback(TrainerCallback):
         phase.done, phase.samples = state.clock.batch - self._epoch_began, state.clock.sample
         self._show(phase)
 
-    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """End a training epoch."""
         if self._phases:
             phase, clock = self._phases[-1], trainer.state.clock
             phase.done, phase.samples = clock.batch - self._epoch_began, clock.sample
             self._end(phase)
 
-    def on_eval_epoch_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin an evaluation."""
         state = trainer.state
         name = "evaluation" if state.dataloader_label == "eval" else f"evaluation on {state.dataloader_label}"
@@ -78,20 +83,20 @@ class ProgressBarCallback(TrainerCallback):
         if time.perf_counter() >= self._next:
             self._show(phase)
 
-    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """End an evaluation."""
         if self._phases:
             self._end(self._phases[-1])
 
-    def on_stop_training_error(self, trainer: Any, **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Leave the terminal as it was."""
         self._close()
 
-    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Leave the terminal as it was."""
         self._close()
 
-    def on_exception(self, trainer: Any, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Leave the terminal as it was, also after an error."""
         self._close()
 
@@ -99,10 +104,10 @@ class ProgressBarCallback(TrainerCallback):
         """Leave the terminal as it was."""
         self._close()
 
-    def _begin(self, trainer: Any, phase: "_Phase") -> None:
+    def _begin(self, trainer: "Trainer", phase: "_Phase") -> None:
         if get_local_rank() != 0:
             return
-        self._trainer = trainer
+        self._measures, self._optimizers = trainer.run.measures, trainer.state.optimizers
         self._phases.append(phase)
         if self._display is None:
             self._display = _make_display()
@@ -140,21 +145,21 @@ class ProgressBarCallback(TrainerCallback):
     def _ask_for_loss(self, phase: "_Phase") -> None:
         """Send for the newest loss where it is on a device; it is shown when it has arrived, and nothing waits for it."""
         self._hear(self._readback.poll())
-        unread = self._trainer._loss_tracker.unread if phase.trains else None
+        unread = self._measures.tracker.unread if phase.trains else None
         if unread is not None and self._readback.is_idle:
             self._readback.push(unread)
 
     def _hear(self, values: list[tuple[Any, float]]) -> None:
         for _, value in values:
-            self._trainer._loss_tracker.latest_known = value
+            self._measures.tracker.latest_known = value
 
     def _figures(self, phase: "_Phase") -> str:
         """Return loss, learning rate and speed as a short text."""
         figures = []
-        loss = self._trainer._loss_tracker.latest_known
+        loss = self._measures.tracker.latest_known
         if loss is not None:
             figures.append(f"loss {loss:.4g}")
-        rate = _first_rate(self._trainer.optimizer) if phase.trains else None
+        rate = _first_rate(self._optimizers) if phase.trains else None
         if rate is not None:
             figures.append(f"lr {rate:.3g}")
         if speed := phase.samples_per_second():
@@ -273,8 +278,8 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _first_rate(optimizer: Any) -> float | None:
-    groups = getattr(optimizer, "param_groups", None)
+def _first_rate(optimizers: Sequence[Any]) -> float | None:
+    groups = getattr(optimizers[0], "param_groups", None) if optimizers else None
     rate = groups[0].get("lr") if groups else None
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return None  # reading it would make the host wait

@@ -4,13 +4,16 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.collectives import agree_any
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
-from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.history_views import format_metric
+from drivetrain.train.tracking import MetricWatch
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 class SaveBestModelCallback(TrainerCallback):
@@ -59,19 +62,19 @@ class SaveBestModelCallback(TrainerCallback):
         """The best value so far; None until something was saved."""
         return self._watch.best
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Forget earlier runs where that was asked for, unless this one is resumed."""
         self._watch.start(trainer.run_history, forget=self.reset_on_train and is_fresh_run(trainer))
 
-    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Save if the latest value is the best; on several processes rank 0's value counts, because all of them save."""
         self._save_if_best(trainer, self._watch.agreed_value(trainer))
 
-    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Do the same after an evaluation inside an epoch."""
         self._save_if_best(trainer, self._watch.agreed_value(trainer, inside_epoch=True))
 
-    def _save_if_best(self, trainer: Any, value: float | None) -> None:
+    def _save_if_best(self, trainer: "Trainer", value: float | None) -> None:
         if value is None or not self._watch.improvement(value) > 0:
             return
         clock, self._watch.best = trainer.state.clock, value
@@ -83,7 +86,7 @@ class SaveBestModelCallback(TrainerCallback):
             save_scheduler=self.save_scheduler,
         )
 
-    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Load the best model."""
         if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
@@ -151,25 +154,25 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.max_checkpoints = max_checkpoints
         self._saved_checkpoints: list[Path] = []
 
-    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Remove what a state saved after the last step has made superfluous."""
         if self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
             self._remove_old(trainer)
 
-    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: "Trainer", batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         """Ask for a state after this step's update, where one is due."""
         update = update_in_progress(trainer)
         if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
             self._save(trainer, f"step_{update}")
 
-    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Save a finished epoch, where one is due."""
         epoch = trainer.state.clock.epoch
         if self.save_every_n_epochs is not None and epoch and epoch % self.save_every_n_epochs == 0:
             self._save(trainer, f"epoch_{epoch}")
         self._remove_old(trainer)
 
-    def on_training_run_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Save the end."""
         if self.save_at_end:
             trainer.save_training_state(self.save_dir / "final")
@@ -183,12 +186,12 @@ class SaveTrainingStateCallback(TrainerCallback):
         """Take the list back."""
         self._saved_checkpoints = [Path(path) for path in state["saved"]]
 
-    def _save(self, trainer: Any, name: str) -> None:
+    def _save(self, trainer: "Trainer", name: str) -> None:
         path = self.save_dir / name
         self._saved_checkpoints = [*(other for other in self._saved_checkpoints if other != path), path]
         trainer.save_training_state(path)
 
-    def _remove_old(self, trainer: Any) -> None:
+    def _remove_old(self, trainer: "Trainer") -> None:
         saved = self._saved_checkpoints
         if self.max_checkpoints is None or not saved or not saved[-1].exists():
             return
@@ -220,10 +223,9 @@ class WSDCheckpointCallback(TrainerCallback):
         self.initial_checkpoint = None if initial_checkpoint is None else Path(initial_checkpoint)
         self.checkpoint_steps: set[int] = set()
         self.pre_decay_steps: set[int] = set()
-        self._trainer: Any = None
         self._post_decay_step: int | None = None
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Read the steps from the schedule and load the checkpoint to continue from."""
         scheduler = trainer.scheduler
         if not hasattr(scheduler, "get_checkpoint_steps"):
@@ -237,7 +239,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.checkpoint_steps = set(scheduler.get_checkpoint_steps())
         self.pre_decay_steps = {info["pre_decay_step"] for info in scheduler.get_decay_info() if info["decay_steps"]}
 
-    def on_train_step_end(self, trainer: Any, batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: "Trainer", batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
         """Ask for what is due after this step's update."""
         update = update_in_progress(trainer)
         if update in self.pre_decay_steps:
@@ -251,6 +253,7 @@ class WSDCheckpointCallback(TrainerCallback):
         if self._post_decay_step is None:
             return
         step, self._post_decay_step = self._post_decay_step, None
+        assert self._trainer is not None
         self._trainer.save_checkpoint(
             self.save_dir / f"checkpoint_{step}_wsd_post_decay.pt",
             checkpoint_kwargs={"step": step, "checkpoint_type": "wsd_post_decay"},
@@ -258,7 +261,7 @@ class WSDCheckpointCallback(TrainerCallback):
             save_scheduler=self.save_scheduler,
         )
 
-    def _continue_from(self, trainer: Any, path: Path) -> None:
+    def _continue_from(self, trainer: "Trainer", path: Path) -> None:
         if not path.exists():
             raise FileNotFoundError(f"initial_checkpoint={str(path)!r} does not exist.")
         if path.is_dir():
@@ -279,6 +282,6 @@ def _load_weights(state: Any, folder: Path) -> None:
     part.load_state_dict(load_checkpoint(folder, map_location=state.device), strict=False)
 
 
-def update_in_progress(trainer: Any) -> int | None:
+def update_in_progress(trainer: "Trainer") -> int | None:
     """Return the number of the update that the batch in hand completes, from 1; None inside an accumulation window."""
-    return trainer.state.clock.step + 1 if trainer._window.closes else None
+    return trainer.state.clock.step + 1 if trainer.run.stepper.window.closes else None

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from drivetrain.module.finite import StepGuard
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 _NORMAL = 0.6745  # the median absolute deviation of a standard normal distribution
 _LEAST_DEVIATION = 1e-3  # of the median: losses that hardly differ are not spikes of each other
@@ -51,14 +54,13 @@ class LossSpike(TrainerCallback):
         self.losses: deque[float] = deque(maxlen=window)
         self._limit = math.inf
         self._readback = AsyncReadback()
-        self._trainer: Any = None
 
     @property
     def rolls_back(self) -> bool:
         """Whether a spike returns the run to the last good state."""
         return self.action == "rollback"
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin with nothing on its way; the statistics of a resumed run go on."""
         self._trainer, self._readback = trainer, AsyncReadback()
         if trainer.state.clock.batch == 0:

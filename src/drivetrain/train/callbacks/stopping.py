@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
 from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
-from drivetrain.train.callbacks.watching import MetricWatch
 from drivetrain.train.history_views import format_metric
+from drivetrain.train.tracking import MetricWatch
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 _TRAINING, _VALIDATION = "training", "validation"
 
@@ -57,22 +60,22 @@ class EarlyStoppingCallback(TrainerCallback):
         """The best value so far."""
         return self._watch.best
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Count afresh, unless the run is resumed."""
         forget = self.reset_on_train and is_fresh_run(trainer)
         self._watch.start(trainer.run_history, forget)
         if forget:
             self.early_stopping_patience_counter = 0
 
-    def on_training_run_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Compare the latest value and stop when patience is at its end."""
         self._compare(trainer, self._watch.new_value(trainer))
 
-    def on_intermediate_evaluation_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Do the same with the value of an evaluation inside an epoch."""
         self._compare(trainer, self._watch.new_value(trainer, inside_epoch=True))
 
-    def _compare(self, trainer: Any, value: float | None) -> None:
+    def _compare(self, trainer: "Trainer", value: float | None) -> None:
         if value is None:
             return
         if self._watch.improvement(value) > self.early_stopping_threshold:
@@ -112,14 +115,13 @@ class TerminateOnNaNCallback(TrainerCallback):
             raise ConfigError(unknown_name("action", action, ["raise", "stop"], where="TerminateOnNaNCallback"))
         self.action = action
         self.triggered = False
-        self._trainer: Any = None
         self._readback = AsyncReadback()
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin with nothing on its way."""
         self._begin(trainer)
 
-    def on_evaluation_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin with nothing on its way."""
         self._begin(trainer)
 
@@ -127,16 +129,16 @@ class TerminateOnNaNCallback(TrainerCallback):
         """Test the loss that is trained on."""
         self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
 
-    def on_eval_step_end(self, trainer: Any, batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
         """Test the loss of an evaluation batch."""
         self._trainer = trainer
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
 
-    def on_train_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Hear of the last steps; the epoch's loss has just been read, so nothing is waited for."""
         self._inspect(self._readback.drain())
 
-    def on_eval_epoch_end(self, trainer: Any, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Hear of the last batches of an evaluation."""
         self._inspect(self._readback.drain())
 
@@ -151,7 +153,7 @@ class TerminateOnNaNCallback(TrainerCallback):
         self._readback.push(loss, self._place(step))
         self._inspect(self._readback.poll())
 
-    def _begin(self, trainer: Any) -> None:
+    def _begin(self, trainer: "Trainer") -> None:
         self._trainer, self.triggered, self._readback = trainer, False, AsyncReadback()
 
     def _place(self, step: str | None) -> tuple[str, int | None, int | None]:
@@ -166,7 +168,7 @@ class TerminateOnNaNCallback(TrainerCallback):
             if not math.isfinite(value):
                 self._terminate(value, where, epoch, step)
             if where == _TRAINING and self._trainer is not None:
-                self._trainer._loss_tracker.latest_known = value
+                self._trainer.run.measures.tracker.latest_known = value
 
     def _terminate(self, value: float, where: str, epoch: int | None, step: int | None) -> None:
         self.triggered = True

@@ -3,13 +3,16 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.train.callbacks.base import TrainerCallback
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 WARM_UP = 3  # the first steps allocate and initialise, which waits
 
@@ -32,7 +35,7 @@ class StrictSteps(TrainerCallback):
         self._steps_seen = 0
         self._first_window = True
 
-    def on_training_run_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Begin anew with every run."""
         self._steps_seen, self._first_window = 0, True
 
@@ -60,7 +63,7 @@ class StrictSteps(TrainerCallback):
         if state.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
 
-    def on_exception(self, trainer: Any, exception: BaseException | None = None, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException | None = None, **kwargs: Any) -> None:
         """Leave the process as it was."""
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
