@@ -152,7 +152,7 @@ def test_auto_microbatches_are_found_where_the_whole_batch_does_not_fit():
     model = Hungry()
     trainer = Trainer(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), callbacks=())
     trainer.train(make_data(rows), num_epochs=1, per_device_batch_size=rows, microbatch_size="auto")
-    assert trainer._microbatch_size is not None and 1 <= trainer._microbatch_size < rows
+    assert trainer.run.microbatch_size is not None and 1 <= trainer.run.microbatch_size < rows
 
 
 class NoWaitingInSteps(TrainerCallback):

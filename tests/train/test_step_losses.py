@@ -197,14 +197,14 @@ def test_every_fiftieth_update_is_logged_where_nothing_is_said():
 def test_nothing_is_attached_without_a_logger_and_after_a_run_with_one():
     trainer = make_trainer()
     train(trainer, log_every=1)
-    assert trainer._step_losses is None
+    assert trainer.run.measures.step_losses is None
     lines = Lines()
     trainer = make_trainer(loggers=[lines])
     train(trainer, log_every=1)
     assert len(lines.series("train_loss_step")) == 3
     train(trainer, log_every=None)
     assert len(lines.series("train_loss_step")) == 3
-    assert trainer._step_losses is None and not trainer.engine.plugins
+    assert trainer.run.measures.step_losses is None and not trainer.engine.plugins
 
 
 @pytest.mark.parametrize("every", [-1, "often", "-2ba", float("nan")])

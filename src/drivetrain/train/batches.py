@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
+from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import unwrap
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
@@ -283,6 +284,22 @@ def join_outputs(parts: list[Any]) -> Any:
     if isinstance(first, (list, tuple)):
         return type(first)(join_outputs(list(column)) for column in zip(*parts))
     return first
+
+
+def join_batch_outputs(outputs: list[dict[str, Any]], is_sum: bool, joins: bool) -> dict[str, Any]:
+    """Return what a loss hook returned for micro-batches as if for the whole batch; the models' outputs only where `joins`."""
+    sizes = [output["batch_size"] for output in outputs]
+    whole: dict[str, Any] = {"model_outputs": None, "batch_size": sum(sizes)}
+    weights = sizes
+    if "num_items" in outputs[0]:
+        weights = [output["num_items"] for output in outputs]
+        whole["num_items"] = sum(weights)
+    loss = sum(output["loss"].detach() * weight for output, weight in zip(outputs, weights))
+    whole["loss"] = loss if is_sum else loss * as_factor(share_of(1, sum(weights)), loss)
+    if joins:
+        names = [name for name in outputs[0] if name not in ("loss", "batch_size", "num_items")]
+        whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)
+    return whole
 
 
 def _like(example: Mapping[str, Any], values: dict[str, Any]) -> Any:

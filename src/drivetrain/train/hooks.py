@@ -1,13 +1,13 @@
 """What a Trainer holds, and the hooks that users override: what happens at each place of the loop, one method each."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
-from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.wrapping import unwrap
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
@@ -17,15 +17,27 @@ from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.generation import call_generate, generation_inputs
 from drivetrain.train.items import uncompiled
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.names import RunNames
 from drivetrain.train.run import Run
+from drivetrain.train.run_config import TrainerRunConfig
+from drivetrain.train.settings import TrainSettings
 from drivetrain.train.tracking import LossTracker, RunHistory
 
 if TYPE_CHECKING:
     from drivetrain.strategy.value import Strategy
 
 
-class TrainerHooks(RunNames):
+def part_of_run(path: str) -> Any:
+    """Return a property that reads and writes a field of the Trainer's run."""
+    holder, _, name = f"run.{path}".rpartition(".")
+    find = attrgetter(holder)
+
+    def assign(trainer: "TrainerHooks", value: Any) -> None:
+        setattr(find(trainer), name, value)
+
+    return property(attrgetter(f"run.{path}"), assign)
+
+
+class TrainerHooks:
     """The parts of a Trainer that the loop calls and users replace."""
 
     run: Run
@@ -34,6 +46,17 @@ class TrainerHooks(RunNames):
     logbook: Logbook
     callback_handler: Any
     _scheduler_is_ours: bool
+
+    settings: TrainSettings | None = part_of_run("settings")
+    run_config: TrainerRunConfig | None = part_of_run("config")
+    evaluating: bool = part_of_run("is_evaluating")
+    # What subclasses written for pytorch-accelerated read or assign.
+    _train_dataloader: Any = part_of_run("data.train")
+    _eval_dataloader: Any = part_of_run("data.evaluation")
+    _train_dl_kwargs: dict[str, Any] | None = part_of_run("data.train_kwargs")
+    _eval_dl_kwargs: dict[str, Any] | None = part_of_run("data.eval_kwargs")
+    _loss_tracker: LossTracker = part_of_run("measures.tracker")
+
     plan: "Strategy | None" = None  # as it was applied to the state
     _planned_model: Any = None  # the model as the plan left it, in its DDP shell
 
@@ -110,10 +133,6 @@ class TrainerHooks(RunNames):
     def overrides(self, name: str) -> bool:
         """Return whether a subclass, or somebody on the instance, replaces a method of the Trainer."""
         raise NotImplementedError  # `Trainer` knows its own methods
-
-    @property
-    def _window(self) -> AccumulationWindow:
-        return self.run.stepper.window
 
     @property
     def device(self) -> Any:

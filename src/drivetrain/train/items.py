@@ -7,7 +7,7 @@ counted from their labels on the device, and only where the number of samples is
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.batches import batch_size_of, carried_loss, slice_rows
+
+if TYPE_CHECKING:
+    from drivetrain.train.hooks import TrainerHooks
 
 
 def check_count_items(count_items: Any) -> Callable[[Any], Count] | str | None:
@@ -76,16 +79,16 @@ class LossCounting:
         """Return how many items the loss of a batch is a mean over."""
         return 1 if self._count is None else self._count(batch)
 
-    def watched(self, trainer: Any, hook: Callable[[Any], Any], batch: Any, loader: Any) -> Any:
+    def watched(self, trainer: "TrainerHooks", hook: Callable[[Any], Any], batch: Any, loader: Any) -> Any:
         """Return what a loss hook makes of a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
         if is_compiled:  # only a loss function outside what is compiled can be followed
-            trainer._watch = None if _is_compiled(trainer.loss_func) else watch
+            trainer.run.loss.watch = None if _is_compiled(trainer.loss_func) else watch
             try:
                 output = hook(batch)
             finally:
-                trainer._watch = None
+                trainer.run.loss.watch = None
         else:
             with uncompiled(), watch:
                 output = hook(batch)
@@ -164,12 +167,12 @@ def _has_equal_rows(items: LossItems, loader: Any) -> bool:
     return not bool((labels == items.ignore_index).any())  # once per run; this synchronizes the host
 
 
-def _hides_loss(trainer: Any, hook: Callable[[Any], Any]) -> bool:
+def _hides_loss(trainer: "TrainerHooks", hook: Callable[[Any], Any]) -> bool:
     """Whether a user's own code computes the loss, which must not be called twice."""
     return any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
 
 
-def _probe(trainer: Any, batch: Any) -> LossItems:
+def _probe(trainer: "TrainerHooks", batch: Any) -> LossItems:
     """Follow two rows of a batch through the model as it is before compilation; nothing is left behind."""
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
@@ -177,12 +180,12 @@ def _probe(trainer: Any, batch: Any) -> LossItems:
     watch, generators = LossWatch(part, min(2, rows)), capture_rng()
     args, kwargs = form.arguments(part)
     try:
-        with torch.no_grad(), buffers_kept(model), trainer._accelerator.autocast(), uncompiled(), watch:
+        with torch.no_grad(), buffers_kept(model), trainer.runtime.autocast(), uncompiled(), watch:
             outputs = model(*args, **kwargs)
             if loss_func is not None:
                 loss = loss_func(form.predictions(outputs), form.targets(part))
             else:
-                own = trainer._own_loss
+                own = trainer.run.loss.own_loss
                 loss = carried_loss(outputs) if own is None else own(outputs, part)
         return watch.items_of(loss)
     except (RuntimeError, ValueError, TypeError):  # two rows are not enough for this model: nothing is known

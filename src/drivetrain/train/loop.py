@@ -14,12 +14,11 @@ from torch import Tensor
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
-from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, recovery, resuming
 from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
-from drivetrain.train.batches import batch_size_of, join_outputs, split_batch
+from drivetrain.train.batches import batch_size_of, join_batch_outputs, split_batch
 from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation import EvaluationLoop
 from drivetrain.train.failures import explain_failure
@@ -226,14 +225,9 @@ class TrainerLoop(EvaluationLoop):
         """Count a batch and do what is due between two batches; True ends the run."""
         run, state = self.run, self.state
         data, fire = run.data, run.fire
-        source = data.source
-        if source is not None and source.batch_info is not None:
-            samples = source.batch_info.global_size
-        else:  # a subclass that makes the passes itself keeps its output to itself
-            output = state.batch_output
-            size = batch_size_of(None, state.batch) if output is None else output["batch_size"]
-            samples = size * run.stepper.window.world
-        state.clock.next_batch(samples, 0 if data.count_tokens is None else self._tokens(state.batch), closes)
+        # A subclass that makes the passes itself may keep its output to itself.
+        samples, tokens = data.count(state.batch, state.batch_output, run.stepper.window.world)
+        state.clock.next_batch(samples, tokens, closes)
         fire.batch_end()
         run.inside_step = False
         fire.batch_checkpoint()
@@ -289,14 +283,15 @@ class TrainerLoop(EvaluationLoop):
 
     def _watch_first_loss(self) -> Any:
         """Run the loss hook on the first batch, and find what its loss is a mean over."""
-        counting = self._train_items
-        output = counting.watched(self, self.calculate_train_batch_loss, self.state.batch, self._train_dataloader)
-        if self._window.world > 1:
+        run, batch = self.run, self.state.batch
+        counting, window = run.measures.train_items, run.stepper.window
+        output = counting.watched(self, self.calculate_train_batch_loss, batch, run.data.train)
+        if window.world > 1:
             counting.agree()
-        if self._window.is_plain:
-            counting.prefer_samples(self.state.batch)
-        self.run.stepper.use_sums(counting.is_sum)
-        self._loss_tracker.is_sum = counting.is_sum
+        if window.is_plain:
+            counting.prefer_samples(batch)
+        run.stepper.use_sums(counting.is_sum)
+        run.measures.tracker.is_sum = counting.is_sum
         return output
 
     def _backward(self, output: Mapping[str, Any]) -> None:
@@ -358,12 +353,9 @@ class TrainerLoop(EvaluationLoop):
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""
-        state, source = self.state, self._sample_source
-        self.run.stepper.guard.to_pass_over -= 1
-        known = source is not None and source.batch_info is not None
-        window = self._window
-        samples = source.batch_info.global_size if known else batch_size_of(None, state.batch) * window.world
-        state.clock.next_batch(samples, 0 if self._count_tokens is None else self._tokens(state.batch), False)
+        run, state = self.run, self.state
+        run.stepper.guard.to_pass_over -= 1
+        state.clock.next_batch(*run.data.count(state.batch, None, run.stepper.window.world), False)
         return self._at_boundary()
 
     def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
@@ -419,63 +411,36 @@ class TrainerLoop(EvaluationLoop):
 
     def _clip_gradients(self) -> None:
         """Clip once per update, by norm or by value."""
-        settings = self.settings
+        run, settings = self.run, self.run.settings
         if settings is None:
             return
-        if settings.gradient_clip_norm is not None and self._units is None:  # units clip by norm themselves
-            self.last_grad_norm = self._accelerator.clip_grad_norm_(self._parameters(), settings.gradient_clip_norm)
+        if settings.gradient_clip_norm is not None and run.units is None:  # units clip by norm themselves
+            norm = settings.gradient_clip_norm
+            self.last_grad_norm = self.runtime.clip_grad_norm_(run.stepper.parameters, norm)
         elif settings.gradient_clip_value is not None:
-            self._accelerator.clip_grad_value_(self._parameters(), settings.gradient_clip_value)
-
-    def _parameters(self) -> list[Tensor]:
-        return self.run.stepper.parameters
+            self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
 
     def _perform_micro_batches(self, batch: Any) -> None:
         """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""
-        state, synchronises = self.state, self.run.stepper.synchronises
-        parts, outputs, whole = split_batch(batch, self._microbatch_size or 1), [], None
+        run, state, synchronises = self.run, self.state, self.run.stepper.synchronises
+        parts, outputs, whole = split_batch(batch, run.microbatch_size or 1), [], None
         rows = batch_size_of(None, batch)
         for index, part in enumerate(parts):
             state.batch, is_last = part, index == len(parts) - 1
-            self.run.part = Part(len(parts), is_last, rows)
+            run.part = Part(len(parts), is_last, rows)
             with ExitStack() as stack:
-                if self._ddp and not (synchronises and is_last):
+                if run.is_ddp and not (synchronises and is_last):
                     stack.enter_context(self.model.no_sync())
                 output = self._forward_and_loss(announce=False)
                 outputs.append(output)
                 if is_last:
-                    state.batch, state.batch_output = batch, (whole := self._join(outputs))
-                    self._fire.step_output()
+                    joins = self.engine.listens(Event.STEP_OUTPUT)
+                    whole = join_batch_outputs(outputs, run.measures.train_items.is_sum, joins)
+                    state.batch, state.batch_output = batch, whole
+                    run.fire.step_output()
                     state.batch, state.batch_output = part, output  # its weight is that of its own items
                 self._backward(output)
         state.batch, state.batch_output = batch, whole
-
-    def _join(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the outputs of the micro-batches as those of the whole batch; joined only if somebody listens."""
-        sizes = [output["batch_size"] for output in outputs]
-        whole: dict[str, Any] = {"model_outputs": None, "batch_size": sum(sizes)}
-        if "num_items" in outputs[0]:
-            items = [output["num_items"] for output in outputs]
-            whole["num_items"], weights = sum(items), items
-        else:
-            weights = sizes
-        loss = sum(output["loss"].detach() * weight for output, weight in zip(outputs, weights))
-        whole["loss"] = loss if self._train_items.is_sum else loss * as_factor(share_of(1, sum(weights)), loss)
-        if self.engine.listens(Event.STEP_OUTPUT):
-            names = [name for name in outputs[0] if name not in ("loss", "batch_size", "num_items")]
-            whole.update((name, join_outputs([output[name] for output in outputs])) for name in names)
-        return whole
-
-    # ------------------------------------------------------------------ counting
-
-    def _is_padding(self) -> bool:
-        """Whether the batch in hand only keeps this rank in step with others that still have samples."""
-        return self._sample_source.batch_info.size == 0
-
-    def _tokens(self, batch: Any) -> int:
-        """Return how many tokens of all processes the batch holds."""
-        assert self._count_tokens is not None
-        return self._count_tokens(batch) * self._window.world
 
     # ------------------------------------------------------------------ stopping
 

@@ -1,10 +1,10 @@
 """Finding the largest micro-batch that fits, by dry steps before training.
 
 Starting from the whole batch, a step is tried; out of memory halves the size. All ranks use the smallest size any of them needs.
-Weights, buffers, gradients and random numbers are put back, so the run that follows is the one that would have been without.
+Weights, buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,10 +16,13 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
 from drivetrain.train.batches import batch_size_of, split_batch
 
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
-def find_microbatch_size(trainer: Any) -> int | None:
-    """Return the number of rows that fit beside model and optimizer, or None when the whole batch does."""
-    move, batch = loaders.mover(trainer.device, trainer._train_dataloader), next(iter(trainer._train_dataloader))
+
+def find_microbatch_size(trainer: "Trainer") -> int | None:
+    """Return the number of rows that fit next to model and optimizer, or None when the whole batch does."""
+    move, batch = loaders.mover(trainer.device, trainer.run.data.train), next(iter(trainer.run.data.train))
     batch = batch if move is None else move(batch)
     rows = size = batch_size_of(None, batch)
     generators = capture_rng()
@@ -37,16 +40,16 @@ def find_microbatch_size(trainer: Any) -> int | None:
     return None if size == rows else size
 
 
-def _fits_everywhere(trainer: Any, batch: Any, size: int) -> bool:
+def _fits_everywhere(trainer: "Trainer", batch: Any, size: int) -> bool:
     fits = _fits(trainer, split_batch(batch, size)[0])
     return all(all_gather_values(fits)) if is_distributed() else fits
 
 
-def _fits(trainer: Any, part: Any) -> bool:
+def _fits(trainer: "Trainer", part: Any) -> bool:
     state = trainer.state
     try:
         state.batch = part
-        with trainer._accelerator.no_sync(trainer.model):
+        with trainer.runtime.no_sync(trainer.model):
             output = trainer.calculate_train_batch_loss(part)
             output["loss"].backward()
         return True
@@ -55,4 +58,4 @@ def _fits(trainer: Any, part: Any) -> bool:
     finally:
         state.batch = state.outputs = state.batch_output = None
         trainer.model.zero_grad(set_to_none=True)
-        trainer._accelerator.free_memory()
+        trainer.runtime.free_memory()

@@ -15,7 +15,7 @@ from drivetrain.core.time import Clock
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import BatchForm, find_form
+from drivetrain.train.batches import BatchForm, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.items import WHOLE, LossCounting, Part
@@ -50,6 +50,14 @@ class TrainingData:
     reads_index: bool = False
     """Whether a plugin reads which samples are in a batch."""
     count_tokens: Callable[[Any], int] | None = None
+
+    def count(self, batch: Any, output: Mapping[str, Any] | None, world: int) -> tuple[int, int]:
+        """Return the samples and tokens of a batch over all data ranks; `output` is what a loss hook returned, where that is known."""
+        tokens = 0 if self.count_tokens is None else self.count_tokens(batch) * world
+        source = self.source
+        if source is not None and source.batch_info is not None:
+            return source.batch_info.global_size, tokens
+        return (batch_size_of(None, batch) if output is None else output["batch_size"]) * world, tokens
 
     def is_padding(self) -> bool:
         """Return whether the batch in hand has no sample of this rank."""
