@@ -4,13 +4,17 @@ Memory depends on which kernels run: attention that never writes its scores, dro
 statistics, and autocast, whose list of operations that stay in float32 is longer on CUDA than on CPU.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from drivetrain.strategy.profile.torch_private import operation_rules
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.profile.torch_private import Operation
 
 # Operations that autocast runs in float32 on CUDA, and that its list for CPU leaves alone.
 _FLOAT32 = """
@@ -29,7 +33,7 @@ _UNREDUCED = frozenset(
 )
 
 
-def hold_as_torch_does(operation: Any, args: Any, result: Any) -> None:
+def hold_as_torch_does(operation: "Operation", args: Sequence[Any], result: Tensor) -> None:
     """Give a fake result the memory that it really holds.
 
     Some losses are written in the shape of their input first and are then shrunk to one number, but their storage is not: as long as
@@ -39,7 +43,7 @@ def hold_as_torch_does(operation: Any, args: Any, result: Any) -> None:
         result.untyped_storage().resize_(args[0].numel() * args[0].element_size())
 
 
-def borrowed_bytes(operation: Any, args: Any, result: Any) -> int:
+def borrowed_bytes(operation: "Operation", args: Sequence[Any], result: Tensor) -> int:
     """Return what a kernel borrows while it runs.
 
     cuDNN's convolutions compute with channels last. For tensors that have them first they copy input and output, as an H200 showed for all
@@ -75,11 +79,11 @@ def accelerator_rules() -> AbstractContextManager[None]:
     return operation_rules(rules)
 
 
-def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_float32(operation: "Operation", *args: Any, **kwargs: Any) -> Any:
     return operation(*[_widened(value) for value in args], **{key: _widened(value) for key, value in kwargs.items()})
 
 
-def _to_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _to_float32(operation: "Operation", *args: Any, **kwargs: Any) -> Any:
     takes = [argument.name for argument in operation._schema.arguments]
     given = dict(zip(takes, args)) | kwargs
     first = args[0]
@@ -92,7 +96,7 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
 
-def _dropout(operation: Any, x: Tensor, p: float, train: bool) -> Any:
+def _dropout(operation: "Operation", x: Tensor, p: float, train: bool) -> Tensor:
     """Keep one byte per element, as the fused kernel does."""
     if not train or p in (0, 1) or x.numel() == 0:
         return operation.decompose(x, p, train)
@@ -100,7 +104,7 @@ def _dropout(operation: Any, x: Tensor, p: float, train: bool) -> Any:
 
 
 def _attention(
-    operation: Any,
+    operation: "Operation",
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,7 +114,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> Tensor:
     """Keep inputs, output and one float per row; dropout only adds a random seed."""
     is_grouped = query.ndim == 4 and key.shape[1] != query.shape[1]  # keys and values shared by groups of heads
     width = query.shape[-1]
@@ -124,7 +128,9 @@ def _attention(
     return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
-def _rms_norm(operation: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    operation: "Operation", x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """Keep the input and a number per row, as layer norm does; on CPU it would be written out in element-wise steps."""
     if weight is not None and weight.dtype != x.dtype:
         return operation.decompose(x, shape, weight, eps)

@@ -22,7 +22,7 @@ from drivetrain.strategy.profile.torch_private import PrivateFeatureMissing, fak
 from drivetrain.strategy.task import TrainingTask
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from drivetrain.strategy.profile.torch_private import FakeTensorMode
 
 _FIRST_BUCKET = 2**20
 _BUCKET_MIB = 25

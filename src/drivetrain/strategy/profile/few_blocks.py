@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
 from drivetrain.strategy.profile.step_memory import Amounts, Change, Record, StepMemory
@@ -171,22 +172,19 @@ def watch_blocks(
     model: nn.Module, families: Sequence[BlockFamily], counts: Counts, tracker: Any, window: Any
 ) -> list[Any]:
     """Let a tracker know when blocks are entered, left, and go backward; return what to remove afterwards."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_leaves
-
-    handles: list[Any] = []
+    handles: list[RemovableHandle] = []
 
     def watch(block: nn.Module, family: int, index: int) -> None:
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             tracker.segment = Segment("forward", window(), family, index)
 
-        def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        def leave(module: nn.Module, inputs: object, outputs: object) -> None:
             tracker.segment = Segment("after", window(), family, index)
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(back)
 
-        def back(gradient: Any) -> None:
+        def back(gradient: Tensor) -> None:
             tracker.segment = Segment("backward", window(), family, index)
 
         handles.append(block.register_forward_pre_hook(enter))
@@ -237,10 +235,10 @@ class BlockMarks:
         self._handles = [block.register_forward_pre_hook(self._enter) for block in blocks]
         self._handles += [block.register_forward_hook(self._leave) for block in blocks]
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         self.forward.append(len(self._timeline.events))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._return_to)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,11 @@ from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.value import Strategy
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from drivetrain.strategy.profile.torch_private import FakeTensorMode
 
 _ROUNDING = {"cuda": 512}
 """What allocators round sizes up to."""
@@ -251,7 +256,7 @@ def _follow(job: _Job, model: nn.Module, families: Sequence[BlockFamily], counts
 
 
 @contextmanager
-def _pretended_ddp(mode: Any) -> Iterator[list[GradientBuckets]]:
+def _pretended_ddp(mode: "FakeTensorMode") -> Iterator[list[GradientBuckets]]:
     """Let buckets in Python stand for DDP; yield those that were made."""
     made: list[GradientBuckets] = []
 
@@ -267,7 +272,7 @@ def _pretended_ddp(mode: Any) -> Iterator[list[GradientBuckets]]:
         ddp.TransparentDDP = before  # type: ignore[misc]
 
 
-def _fake_task(job: _Job, mode: Any) -> TrainingTask:
+def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
     """Return the task with fake samples, and with the optimizer's loop over parameters that the device would choose."""
     from torch.utils._pytree import tree_map_only
 
@@ -360,7 +365,7 @@ def _in_child(
 
 
 def _child(
-    pipe: Any, task: TrainingTask, plans: list[Strategy], world: int, kind: str, time_limit: float | None
+    pipe: "Connection", task: TrainingTask, plans: list[Strategy], world: int, kind: str, time_limit: float | None
 ) -> None:
     end_with_parent()
     torch.set_num_threads(1)

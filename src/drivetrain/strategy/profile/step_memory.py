@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_a
 from drivetrain.strategy.profile.fake_world import GradientBuckets
 from drivetrain.strategy.stepping import PlannedOptimizer
 from drivetrain.strategy.task import TrainingTask
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from drivetrain.strategy.profile.torch_private import FakeTensorMode, Operation
 
 CATEGORIES = ("params", "grads", "optimizer", "activations", "gathered", "temporary")
 """Parameters and buffers; gradients; optimizer state; what forward passes make; gathered parameters; what else backward passes
@@ -96,15 +101,15 @@ class StepMemory(TorchDispatchMode):
         self.events: list[Change] = []
         self.kinds: dict[int, str] = {}
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._count = 0
         self._collectives: dict[str, dict[str, tuple[int, float]]] = {}
-        self._fake_mode: Any = None
+        self._fake_mode: FakeTensorMode | None = None
 
     # Who is who.
 
-    def register(self, tensors: Iterable[Any], kind: str) -> None:
+    def register(self, tensors: Iterable[object], kind: str) -> None:
         """Record what storages are for, whether they were seen before or not."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
@@ -112,7 +117,7 @@ class StepMemory(TorchDispatchMode):
                 if number is not None:
                     self.kinds[number] = kind
 
-    def register_all(self, model: nn.Module, optimizer: Any) -> None:
+    def register_all(self, model: nn.Module, optimizer: "Optimizer | None") -> None:
         """Record which storages are parameters, gradients and optimizer state now."""
         own = [*model.parameters(), *model.buffers()]
         inner = getattr(optimizer, "inner", optimizer)
@@ -154,7 +159,7 @@ class StepMemory(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self, func: "Operation", types: Sequence[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # DTensors first become operations on their local parts
@@ -184,7 +189,7 @@ class StepMemory(TorchDispatchMode):
                     self._mark_gathered(leaf)
         return result
 
-    def _count_collective(self, name: str, args: tuple, result: Any) -> None:
+    def _count_collective(self, name: str, args: tuple, result: object) -> None:
         sizes = [
             sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
             for value in (*args, result)
@@ -230,7 +235,7 @@ class StepMemory(TorchDispatchMode):
     def _rounded(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to
 
-    def _end(self, key: int, number: int, reference: Any) -> None:
+    def _end(self, key: int, number: int, reference: object) -> None:
         if self._numbers.get(key) == number:
             del self._numbers[key]
         self._references.pop(number, None)

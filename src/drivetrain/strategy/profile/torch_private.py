@@ -9,17 +9,22 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as Operation
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx import GraphModule, Node
 
 
 class PrivateFeatureMissing(RuntimeError):
     """This torch does not have something that the profile would use."""
 
 
-def fake_mode() -> Any:
+def fake_mode() -> "FakeTensorMode":
     """Return a mode in which tensors have shapes and no memory, on a pretended CPU; enter it with `with`."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,14 +33,14 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_fake(value: Any) -> bool:
+def is_fake(value: object) -> bool:
     """Return whether a value is a fake tensor (or a wrapper of one, while a graph is captured)."""
     from torch._guards import detect_fake_mode
 
     return isinstance(value, Tensor) and detect_fake_mode(value) is not None
 
 
-def faked(mode: Any, tensor: Tensor) -> Tensor:
+def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
     """Return a fake tensor on the pretended CPU, shaped like a tensor on any device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
@@ -45,7 +50,7 @@ def faked(mode: Any, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
 
 
-def operation_flops(function: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> float:
+def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, Any], result: Any) -> float:
     """Return the floating-point operations of one dispatched operation; 0 for all but products, convolutions and attention."""
     from torch.utils.flop_counter import flop_registry
 
@@ -68,7 +73,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, is_backward: boo
     return 2.0 * scores * widths
 
 
-def is_view_operation(function: Any) -> bool:
+def is_view_operation(function: "Operation") -> bool:
     """Return whether an operation returns another look at its input and moves no memory."""
     return bool(function.is_view) or function._schema.name in _VIEW_LIKE
 
@@ -104,7 +109,7 @@ def operation_rules(rules: Iterable[tuple[str, str, Rule]]) -> Iterator[None]:
             operation._dispatch_cache.clear()
 
 
-def _kernel(operation: Any, key: str, rule: Rule) -> Callable[..., Any]:
+def _kernel(operation: "Operation", key: str, rule: Rule) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     is_autocast = key.startswith("Autocast")
 
@@ -171,7 +176,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
     )
 
 
-def _saved_outputs(forward: Any, num_outputs: int, round_to: int) -> float:
+def _saved_outputs(forward: "GraphModule", num_outputs: int, round_to: int) -> float:
     """Sum what a partitioned forward graph returns beside its outputs, each storage once, inputs and their views left out."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     values = output.args[0]
@@ -192,6 +197,6 @@ def _saved_outputs(forward: Any, num_outputs: int, round_to: int) -> float:
     return total
 
 
-def _is_view_node(node: Any) -> bool:
+def _is_view_node(node: "Node") -> bool:
     """Return whether a graph node is a view of its first argument."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view_operation(node.target)

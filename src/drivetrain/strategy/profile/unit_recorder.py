@@ -1,16 +1,20 @@
 """Charge the operations of a forward pass on fake tensors to the blocks that run them: what each part of a model does and keeps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.profile.torch_private import Operation
 
 
 @dataclass
@@ -62,7 +66,7 @@ class UnitRecorder(TorchDispatchMode):
         self.cross_entropy_head: str | None = None
         self._members, self._rest = members, rest
         self._stack: list[tuple[int, nn.Module | None]] = [(rest, None)]
-        self._kept: dict[int, Any] = {}  # storages are held, so that no address comes twice
+        self._kept: dict[int, torch.UntypedStorage] = {}  # storages are held, so that no address comes twice
         self._saved: set[int] = set()
         self._entered: set[int] = set()
         self._expensive: set[int] = set()
@@ -90,7 +94,7 @@ class UnitRecorder(TorchDispatchMode):
             self.totals[index].continue_to(longer.totals[index], more)
         self.loss.continue_to(longer.loss, more)
 
-    def watch(self, model: nn.Module) -> list[Any]:
+    def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """Put hooks on the members and on Linear layers; return their handles."""
         handles = []
         for name, module in model.named_modules():
@@ -101,7 +105,7 @@ class UnitRecorder(TorchDispatchMode):
                 handles.append(module.register_forward_hook(self._linear_hook(name)))
         return handles
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
         unit = self._members[module]
         self._stack.append((unit, module))
         for tensor in tree_leaves((args, kwargs)):
@@ -113,17 +117,17 @@ class UnitRecorder(TorchDispatchMode):
                 if self.sequence_length is None and tensor.ndim == 3 and tensor.is_floating_point():
                     self.sequence_length = tensor.shape[1]
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
         self._stack.pop()
 
-    def _linear_hook(self, name: str) -> Any:
-        def remember(module: nn.Module, args: Any, output: Any) -> None:
+    def _linear_hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def remember(module: nn.Module, args: object, output: object) -> None:
             if isinstance(output, Tensor):
                 self._origins[self._key(output)] = name
 
         return remember
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Tensor:
         """Charge a tensor saved for backward, each storage once."""
         key = self._key(tensor)
         if key not in self._saved:
@@ -135,7 +139,9 @@ class UnitRecorder(TorchDispatchMode):
                 self.loss.saved += size
         return tensor.detach()  # the tensor itself would keep its own node alive
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: "Operation", types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # torch asks for a device where an exception would end the process
             return func(*args, **kwargs)
@@ -160,7 +166,7 @@ class UnitRecorder(TorchDispatchMode):
                     unit.expensive += tensor.untyped_storage().nbytes()
         return result
 
-    def _notice(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _notice(self, func: "Operation", inputs: list[Tensor], outputs: list[Tensor]) -> None:
         name = func._schema.name
         if "scaled_dot_product" in name and inputs[0].ndim == 4:
             self.current.heads = inputs[0].shape[1]
@@ -183,7 +189,7 @@ def _touched(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _is_expensive(func: Any, args: Any) -> bool:
+def _is_expensive(func: "Operation", args: Sequence[Any]) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
     from drivetrain.module.checkpointing import keep_expensive
@@ -191,6 +197,6 @@ def _is_expensive(func: Any, args: Any) -> bool:
     return keep_expensive(None, func, *args) is CheckpointPolicy.MUST_SAVE
 
 
-def saving_hooks(recorder: UnitRecorder) -> Any:
+def saving_hooks(recorder: UnitRecorder) -> torch.autograd.graph.saved_tensors_hooks:
     """Return a context in which what autograd saves is charged."""
     return torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
