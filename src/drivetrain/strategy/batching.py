@@ -28,7 +28,7 @@ def plan_batch(
     *,
     allow_rounding: bool = False,
 ) -> BatchPlan:
-    """Split a global batch; sizes that do not divide are refused with the two nearest ones, or rounded where that is allowed.
+    """Split a global batch; sizes that do not divide are rejected with the two nearest ones, or rounded where that is allowed.
 
     >>> plan_batch(24, 2, micro=4)
     BatchPlan(global_size=24, micro=4, accumulation=3, data_ranks=2)

@@ -30,9 +30,11 @@ def explain(plan: "Strategy", width: int = 100) -> str:
         own = [text for text in notes if text.startswith(f"{name}:")]
         notes = [text for text in notes if text not in own]
         why = [text.partition(":")[2].strip() for text in own] or [find_method(name).reason(config)]
-        told = "; ".join(text for text in dict.fromkeys(why) if text)
+        shown = "; ".join(text for text in dict.fromkeys(why) if text)
         settings = _settings(config) or "defaults"
-        lines.append(f"    {name:<16} {settings}" + (f": {told}" if told else "") + ("   (tunable)" if tunable else ""))
+        lines.append(
+            f"    {name:<16} {settings}" + (f": {shown}" if shown else "") + ("   (tunable)" if tunable else "")
+        )
     lines += _memory_lines(plan) + _time_lines(plan) + _other_lines(plan)
     lines += [f"  rejected {text}" for text in plan.rejected[:5]]
     hint = (plan.predicted or {}).get("sensitivity")
@@ -84,11 +86,11 @@ def _time_lines(plan: "Strategy") -> list[str]:
         lines.append(f"  time    predicted {shown_seconds(seconds)} a step ({evidence}): {parts}")
     if measured.get("step_seconds"):
         seconds = measured["step_seconds"]
-        told = f"  time    measured {shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
-        lines.append(f"{told}, {size / seconds:.4g} samples a second")
+        shown = f"  time    measured {shown_seconds(seconds)} a step over {measured.get('steps', 0)} steps"
+        lines.append(f"{shown}, {size / seconds:.4g} samples a second")
     if measured.get("loss") is not None and measured.get("is_verified"):
-        told = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""
-        lines.append(f"  checked {told or 'against the plain model'}")
+        shown = f"loss {measured['loss']:.6g}, plain {measured['plain_loss']:.6g}" if "plain_loss" in measured else ""
+        lines.append(f"  checked {shown or 'against the plain model'}")
     return lines
 
 

@@ -97,7 +97,7 @@ def _stages(pipeline: PipelinedModel) -> dict[str, Any]:
 
 
 def check_stages(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state without the note of its stages; stages that are not this rank's are refused."""
+    """Return a state without the note of its stages; stages that are not this rank's are rejected."""
     saved = state.get(STAGES)
     if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
         now = (
@@ -137,7 +137,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _joined_optimizer(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one optimizer state of several, with parameters numbered anew in the order of groups, then stages."""
+    """Return one optimizer state of several, with parameters numbered again in the order of groups, then stages."""
     counts = {len(stage["param_groups"]) for stage in stages}
     if len(counts) > 1:
         raise StateError(

@@ -1,6 +1,6 @@
 """Plans as JSON: one schema with a number, and every form in which a plan can be given.
 
-Unknown keys and newer schemas are refused by name, so that an old program never half-understands a new plan. Nothing in a file is
+Unknown keys and newer schemas are rejected by name, so that an old program never half-understands a new plan. Nothing in a file is
 executed or imported: classes are written as their full names and compared with those of the model at hand.
 """
 
@@ -58,7 +58,7 @@ def dump(plan: "Strategy") -> str:
 
 
 def save(plan: "Strategy", path: str | os.PathLike[str]) -> None:
-    """Write a plan beside its place and move it there."""
+    """Write a plan next to its file and move it there."""
     target = Path(path)
     refuse_pickle_name(target)
     text = dump(plan)

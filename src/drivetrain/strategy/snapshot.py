@@ -53,7 +53,7 @@ class ProcessSettings:
     precision: tuple[str, ...]
     """How float32 products are computed, by backend."""
     legacy_precision: str | None
-    """The same under its older name; None where torch refuses to say it."""
+    """The same under its older name; None where torch cannot say it."""
     benchmark: bool
     deterministic: bool
     warn_only: bool

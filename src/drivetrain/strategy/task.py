@@ -29,7 +29,7 @@ class TrainingTask:
 
     model: nn.Module | None = None
     model_fn: Callable[[], nn.Module] | None = None
-    """Makes the model anew; asked before `model`, which is copied."""
+    """Makes the model again; asked before `model`, which is copied."""
     call: Callable[[nn.Module, Any], Any]
     """Calls a model with its prepared input."""
     loss_func: LossFunc | None = None

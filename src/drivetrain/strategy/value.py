@@ -1,7 +1,7 @@
 """The Strategy: a plan as a value. It can be read like a list, compared, hashed, explained, written as JSON and read back.
 
 Nothing changes it in place: the methods that edit return a new one. Two plans are equal when they do the same, in whatever order they
-were written: the order of application is fixed, and numbers, reasons and fingerprints are only told about it.
+were written: the order of application is fixed, and numbers, reasons and fingerprints only describe it.
 """
 
 import hashlib
@@ -182,7 +182,7 @@ class Strategy:
         """Return the plan for another number of processes, with the same global batch.
 
         Tensor, pipe and sequence axes stay; `zero` keeps its size if it can, and `data` takes the rest. Predicted memory follows in
-        proportion, and a plan that would exceed its budget is refused; times are left out, and what was measured no longer holds.
+        proportion, and a plan that would exceed its budget is rejected; times are left out, and what was measured no longer holds.
         """
         from drivetrain.strategy.mesh import DATA_AXES, resize_axes
         from drivetrain.strategy.search.cost import rescaled_prediction, shortfall_of
@@ -205,9 +205,9 @@ class Strategy:
             raise PlanInfeasible(
                 f"the plan does not fit on {world_size} processes: {missing}. Use more processes, or search for a plan."
             )
-        told = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted for them"
+        memory = "memory is the earlier prediction in proportion" if predicted else "memory is not predicted for them"
         reasons = [text for text in self.reasons if not text.startswith("rescale:")]
-        reasons.append(f"rescale: for {world_size} processes; {told}, and times were left out")
+        reasons.append(f"rescale: for {world_size} processes; {memory}, and times were left out")
         result = replace(
             self._with(entries), mesh=mesh, batch=batch, predicted=predicted, measured=None, fingerprint=None,
             evidence="modelled" if predicted else "given", reasons=tuple(reasons), rejected=(), search=None,

@@ -97,7 +97,7 @@ class Options:
     verbose: bool = False
     sampler_seed: int = 0
     model_fn: Callable[[], nn.Module] | None = None
-    """Makes the model anew, for trials of a search."""
+    """Makes the model again, for trials of a search."""
     numerics: str = "mixed"
     """How far a search may change precision: "exact", "mixed" or "low"."""
     memory_budget: float | int | str = 0.92

@@ -152,7 +152,7 @@ def _sample_runner(request: PlanRequest) -> Callable[[nn.Module], Any] | None:
 
 
 def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
-    """Reject what the Trainer was told otherwise, or cannot do."""
+    """Reject what contradicts the Trainer's settings, or what it cannot do."""
     names = {method.name for _, method, _ in resolved.steps}
     for algorithm in request.algorithms:
         same = SAME_AS_ALGORITHM.get(type(algorithm).__name__)

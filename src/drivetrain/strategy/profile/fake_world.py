@@ -2,7 +2,7 @@
 
 Rank 0 of the pretended world runs the code that a real rank would run; collectives return at once and bring nothing. What torch cannot
 do on fake tensors, or only slowly, is replaced here for the time of a simulation: moving a module (torch swaps tensors, which fake ones
-refuse while anybody looks at them), cutting into a thousand chunks, and DDP's reducer (it lives in C++ and reads memory), for which
+do not allow while anything refers to them), cutting into a thousand chunks, and DDP's reducer (it lives in C++ and reads memory), for which
 `GradientBuckets` does the same in Python.
 """
 
@@ -160,7 +160,7 @@ def few_chunks() -> Iterator[None]:
 class GradientBuckets:
     """Averages gradients over data ranks as DDP does: in buckets that stay, filled in the order in which gradients arrive.
 
-    The first backward pass only learns that order, as DDP's first one does before it builds its buckets anew.
+    The first backward pass only learns that order, as DDP's first one does before it builds its buckets again.
     """
 
     def __init__(self, model: nn.Module, mode: "FakeTensorMode", bucket_cap_mb: int | None = None):
@@ -209,7 +209,7 @@ class GradientBuckets:
             self._arrived[parameter] = None
             return
         if not self.is_synchronising:
-            return  # DDP lets gradients of an open window accumulate beside its buckets
+            return  # DDP lets gradients of an open window accumulate outside its buckets
         view, place = self._views[parameter]
         gradient = parameter.grad
         if gradient is not None and gradient is not view:

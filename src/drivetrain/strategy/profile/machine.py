@@ -330,7 +330,7 @@ def _processor() -> str:
 
 
 _VERSION = 2
-"""Of the measurement and of the formulas that corrections belong to; a change of either begins anew."""
+"""Of the measurement and of the formulas that corrections belong to; a change of either starts again."""
 
 
 def cache_folder() -> Path:

@@ -395,7 +395,7 @@ class _Forward(nn.Module):
 
 
 def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Any, arithmetic: str) -> float:
-    """Return what the compiled forward pass of a fake model keeps for backward, beside parameters and inputs."""
+    """Return what the compiled forward pass of a fake model keeps for backward, without parameters and inputs."""
     whole = _Forward(task, model, arithmetic != "float32")
     state = dict(whole.named_parameters()) | dict(whole.named_buffers())
     leaves, layout = tree_flatten(inputs)

@@ -177,7 +177,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
 
 
 def _saved_outputs(forward: "GraphModule", num_outputs: int, round_to: int) -> float:
-    """Sum what a partitioned forward graph returns beside its outputs, each storage once, inputs and their views left out."""
+    """Sum what a partitioned forward graph returns in addition to its outputs, each storage once, inputs and their views left out."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     values = output.args[0]
     total, seen = 0.0, set()

@@ -17,7 +17,7 @@ PARTS = (
 checkpointed; each in one arithmetic."""
 
 CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
-"""What matrix products allocate on recent CUDA devices beside tensors, once for the forward and once for the backward thread."""
+"""What matrix products allocate on recent CUDA devices in addition to tensors, once for the forward and once for the backward thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class ModelProfile:
     optimizer_bytes: int = 0
     """State that the optimizer keeps, unsharded."""
     optimizer_temporary_bytes: int = 0
-    """What its step allocates beside, at most, when it is not fused."""
+    """What its step allocates in addition, at most, when it is not fused."""
     has_batchnorm: bool = False
     has_convolution: bool = False
     has_dropout: bool = False
@@ -141,7 +141,7 @@ class MachineProfile:
     """Bytes per second between device and host memory."""
     threads: int = 1
     reserve_bytes: float = float(2**30)
-    """What a process needs beside its tensors: context, workspaces, communication buffers."""
+    """What a process needs in addition to its tensors: context, workspaces, communication buffers."""
     reserve_share: float = 0.04
     """What fragmentation adds, as a share of the peak."""
     corrections: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The end of a search: which plan it is, and everything that is told about it."""
+"""The end of a search: which plan it is, and everything that is reported about it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -143,7 +143,7 @@ class _Search:
         )  # fmt: skip
 
     def _completed(self, best: Measurement | None, known: Knowledge) -> Measurement | None:
-        """Return the best with all that its prediction reads, if there is time for it: it is shown beside what was measured."""
+        """Return the best with all that its prediction reads, if there is time for it: it is shown next to what was measured."""
         if best is None or not known.missing([best.scored]):
             return best
         if broadcast_from_master(self.clock.left() > _COMPLETING):
@@ -173,8 +173,8 @@ class _Search:
         """Profile model and machine: at once where the machine is not the processor that shapes are computed on."""
         if self.device.type == "cpu":
             return self._profile_model(), self._profile_machine()
-        with ThreadPoolExecutor(1, "drivetrain-machine") as beside:
-            machine = beside.submit(self._profile_machine)  # it waits for processes of its own
+        with ThreadPoolExecutor(1, "drivetrain-machine") as background:
+            machine = background.submit(self._profile_machine)  # it waits for processes of its own
             return self._profile_model(), machine.result()
 
     def _profile_model(self) -> ModelProfile:
@@ -381,7 +381,7 @@ class _Search:
         unproved = {method.name for method in all_methods() if self.device.type in method.unproved_on} - asked
         return [item for item in scored if not unproved & set(item.candidate.names())]
 
-    # What is told.
+    # Progress.
 
     def _tell(self, text: str) -> None:
         if self._on_progress is not None and is_master():

@@ -144,11 +144,11 @@ def master_does(function: Callable[[], T]) -> T:
         except Exception as error:  # whatever it is, the other ranks are waiting
             failure = error
     is_user_error = isinstance(failure, ConfigError)
-    told, value, is_user_error = broadcast_from_master(
+    text, value, is_user_error = broadcast_from_master(
         (None if failure is None else f"{type(failure).__name__}: {failure}", value, is_user_error)
     )
     if failure is not None:
         raise failure
-    if told is not None:
-        raise (ConfigError if is_user_error else DrivetrainError)(f"rank 0: {told}")
+    if text is not None:
+        raise (ConfigError if is_user_error else DrivetrainError)(f"rank 0: {text}")
     return value

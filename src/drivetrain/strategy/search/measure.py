@@ -91,7 +91,7 @@ class Measuring:
     startups: dict[bool, float] = field(default_factory=dict)
     """Seconds before the first step that earlier trials took, without and with compilation."""
     learn: Callable[[Measurement], None] = lambda one: None
-    """Is told of every trial."""
+    """Is called with every trial."""
     corrected: Callable[[Scored], Scored] = lambda item: item
     """Predicts the time of a candidate again, with what was learnt."""
     completed: Callable[[Scored], Scored] = lambda item: item
@@ -279,8 +279,8 @@ class Measuring:
         elif result.outcome == "timeout":  # whatever is like it will take at least as long
             known = self.startups.get(item.candidate.is_compiled, 0.0)
             self.startups[item.candidate.is_compiled] = max(known, time.monotonic() - began)
-        told = f"{result.step_seconds * 1e3:.4g} ms" if result.step_seconds is not None else result.message
-        self.tell(f"  {result.outcome}: {told}")
+        text = f"{result.step_seconds * 1e3:.4g} ms" if result.step_seconds is not None else result.message
+        self.tell(f"  {result.outcome}: {text}")
 
 
 def _joined(more: TrialResult, fewer: TrialResult) -> TrialResult:

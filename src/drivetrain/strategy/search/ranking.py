@@ -32,7 +32,7 @@ class Scored:
 
     @property
     def peak(self) -> float:
-        """Predicted peak, with what a process needs beside."""
+        """Predicted peak, with what a process needs in addition."""
         return self.cost.peak_bytes
 
     @property
@@ -157,8 +157,8 @@ def rejection(item: Scored, chosen: float, budget: float) -> str:
     """Return why a candidate was not chosen, with its numbers."""
     if item.peak > budget:
         return f"{item.label}: needs {shown_bytes(item.peak)} of {shown_bytes(budget)}"
-    told = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {(item.seconds / chosen - 1) * 100:+.0f} %"
-    return told if item.seconds >= chosen else f"{told}, but not tried"
+    text = f"{item.label}: predicted {item.seconds * 1e3:.4g} ms a step, {(item.seconds / chosen - 1) * 100:+.0f} %"
+    return text if item.seconds >= chosen else f"{text}, but not tried"
 
 
 def contrasting(

@@ -85,7 +85,7 @@ class MemoryKills:
         self._machine_before = _field(_MACHINE, "oom_kill") or 0
 
     def explain(self, resident: int) -> bool:
-        """Return whether a process that was ended by SIGKILL, and held so many bytes, was ended for want of memory."""
+        """Return whether a process that was ended by SIGKILL, and held so many bytes, was ended because memory ran out."""
         if self._before is not None:
             return (_group_kills() or 0) > self._before
         total = (_field(_MEMORY, "MemTotal:") or 0) * 1024

@@ -19,7 +19,7 @@ from drivetrain.strategy.trial.memory import MemoryKills, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
 
 NO_GUARD = (
-    "A process of its own runs the script's top level anew; put what starts training under `if __name__ == '__main__':`, so that it does "
+    "A process of its own runs the script's top level again; put what starts training under `if __name__ == '__main__':`, so that it does "
     "not run there."
 )
 
@@ -126,14 +126,14 @@ def refuse_inside_trial(what: str) -> None:
     """Raise in a trial's process: what starts trials, or trains, was called by a script's top level."""
     if is_trial_process():
         raise ConfigError(
-            f"{what} was called inside a process that only tries a plan. Such a process runs the script's top level anew, so the call must "
+            f"{what} was called inside a process that only tries a plan. It runs the script's top level again, so the call must "
             "stand under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"
         )
 
 
 @contextmanager
 def marked_environment() -> Iterator[None]:
-    """Mark the processes that are started meanwhile."""
+    """Mark the processes that are started in this context."""
     os.environ[MARK] = str(os.getpid())
     try:
         yield

@@ -123,7 +123,7 @@ class TrialPool:
         if all(all_gather_values(self._process is not None and self._process.is_waiting)):
             return None
         if self._process is not None and self._process.is_received:
-            self.close()  # this one, or another rank's, has died meanwhile
+            self.close()  # this one, or another rank's, has died since
         if self._obstacle is None:
             report = Report()
             try:
@@ -151,7 +151,10 @@ class TrialPool:
         elif self._process is None:
             try:
                 self._start()
-            except (AssertionError, OSError) as error:  # a daemonic process may start none; the system may refuse one
+            except (
+                AssertionError,
+                OSError,
+            ) as error:  # a daemonic process may start none; the system may not allow one
                 report.fail("error", f"no process can be started here ({error})", "Start")
 
         def is_ready() -> bool:
@@ -209,7 +212,7 @@ class TrialPool:
             "WORLD_SIZE": size,
             "LOCAL_RANK": local,
             "LOCAL_WORLD_SIZE": max(around, local + 1),
-            "TORCHELASTIC_RESTART_COUNT": self._generation,  # each generation of processes meets anew
+            "TORCHELASTIC_RESTART_COUNT": self._generation,  # each generation of processes meets again
         }
         return {name: str(value) for name, value in values.items()} | self._meeting
 
