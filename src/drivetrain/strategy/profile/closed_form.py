@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.module.blocks import BlockGroup, find_blocks
 from drivetrain.strategy.profile.findings import small_step
-from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile, counts_of
 from drivetrain.strategy.task import TrainingTask
 
 _ELEMENT = {"float32": 4.0, "bfloat16": 2.6}
@@ -46,10 +46,6 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
     slopes = {name: sum(unit.count * unit.saved_bytes[name] for unit in units) + logits[name] for name in ARITHMETICS}
     return ModelProfile(
         units=tuple(units),
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=input_bytes,
         logits_bytes=logits,
         sequence_length=length,
@@ -57,13 +53,12 @@ def closed_form_profile(task: TrainingTask, note: str) -> ModelProfile:
         peak_lines={name: ((fixed + trainable, 0.0), (fixed, slopes[name])) for name in ARITHMETICS},
         optimizer_bytes=int(state * trainable),
         optimizer_temporary_bytes=int(temporary * trainable),
-        has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
-        has_convolution=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
         has_dropout=any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         ),
         evidence="modelled",
         notes=tuple(notes),
+        **counts_of(model),
     )
 
 

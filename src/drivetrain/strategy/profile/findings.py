@@ -17,7 +17,7 @@ from drivetrain.module.blocks import BlockGroup
 from drivetrain.strategy.profile.few_blocks import DeeperTimeline
 from drivetrain.strategy.profile.step_memory import StepMemory
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, UnitTotals
-from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile
+from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile, counts_of
 from drivetrain.strategy.task import TrainingTask
 
 ROUNDING = 512
@@ -47,17 +47,12 @@ class Findings:
         optimizer_temporaries: int,
     ) -> ModelProfile:
         """Return the profile of a model with these blocks, as far as it is known."""
-        parameters = list(model.parameters())
         compiled = self.compiled
         input_sizes = {size: float(bytes_behind(tensors_of(inputs[size]))) for size in SIZES}
         recorder = self.recorders[ARITHMETICS[0]][SIZES[0]]
         plain = {arithmetic: steepest(self.lines[arithmetic]) for arithmetic in ARITHMETICS if arithmetic in self.lines}
         return ModelProfile(
             units=tuple(self._unit_profiles(model, groups)),
-            parameters=sum(parameter.numel() for parameter in parameters),
-            trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
             input_bytes=_slope(lambda size: input_sizes[size]),
             logits_bytes={arithmetic: self._logits(arithmetic) for arithmetic in ARITHMETICS},
             sequence_length=recorder.sequence_length,
@@ -68,11 +63,10 @@ class Findings:
             peak_parts=self.parts,
             optimizer_bytes=optimizer_bytes,
             optimizer_temporary_bytes=optimizer_temporaries,
-            has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
-            has_convolution=any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()),
             has_dropout=recorder.has_dropout,
             cross_entropy_head=recorder.cross_entropy_head,
             notes=tuple(self.notes),
+            **counts_of(model),
         )
 
     def _unit_profiles(self, model: nn.Module, groups: Sequence[BlockGroup]) -> Iterator[UnitProfile]:

@@ -5,6 +5,9 @@ All sizes are bytes, all times seconds. What grows with the batch is given per s
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
+
+from torch import nn
 
 ARITHMETICS = ("float32", "bfloat16")
 """In what a forward pass computes: as the parameters are, or under 16-bit autocast."""
@@ -153,3 +156,27 @@ class MachineProfile:
 def divides_heads(profile: ModelProfile, size: int) -> bool:
     """Return whether all attention heads that are known can be split into so many parts."""
     return all(unit.heads % size == 0 for unit in profile.units if unit.heads)
+
+
+class ModelCounts(TypedDict):
+    """The fields of a profile that a model shows without a run."""
+
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    buffer_bytes: int
+    has_batchnorm: bool
+    has_convolution: bool
+
+
+def counts_of(model: nn.Module) -> ModelCounts:
+    """Return what a model shows without a run."""
+    parameters, modules = list(model.parameters()), list(model.modules())
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        "has_batchnorm": any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules),
+        "has_convolution": any(isinstance(module, nn.modules.conv._ConvNd) for module in modules),
+    }
