@@ -6,10 +6,14 @@ Only `data` stretches to fill the world.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import PlanInfeasible, StrategyError
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, get_rank, set_data_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipe", "data", "zero", "sequence", "tensor")
 """Outermost first, as a plan that chooses for itself lays them out."""
@@ -68,7 +72,7 @@ def mesh_size(mesh: Iterable[tuple[str, int]]) -> int:
     return math.prod(size for _, size in mesh)
 
 
-def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> Any:
+def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -> "DeviceMesh | None":
     """Return the DeviceMesh of the axes and tell the loaders which samples this rank reads; None on one process.
 
     Every rank must call this with the same arguments.
@@ -85,11 +89,11 @@ def build_mesh(axes: Axes, rank_order: Sequence[int] | None, device_type: str) -
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     else:
         mesh = DeviceMesh(device_type, torch.tensor(rank_order).view(shape), mesh_dim_names=names)
-    _tell_loaders(mesh, dict(axes))
+    _set_data_ranks(mesh, dict(axes))
     return mesh
 
 
-def _tell_loaders(mesh: Any, axes: Mapping[str, int]) -> None:
+def _set_data_ranks(mesh: "DeviceMesh", axes: Mapping[str, int]) -> None:
     """Set which share of each global batch this rank reads."""
     present = [axis for axis in DATA_AXES if axes.get(axis, 1) > 1]
     size = math.prod(axes[axis] for axis in present)
@@ -104,21 +108,21 @@ def _tell_loaders(mesh: Any, axes: Mapping[str, int]) -> None:
         set_data_ranks(rank, size, _group_of_all(mesh, present))
 
 
-def gradient_group(mesh: Any) -> Any:
+def gradient_group(mesh: "DeviceMesh") -> "ProcessGroup | None":
     """Return this rank's group along all axes over which gradients are averaged; every rank must call this."""
     import torch.distributed as dist
 
-    present = [name for name in mesh.mesh_dim_names if name in GRADIENT_AXES and mesh[name].size() > 1]
+    present = [name for name in (mesh.mesh_dim_names or ()) if name in GRADIENT_AXES and mesh[name].size() > 1]
     if math.prod(mesh[name].size() for name in present) == get_num_processes():
         return dist.group.WORLD
     return mesh.get_group(present[0]) if len(present) == 1 else _group_of_all(mesh, present)
 
 
-def _group_of_all(mesh: Any, axes: Sequence[str]) -> Any:
+def _group_of_all(mesh: "DeviceMesh", axes: Sequence[str]) -> "ProcessGroup | None":
     """Return this rank's group along several axes at once; every rank makes all of them, in one order."""
     import torch.distributed as dist
 
-    names = list(mesh.mesh_dim_names)
+    names = list(mesh.mesh_dim_names or ())
     kept = [names.index(axis) for axis in axes]
     others = [index for index in range(len(names)) if index not in kept]
     rows = mesh.mesh.permute(*others, *kept).reshape(-1, math.prod(mesh.mesh.shape[index] for index in kept))

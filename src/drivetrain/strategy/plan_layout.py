@@ -30,6 +30,7 @@ from drivetrain.strategy.method import Site
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 STAGES = "pipeline_stages"
 """Where the state of one rank says which stages it holds."""
@@ -96,7 +97,7 @@ def _stages(pipeline: PipelinedModel) -> dict[str, Any]:
     return {"own": list(pipeline.own), "starts": list(pipeline.split.starts)}
 
 
-def check_stages(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+def check_stages(model: object, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state without the note of its stages; stages that are not this rank's are rejected."""
     saved = state.get(STAGES)
     if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
@@ -186,42 +187,43 @@ def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None"
     return DeviceMesh(site.device.type, mesh.mesh, mesh_dim_names=names)
 
 
-def with_copies(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
+def with_copies(state: dict[str, Any], mesh: "DeviceMesh") -> dict[str, Any]:
     """Return a state whose shards of single tensor ranks are shown on the mesh of all."""
 
+    axes = mesh.mesh_dim_names or ()
     shown: dict[int, Tensor] = {}  # a tied parameter stays one tensor
 
     def show(tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor):
             return tensor
         own = tensor.device_mesh.mesh_dim_names or ()  # type: ignore[attr-defined]
-        if "tensor" in own or not set(own) <= set(mesh.mesh_dim_names):
+        if "tensor" in own or not set(own) <= set(axes):
             return tensor
         from torch.distributed.tensor import Replicate
 
         layouts = dict(zip(own, tensor.placements))  # type: ignore[attr-defined]
         if id(tensor) not in shown:
-            shown[id(tensor)] = _placed(tensor, mesh, [layouts.get(name, Replicate()) for name in mesh.mesh_dim_names])
+            shown[id(tensor)] = _placed(tensor, mesh, [layouts.get(name, Replicate()) for name in axes])
         return shown[id(tensor)]
 
     return tree_map_only(Tensor, show, state)
 
 
-def without_copies(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
+def without_copies(state: dict[str, Any], mesh: "DeviceMesh") -> dict[str, Any]:
     """Return a state whose tensors with copies are those of this tensor rank again."""
 
     def take(tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor) or COPIES not in (tensor.device_mesh.mesh_dim_names or ()):  # type: ignore[attr-defined]
             return tensor
         layouts = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements))  # type: ignore[attr-defined]
-        names = [name for name in mesh.mesh_dim_names if name != "tensor"]
+        names = [name for name in mesh.mesh_dim_names or () if name != "tensor"]
         kept = [name for name in names if mesh[name].size() > 1] or names
         return _placed(tensor, mesh[tuple(kept)], [layouts[name] for name in kept])
 
     return tree_map_only(Tensor, take, state)
 
 
-def _placed(tensor: Any, mesh: Any, layouts: list[Any]) -> Any:
+def _placed(tensor: Any, mesh: "DeviceMesh", layouts: "list[Placement]") -> Tensor:
     """Return the same local tensor in another layout of the same whole."""
     from torch.distributed.tensor import DTensor
 
