@@ -8,13 +8,14 @@ first and renamed when they are complete, so that a reader sees the old content 
 
 import errno
 import io
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -23,6 +24,8 @@ except ImportError:  # Windows
 
 TEMPORARY = ".tmp-"
 """How the name of a file that is still being written begins."""
+JSON_DEPTH = 64
+"""How deeply values in a JSON file may be nested."""
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Permissions of what may hold parameters; a stricter umask stays in force."""
 
@@ -72,6 +75,31 @@ def read_limited(path: Path, limit: int | None) -> bytes:
         if limit is None or size <= limit:
             return stream.read(size)
     raise OSError(errno.EFBIG, f"the file is larger than {limit:,} bytes, so it is not read", str(path))
+
+
+def load_json(data: str | bytes) -> Any:
+    """Return what a JSON text holds; one that is malformed or nested more than `JSON_DEPTH` times is a `ValueError`.
+
+    The limit is far below Python's own, so that whoever walks through the value need not fear a `RecursionError`.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {JSON_DEPTH} times") from None
+    opening = ("[", "{") if isinstance(data, str) else (b"[", b"{")
+    if sum(map(data.count, opening)) <= JSON_DEPTH:  # type: ignore[arg-type]
+        return value
+    level = [value]
+    for _ in range(JSON_DEPTH + 1):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise ValueError(f"it is nested more than {JSON_DEPTH} times")
+    return value
 
 
 def read_end(path: Path, size: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
-from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, read_limited, replace_bytes
+from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, read_limited, replace_bytes
 from drivetrain.runtime.run import Run
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
@@ -80,8 +80,8 @@ def write_text(path: Path, text: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file; one that is missing or damaged reads as empty."""
     try:
-        data = json.loads(read_limited(path, JSON_LIMIT).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = load_json(read_limited(path, JSON_LIMIT).decode("utf-8"))
+    except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
 

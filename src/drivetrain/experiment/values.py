@@ -7,7 +7,6 @@ simple programs do without pydantic. Errors are ours: what was expected, and the
 
 import enum
 import functools
-import json
 import math
 import operator
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from drivetrain.core.errors import MissingExtra, nearest_name
+from drivetrain.core.files import load_json
 from drivetrain.core.secret import Secret
 
 TRUE_WORDS = ("yes", "true", "t", "y", "1", "on")
@@ -47,8 +47,8 @@ class ValueType:
         """Return a value in this type; text of a type that is written as JSON is parsed first."""
         if self.takes_json and is_text and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
+                value = load_json(value)
+            except ValueError as error:
                 raise BadValue(f"expected JSON for {self.word}: {error}") from None
         return self.convert(value)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from drivetrain.core.errors import StateError
-from drivetrain.core.files import open_to_read
+from drivetrain.core.files import load_json, open_to_read
 from drivetrain.record.append_file import AppendFile, FileSink
 
 if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
@@ -157,13 +157,20 @@ def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
 
 def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-        needed = ("step",) if row["kind"] == "resume" else ("step", "tag", "value")
-        if type(row["step"]) is not int or any(name not in row for name in needed):
+        row = load_json(line)
+        kind = row["kind"]
+        if type(row["step"]) is not int or not isinstance(kind, str):
             raise TypeError
-        if row["kind"] == "scalar" and isinstance(row["value"], str):
-            row["value"] = float(row["value"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        if kind == "resume":
+            if type(row.get("lines", 0)) is not int:
+                raise TypeError
+        elif not isinstance(row["tag"], str) or "value" not in row:
+            raise TypeError
+        elif kind == "scalar":
+            value = float(row["value"])
+            if isinstance(row["value"], str):
+                row["value"] = value
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise StateError(
             f"{file}, line {number + 1}: {line[:80]!r} is not a row of metrics. Expected an object with step, kind, tag and value; "
             "remove the line to read the others."

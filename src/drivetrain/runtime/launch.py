@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from drivetrain.core.errors import ConfigError, DistributedError, unknown_name
 from drivetrain.runtime.environment import in_launched_process
+from drivetrain.runtime.hangs import HANG_STATUS
 from drivetrain.runtime.store import STORE_VARIABLE, loopback_variables
 from drivetrain.runtime.workers import run_worker, watched_workers
 
@@ -275,12 +276,15 @@ def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed
         # Several workers may have left a traceback by the time the agent looked; the oldest is the cause.
         folder = Path(first.error_file).parents[1]
         oldest = min(folder.glob("*/error.json"), key=lambda file: file.stat().st_mtime_ns)
-        rank = first_rank + int(oldest.parent.name)
-        traceback = json.loads(oldest.read_text())["message"]["extraInfo"]["py_callstack"].rstrip()
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a worker that was killed while it wrote
+            traceback = json.loads(oldest.read_text())["message"]["extraInfo"]["py_callstack"].rstrip()
+            rank = first_rank + int(oldest.parent.name)
     if traceback is not None:
         how = f"with:\n\n{traceback}"
     elif exit_code < 0:
         how = f"by signal {first.signal_name()}. It left no traceback; the system's log may tell why."
+    elif exit_code == HANG_STATUS:
+        how = f"with exit code {exit_code}: no progress for hang_timeout. It printed where all ranks were."
     else:
         how = f"with exit code {exit_code}."
     return WorkerFailed(

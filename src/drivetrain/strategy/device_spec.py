@@ -4,7 +4,6 @@ The figures are those of data sheets: memory that a program can use, dense 16-bi
 memory bandwidth, and the rate of a link in one direction. They are priors; a measurement always wins.
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from drivetrain.core import quantities
 from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.core.files import load_json
 
 _GIB, _TERA = 2**30, 1e12
 
@@ -95,7 +95,7 @@ class DeviceSpec:
         if not (path.suffix == ".json" or path.is_file()):
             return cls.preset(str(source))
         try:
-            held = json.loads(path.read_text(encoding="utf-8"))
+            held = load_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(
                 f"device {str(path)!r} is not JSON: {error}. Write an object with a DeviceSpec's fields."
@@ -135,9 +135,16 @@ class DeviceSpec:
                 )
             values["capability"] = tuple(capability)
         for key in ("flops", "bandwidth", "intra_bw", "inter_bw", "fp32_flops", "per_node"):
-            if key in values and (isinstance(values[key], bool) or not isinstance(values[key], int | float)):
+            if key in values and not is_finite_number(values[key]):
                 raise ConfigError(f"DeviceSpec.{key}: {values[key]!r} given; expected a number.")
+        if not isinstance(values["name"], str):
+            raise ConfigError(f"DeviceSpec.name: {values['name']!r} given; expected a text.")
         return cls(**values)
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is a number that calculations can use."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def parse_size(value: Any, *, where: str) -> int:
@@ -146,7 +153,7 @@ def parse_size(value: Any, *, where: str) -> int:
     >>> parse_size("1.5KiB", where="memory")
     1536
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_finite_number(value):
         return int(value)
     size = quantities.parse_size(value) if isinstance(value, str) else None
     if size is None:

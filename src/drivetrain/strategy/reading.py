@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
-from drivetrain.core.files import replace_bytes
+from drivetrain.core.files import load_json, replace_bytes
 from drivetrain.core.foreign import Slot
 from drivetrain.strategy.registry import find_method
 
@@ -113,8 +113,8 @@ def _from_bytes(plan: "type[Strategy]", data: bytes, allow_pickle: bool, where: 
 def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan") -> "Strategy":
     """Return the plan that a JSON text describes."""
     try:
-        value = json.loads(text)
-    except (ValueError, UnicodeDecodeError) as error:
+        value = load_json(text)
+    except ValueError as error:
         raise StrategyFormatError(f"{where} is not JSON: {error}.") from error
     if isinstance(value, list):
         return plan(value)

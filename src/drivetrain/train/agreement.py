@@ -44,6 +44,8 @@ class StopVote:
         # The request, -1 where all leave inside the step, the seconds, a changed end, a yes: of each the largest.
         self._ballot = torch.zeros(5, dtype=torch.float64)
         self._work: dist.Work | None = None
+        self.count = 0
+        """How many votes this rank has opened: a sign of progress for the watch over ranks."""
         self.seconds = 0.0
         """The largest time that a rank's clock showed in the last vote."""
         self.has_new_end = False
@@ -55,6 +57,7 @@ class StopVote:
         self, request: int, leaves: bool = False, *, seconds: float = 0.0, new_end: bool = False, yes: bool = False
     ) -> None:
         """Send what this rank sees, at the start of a step."""
+        self.count += 1
         self._ballot = torch.tensor(
             [_ORDER.index(request), -1 if leaves else 0, seconds, new_end, yes], dtype=torch.float64
         )

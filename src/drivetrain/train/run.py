@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drivetrain.optim.optim_set import OptimSet
     from drivetrain.train.closures import WindowRepeat
     from drivetrain.train.step_losses import StepLosses
+    from drivetrain.train.step_times import StepTimes
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -133,6 +134,8 @@ class Measures:
     has_train_metrics: bool = False
     step_losses: "StepLosses | None" = None
     """Sends losses inside an epoch to the loggers, where there are any."""
+    step_times: "StepTimes | None" = None
+    """Times the steps of this rank, on several processes."""
 
 
 @dataclass(kw_only=True, eq=False)

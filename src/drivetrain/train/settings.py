@@ -64,6 +64,7 @@ class TrainSettings:
     async_checkpoint: bool = True
     overwrite_checkpoints: bool = False
     nonfinite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    hang_timeout: Time | None = None
     limit_train_batches: int | float | None = None
     limit_eval_batches: int | float | None = None
     sanity_eval_batches: int = 0
@@ -82,6 +83,8 @@ class TrainSettings:
             given["eval_interval"] = "1ep" if options.eval_interval is None else options.eval_interval
         if given["gradient_clip_norm"] is None:
             given["gradient_clip_norm"] = arguments["max_grad_norm"]  # transformers' name
+        if given["hang_timeout"] is not None:
+            given["hang_timeout"] = parse_time("hang_timeout", given["hang_timeout"], TimeUnit.SECOND)
         return cls(**{**given, "nonfinite": NonFinitePolicy.of(given["nonfinite"])})
 
     def __post_init__(self) -> None:
@@ -111,6 +114,11 @@ class TrainSettings:
                 f"log_every={self.log_every!r}: expected a number of updates, a time such as '100ba' or '0.01dur', or None for never."
             )
         self._check_checkpoints()
+        hang = self.hang_timeout
+        if hang is not None and (hang.unit is not TimeUnit.SECOND or not 0 <= hang.value < math.inf):
+            raise ConfigError(
+                f"hang_timeout={str(hang)!r}: expected a time such as '30m' or '90s', a number of seconds, 0 to wait for ever, or None."
+            )
 
     def _check_clipping(self) -> None:
         for name in ("gradient_clip_value", "gradient_clip_norm"):

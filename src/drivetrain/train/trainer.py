@@ -43,6 +43,7 @@ from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trai
 from drivetrain.train.run import Measures, Run
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, TrainerOptions, TrainSettings, check_limit
+from drivetrain.train.step_times import watched_ranks
 from drivetrain.train.tracking import InMemoryRunHistory, RunHistory
 
 DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
@@ -258,6 +259,7 @@ class Trainer(TrainerLoop):
         overwrite_checkpoints: bool = False,
         log_every: int | str | Time | None = 50,
         nonfinite: str | NonFinitePolicy = "skip",
+        hang_timeout: int | float | str | Time | None = None,
         **unknown: Any,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
@@ -296,6 +298,8 @@ class Trainer(TrainerLoop):
             overwrite_checkpoints: use a folder that holds checkpoints of another run.
             log_every: how often loggers get the loss: updates, a time, or None.
             nonfinite: what happens to an update that is not finite: `"skip"`, `"stop"`, `"rollback"`, `"ignore"`, or a policy.
+            hang_timeout: seconds, or a text such as `"30m"`, without progress after which every rank prints where it is and ends. None: 30
+                minutes on several processes, else never. 0: never.
 
         Raises:
             ConfigError: an argument is wrong, before the first step.
@@ -337,7 +341,8 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock, starts_over=not is_resumed)
         with warnings_as_errors(self.strict), ExitStack() as until_end:
             setup.prepare_run(self, train_dataloader_kwargs, eval_dataloader_kwargs, until_end)
-            with StopSignals() as run.agreement.signals:
+            update = partial(self._callbacks_changed, self.callback_handler)
+            with StopSignals() as run.agreement.signals, watched_ranks(run, self.state.clock, self.device, update):
                 self._run_training()
         return self.run_history.snapshot()
 
@@ -608,8 +613,8 @@ class Trainer(TrainerLoop):
     def _plugins(self) -> list[Any]:
         """Return every plugin in order; the state holds them too, so that theirs is saved with it."""
         self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
-        losses = self.run.measures.step_losses
-        own = () if losses is None else (losses,)
+        measures = self.run.measures
+        own = [plugin for plugin in (measures.step_losses, measures.step_times) if plugin is not None]
         return [*self._algorithms, *self.callback_handler, *own, *self._strict_steps]
 
     def add_algorithms(self, algorithms: Iterable[Any]) -> None:

@@ -21,7 +21,7 @@ OnChange = Callable[[Any], object]
 REFRESH_PER_SECOND = 4
 DRAIN_SECONDS = 2.0
 """How long to wait for the last lines of processes that are ending."""
-ORDER = ("running", "failed", "finished", "pruned", "asked")
+ORDER = ("running", "failed", "timed out", "finished", "pruned", "asked")
 
 
 @contextmanager
@@ -50,10 +50,10 @@ def status_lines() -> OnChange:
 
 def state_of(result: Any) -> str:
     """Return how many trials run, are done and failed, and the best value."""
-    counts = {state: sum(trial.status == state for trial in result) for state in ("running", "finished", "failed")}
+    counts = {state: sum(trial.status == state for trial in result) for state in ("running", "finished")}
     values = [trial for trial in result.ranked if trial.value is not None]
     best = f", best {plain_text(values[0].value)} (trial {values[0].index})" if values else ""
-    return f"{counts['running']} running, {counts['finished']} done, {counts['failed']} failed{best}"
+    return f"{counts['running']} running, {counts['finished']} done, {len(result.failed)} failed{best}"
 
 
 class LiveTable:

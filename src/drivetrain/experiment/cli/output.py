@@ -16,7 +16,14 @@ PLAIN_WIDTH = 160
 STDOUT, STDERR = 1, 2
 """The descriptors of the process, whatever `sys.stdout` is."""
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
-STATE_STYLES = {"finished": "green", "running": "blue", "failed": "red", "lost": "red", "interrupted": "yellow"}
+STATE_STYLES = {
+    "finished": "green",
+    "running": "blue",
+    "failed": "red",
+    "timed out": "red",
+    "lost": "red",
+    "interrupted": "yellow",
+}
 
 
 def console() -> Any:

@@ -23,6 +23,7 @@ AXES_HELP = (
     "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials"
 )
 EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)"
+TIMEOUT_HELP = "end a trial that runs longer, such as 90s, 30m or 2h; implies --executor pool"
 OBJECTIVE_HELP = "entry of the returned dict or summary to rank by (default: the returned number)"
 
 
@@ -40,6 +41,7 @@ ARGUMENTS = {
         argument(
             "--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: 0)"
         ),
+        argument("--trial-timeout", metavar="TIME", help=TIMEOUT_HELP),
         argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)"),
         argument("--resume", metavar="DIR", help="the folder of a sweep to take up again"),
         JSON,
@@ -58,7 +60,9 @@ def sweep(arguments: argparse.Namespace) -> int:
     axes = [word for word in arguments.axes if "=" in word]
     space, fixed = read_space(experiment, axes)
     has_ranges = any(not isinstance(axis, list) for axis in space.values())
-    in_pool = arguments.processes is not None or arguments.gpus_per_trial is not None
+    in_pool = any(
+        value is not None for value in (arguments.processes, arguments.gpus_per_trial, arguments.trial_timeout)
+    )
     try:
         with prints_to_stderr() if arguments.json else show_progress() as show:
             result = sweeping.sweep(
@@ -74,6 +78,7 @@ def sweep(arguments: argparse.Namespace) -> int:
                 num_processes=arguments.processes,
                 gpus_per_trial=arguments.gpus_per_trial,
                 retries=arguments.retries,
+                trial_timeout=arguments.trial_timeout,
                 resume=arguments.resume,
                 on_change=show,
             )

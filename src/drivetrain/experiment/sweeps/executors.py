@@ -1,5 +1,6 @@
 """Where trials run: in this process one after the other, or in processes of their own with GPUs of their own."""
 
+import math
 import os
 import signal
 import threading
@@ -13,12 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.time import Time, TimeUnit
 from drivetrain.experiment.processes import END_SECONDS, ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.running import run_experiment
-from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, PRUNED, Trial, TrialOutcome, TrialPruned, reporting_to
+from drivetrain.experiment.sweeps.trial import (
+    FAILED,
+    FINISHED,
+    PRUNED,
+    TIMED_OUT,
+    Trial,
+    TrialOutcome,
+    TrialPruned,
+    reporting_to,
+)
 from drivetrain.runtime.parent import end_with_parent
 
+POLL_SECONDS = 60.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
@@ -33,6 +45,8 @@ class TrialWork:
     fixed: dict[str, Any]
     sweep: str
     should_prune: Pruner
+    timeout: float | None = None
+    """Seconds after which one attempt at a trial is ended."""
 
     def call(self, trial: Trial, experiment: Any = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
@@ -46,6 +60,8 @@ class Executor:
     """Runs trials; `slots` of them at a time."""
 
     slots = 1
+    ends_trials = False
+    """Whether trials that reach `work.timeout` are ended."""
 
     def start(self, work: TrialWork) -> None:
         """Prepare for the trials of one sweep."""
@@ -85,6 +101,8 @@ class InlineExecutor(Executor):
 class PoolExecutor(Executor):
     """Runs each trial in a fresh process, several at a time; with `gpus_per_trial` no two of them see the same GPU."""
 
+    ends_trials = True
+
     def __init__(self, num_processes: int = 1, gpus_per_trial: int | None = None):
         if type(num_processes) is not int or num_processes < 1:
             raise ConfigError(
@@ -115,7 +133,7 @@ class PoolExecutor(Executor):
 
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        share = TrialWork(None, self.work.fixed, self.work.sweep, never_prune)
+        share = TrialWork(None, self.work.fixed, self.work.sweep, never_prune, self.work.timeout)
         process = context.Process(
             target=_run_trial, args=(self._reference, share, trial, theirs), name=f"trial {trial.index}"
         )
@@ -150,15 +168,23 @@ class PoolExecutor(Executor):
     ) -> None:
         """Answer a trial's reports until its process has ended, then say how."""
         began = time.monotonic()
+        deadline = math.inf if self.work.timeout is None else began + self.work.timeout
         try:
             while True:
+                while not pipe.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError
                 value, step = pipe.recv()
                 pipe.send(self.work.should_prune(trial, value, step))
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # a TimeoutError is one too
             pass
         try:
-            process.join()
-            outcome = outcome_of(trial.run_dir, process.exitcode)
+            process.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                end_group(process)
+                outcome = timed_out(self.work.timeout)
+            else:
+                outcome = outcome_of(trial.run_dir, process.exitcode)
             outcome.seconds = time.monotonic() - began
             self._give_back(gpus)
             self._processes.pop(trial.index, None)
@@ -171,6 +197,25 @@ class PoolExecutor(Executor):
     def _give_back(self, gpus: Sequence[str]) -> None:
         with self._lock:
             self._free.extend(gpus)
+
+
+def timed_out(seconds: float | None) -> TrialOutcome:
+    """Return the outcome of a trial that was ended at its time limit."""
+    return TrialOutcome(TIMED_OUT, error=f"it was ended after trial_timeout={Time(seconds or 0, TimeUnit.SECOND)}")
+
+
+def end_group(process: Any) -> None:
+    """Ask a trial and the processes it started to end; kill those that do not.
+
+    A trial with a time limit leads a process group of its own. One that has not come that far has started nothing.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            process.kill()
+        process.join(END_SECONDS)
+    process.join()
 
 
 def never_prune(trial: Trial, value: float, step: int) -> bool:
@@ -210,6 +255,8 @@ class _visible_to_child:
 
 def _run_trial(reference: ExperimentReference, work: TrialWork, trial: Trial, pipe: Connection) -> None:
     """Be the process of one trial."""
+    if work.timeout is not None and hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
     leave_launched_world()
     end_with_parent(signal.SIGTERM)
 

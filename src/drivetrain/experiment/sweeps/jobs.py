@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.files import PRIVATE_FILE, open_regular, open_to_read
+from drivetrain.core.files import PRIVATE_FILE, load_json, open_regular, open_to_read
 from drivetrain.experiment.processes import ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
-from drivetrain.experiment.sweeps.executors import TrialWork, never_prune, outcome_of
+from drivetrain.experiment.sweeps.executors import TrialWork, never_prune, outcome_of, timed_out
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Trial, TrialOutcome, TrialPruned, reporting_to
 
 JOBS = "jobs"
@@ -71,7 +71,19 @@ class Mailbox:
         except FileNotFoundError:
             return [], position
         whole = text[: text.rfind(b"\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()], position + len(whole)
+        return [letter for line in whole.splitlines() if (letter := _letter(line))], position + len(whole)
+
+
+def _letter(line: bytes) -> dict[str, Any]:
+    """Return one line of a mailbox; one that no trial of ours has written is empty."""
+    try:
+        letter = load_json(line)
+    except ValueError:
+        return {}
+    if not isinstance(letter, dict):
+        return {}
+    is_report = type(letter.get("value")) in (int, float) and type(letter.get("step")) is int
+    return letter if is_report or "began" in letter else {}
 
 
 def job_note(trial: Trial, kind: str) -> Path:
@@ -113,7 +125,7 @@ def make_job(
     """Return a trial as a job, with an empty mailbox."""
     mailbox = Mailbox.of(trial)
     mailbox.clear()
-    share = TrialWork(None, work.fixed, work.sweep, never_prune)
+    share = TrialWork(None, work.fixed, work.sweep, never_prune, work.timeout)
     search_path = tuple(os.path.abspath(entry) for entry in sys.path)
     return TrialJob(reference, share, trial, mailbox, search_path, dict(environment or {}))
 
@@ -140,6 +152,7 @@ def state_of(trial: Trial) -> str | None:
 class _Followed:
     trial: Trial
     ended: Callable[[], str | None]
+    cancel: Callable[[], object]
     future: "Future[TrialOutcome]" = field(default_factory=Future)
     position: int = 0
     began: float | None = None
@@ -158,9 +171,14 @@ class JobWatch:
         self._thread = threading.Thread(target=self._watch, name="drivetrain-job-watch", daemon=True)
         self._thread.start()
 
-    def follow(self, trial: Trial, ended: Callable[[], str | None]) -> "Future[TrialOutcome]":
-        """Return the future of a job; `ended` says how it ended, or None while it waits or runs."""
-        followed = _Followed(trial, ended)
+    def follow(
+        self, trial: Trial, ended: Callable[[], str | None], cancel: Callable[[], object] = lambda: None
+    ) -> "Future[TrialOutcome]":
+        """Return the future of a job.
+
+        `ended` returns how it ended, or None while it waits or runs; `cancel` ends it when it has run for `work.timeout`.
+        """
+        followed = _Followed(trial, ended, cancel)
         with self._lock:
             self._followed.append(followed)
         return followed.future
@@ -192,6 +210,12 @@ class JobWatch:
         self._answer(followed)
         if how is None:
             followed.over = None
+            limit = self._work.timeout
+            if limit is not None and followed.began is not None and time.monotonic() - followed.began > limit:
+                followed.cancel()
+                outcome = timed_out(limit)
+                outcome.seconds = time.monotonic() - followed.began
+                return outcome
             return None
         now = time.monotonic()
         followed.over = followed.over or now

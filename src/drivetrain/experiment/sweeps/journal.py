@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError
-from drivetrain.core.files import PRIVATE_FILE, is_regular, open_regular, read_end, read_limited
+from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
 from drivetrain.experiment.run_folder import plain
-from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, PRUNED, RUNNING, Trial
+from drivetrain.experiment.sweeps.trial import ASKED, ENDS, RUNNING, Trial
 
 JOURNAL = "sweep.jsonl"
 SCHEMA = 1
@@ -58,30 +58,48 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
         lines = read_limited(path, JOURNAL_LIMIT).splitlines()
     except OSError as error:
         raise ExperimentError(f"the journal {path} cannot be read: {error}") from error
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+            entry = load_json(line)
+        except ValueError:  # cut short by a crash
             continue
-        if isinstance(entry, dict):
-            _apply(entry, header, trials)
+        try:
+            if isinstance(entry, dict):
+                _apply(entry, header, trials)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ExperimentError(
+                f"{path}, line {number}: {line[:80]!r} is not an event of a sweep ({error}). Remove the line to read the others."
+            ) from None
     if not header:
         raise ExperimentError(f"{path} does not begin with the settings of a sweep, so it cannot be read.")
     return header, [trials[index] for index in sorted(trials)]
 
 
 def _apply(entry: dict[str, Any], header: dict[str, Any], trials: dict[int, Trial]) -> None:
-    event, index = entry.get("event"), entry.get("index")
+    """Follow one event; an entry of another type than we write is an error."""
+    event = entry.get("event")
     if event == "sweep" and not header:
         header.update(entry)
     elif event == ASKED:
-        trials[int(index)] = Trial(int(index), dict(entry["params"]))  # type: ignore[arg-type]
-    elif event in ("started", FINISHED, FAILED, PRUNED) and index in trials:
-        trial = trials[index]
-        trial.status = RUNNING if event == "started" else str(event)
-        trial.run_dir = Path(entry["run_dir"]) if entry.get("run_dir") else None
-        trial.attempts = int(entry.get("attempts", trial.attempts))
-        for name in ("value", "error"):
-            setattr(trial, name, entry.get(name))
-        trial.metrics = dict(entry.get("metrics") or {})
-        trial.seconds = float(entry.get("seconds") or 0.0)
+        index = _typed(entry, "index", int)
+        trials[index] = Trial(index, _typed(entry, "params", dict))
+    elif event in ("started", *ENDS) and (index := _typed(entry, "index", int)) in trials:
+        trial, folder = trials[index], _typed(entry, "run_dir", str, "")
+        trial.status = RUNNING if event == "started" else event
+        trial.run_dir = Path(folder) if folder else None
+        trial.attempts = _typed(entry, "attempts", int, trial.attempts)
+        value = _typed(entry, "value", int | float, None)
+        trial.value = None if value is None else float(value)
+        trial.error = _typed(entry, "error", str | None, None)
+        trial.metrics = {name: float(value) for name, value in _typed(entry, "metrics", dict, {}).items()}
+        trial.seconds = float(_typed(entry, "seconds", int | float, 0.0))
+
+
+def _typed(entry: dict[str, Any], name: str, kind: Any, *default: Any) -> Any:
+    """Return a field of an entry that has the type we write; a missing one, or null, is the default if there is one."""
+    value = entry.get(name)
+    if value is None and default:
+        return default[0]
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, str) and "\0" in value):
+        raise TypeError(f"{name} is {value!r}")
+    return value

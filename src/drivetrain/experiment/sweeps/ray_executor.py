@@ -67,6 +67,8 @@ class RayConfig:
 class RayExecutor(Executor):
     """Runs each trial in a fresh worker of Ray, which hands every GPU to one trial at a time."""
 
+    ends_trials = True
+
     def __init__(self, config: RayConfig | None = None):
         self.config = config or RayConfig()
         try:
@@ -103,7 +105,9 @@ class RayExecutor(Executor):
         assert self._watch is not None
         job = make_job(self.work, self._reference, trial)
         self._tasks[trial.index] = self._remote.options(name=f"trial {trial.index}").remote(job)
-        return self._watch.follow(trial, lambda: self._ended(trial))
+        return self._watch.follow(
+            trial, lambda: self._ended(trial), lambda: self._ray.cancel(self._tasks[trial.index], force=True)
+        )
 
     def close(self) -> None:
         """Interrupt the trials that still run, kill those that go on, and end the Ray that was started here."""

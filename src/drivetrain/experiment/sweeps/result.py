@@ -13,7 +13,7 @@ from drivetrain.core.files import PRIVATE_FILE, replacing
 from drivetrain.core.secret import masked
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.journal import read_journal
-from drivetrain.experiment.sweeps.trial import FAILED, Trial
+from drivetrain.experiment.sweeps.trial import FAILED, TIMED_OUT, Trial
 
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 
@@ -71,8 +71,8 @@ class SweepResult(Sequence[Trial]):
 
     @property
     def failed(self) -> list[Trial]:
-        """The trials that failed."""
-        return [trial for trial in self._trials if trial.status == FAILED]
+        """The trials that failed or were ended at `trial_timeout`."""
+        return [trial for trial in self._trials if trial.status in (FAILED, TIMED_OUT)]
 
     @property
     def varied(self) -> list[str]:

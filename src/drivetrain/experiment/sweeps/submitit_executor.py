@@ -94,6 +94,8 @@ class SubmititConfig:
 class SubmititExecutor(Executor):
     """Submits each trial as a job of its own."""
 
+    ends_trials = True
+
     def __init__(self, config: SubmititConfig | None = None):
         self.config = config or SubmititConfig()
         self.slots = self.config.num_processes
@@ -124,7 +126,9 @@ class SubmititExecutor(Executor):
             self._send(trial)
         else:
             self._jobs[trial.index] = job
-        return self._watch.follow(trial, lambda: self._ended(trial))
+        return self._watch.follow(
+            trial, lambda: self._ended(trial), lambda: self._jobs[trial.index].cancel(check=False)
+        )
 
     def close(self) -> None:
         """Cancel the jobs that still wait or run."""

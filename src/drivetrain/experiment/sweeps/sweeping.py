@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
-from drivetrain.core.files import is_regular, read_limited
+from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import FolderLock, is_locked
 from drivetrain.core.secret import hide, masked
+from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, PoolExecutor, TrialWork, visible_gpus
 from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
@@ -42,6 +43,7 @@ def sweep(
     num_processes: int | None = None,
     gpus_per_trial: int | None = None,
     retries: int = 0,
+    trial_timeout: float | str | Time | None = None,
     on_failure: Literal["raise", "return"] = "raise",
     resume: str | Path | None = None,
     on_change: Callable[[SweepResult], object] | None = None,
@@ -61,6 +63,8 @@ def sweep(
         num_processes: trials at a time.
         gpus_per_trial: GPUs that each trial sees.
         retries: how often a failed trial runs again.
+        trial_timeout: seconds, or a text such as `"30m"`, after which a trial is ended with the processes it started, and not tried
+            again. Not for the inline executor.
         on_failure: `"raise"` a `SweepError` at the end, or `"return"`. A failed trial never stops the others.
         resume: folder of a sweep to continue.
         on_change: called with the result so far after every change.
@@ -71,10 +75,16 @@ def sweep(
         raise ConfigError(unknown_name("choice", on_failure, ["raise", "return"], where="on_failure"))
     if type(retries) is not int or retries < 0:
         raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
+    timeout = _seconds(trial_timeout)
     fixed, wanted = dict(params or {}), make_space(space)
     check_space(experiment, wanted, fixed)
     chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, direction=direction)
     runner = make_executor(executor, num_processes, gpus_per_trial)
+    if timeout is not None and not getattr(runner, "ends_trials", False):
+        raise ConfigError(
+            f"trial_timeout={trial_timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which gives each "
+            "trial a process of its own."
+        )
     header = {
         "schema": SCHEMA,
         "experiment": experiment.name,
@@ -91,7 +101,9 @@ def sweep(
     with FolderLock(folder) as lock:
         if not lock.acquire():
             raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait for it to end.")
-        loop = _Loop(experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change)
+        loop = _Loop(
+            experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change, timeout
+        )
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
         listing = "\n".join(f"  trial {t.index} {result.shown(t)}: {t.error}" for t in result.failed)
@@ -186,11 +198,12 @@ class _Loop:
         direction: str,
         retries: int,
         on_change: Callable[[SweepResult], object] | None,
+        timeout: float | None,
     ):
         self.folder, self.sampler, self.executor = folder, sampler, executor
         self.trials = {trial.index: trial for trial in trials}
         self.objective, self.direction, self.retries, self.on_change = objective, direction, retries, on_change
-        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune)
+        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune, timeout)
         self.waiting: deque[Trial] = deque()
         self.running: dict[Future[TrialOutcome], Trial] = {}
 
@@ -288,6 +301,21 @@ class _Loop:
             self.on_change(self._result())
 
 
+def _seconds(timeout: float | str | Time | None) -> float | None:
+    """Return the time limit of a trial in seconds."""
+    if timeout is None:
+        return None
+    try:
+        limit = ensure_time(timeout, TimeUnit.SECOND)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"trial_timeout={timeout!r}: {error}") from error
+    if limit.unit is not TimeUnit.SECOND or not 0 < limit.value < float("inf"):
+        raise ConfigError(
+            f"trial_timeout={timeout!r}: expected seconds above 0, a text such as '30m' or '2h', or None."
+        )
+    return float(limit.value)
+
+
 def _shown(experiment: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     secrets = experiment.parameters.secrets
     return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
@@ -315,7 +343,7 @@ def _summary(metrics: Path) -> dict[str, float]:
             if b'"summary"' not in line:
                 continue
             try:
-                entry = json.loads(line)
+                entry = load_json(line)
             except ValueError:
                 continue
             if isinstance(entry, dict) and entry.get("kind") == "summary":

@@ -10,6 +10,8 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.secret import masked
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
+TIMED_OUT = "timed out"
+ENDS = (FINISHED, FAILED, PRUNED, TIMED_OUT)
 
 
 @dataclass(repr=False)
@@ -34,7 +36,7 @@ class Trial:
     @property
     def is_over(self) -> bool:
         """Nothing more will happen to it."""
-        return self.status in (FINISHED, FAILED, PRUNED)
+        return self.status in ENDS
 
 
 @dataclass

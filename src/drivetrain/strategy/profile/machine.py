@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.files import replace_bytes
+from drivetrain.core.files import load_json, read_limited, replace_bytes
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
@@ -329,6 +329,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
+_FILE_LIMIT = 2**20
 _VERSION = 2
 """Of the measurement and of the formulas that corrections belong to; a change of either starts again."""
 
@@ -350,11 +351,11 @@ def cache_file(**identity: Any) -> Path:
 def read_machine(path: Path) -> MachineProfile | None:
     """Return the machine that a file holds, or None for a file that is missing, damaged or of another version."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = load_json(read_limited(path, _FILE_LIMIT))
         if not isinstance(held, dict) or held.get("version") != _VERSION:
             return None
         return machine_from_plain(held["machine"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
