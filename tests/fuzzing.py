@@ -231,7 +231,8 @@ def readers() -> list[Reader]:
     device = {**vars(DeviceSpec.preset("h100")), "memory": "80GiB", "capability": [9, 0]}
     link = {"latency": 1e-5, "bandwidth": 1e9}
     machine = {
-        "device": "cpu", "memory": 2**34, "flops": {"float32": 1e11}, "bandwidth": 1e10, "intra": link, "inter": link,
+        "device": "cpu", "kind": "cpu", "free": 2**33, "launch": 1e-5, "memory": 2**34,
+        "flops": {"float32": 1e11}, "bandwidth": 1e10, "intra": link, "inter": link,
         "capability": None, "corrections": {"a": 1.0},
     }  # fmt: skip
     plan = json.loads(Strategy([("amp_native", "bf16"), "checkpoint", ("parallel_mode", [("data", 2)])]).to_json())
@@ -250,7 +251,7 @@ def readers() -> list[Reader]:
         "metrics": {},
         "sha256": "0" * 64,
     }
-    structure = flatten({"a": [1, 2.5, None, {"b": (1, 2)}], "c": "text", "path": Path("a"), "set": {1, 2}})[0]
+    structure = flatten({"a": [1, 2.5, None, {"b": (1, 2)}], "c": "text", "d": b"x"}).structure
     lock = {"host": "a", "machine": "b", "pid": 3, "started": "c", "since": "d", "token": "0" * 16}
     return [
         Reader("journal", journal, _journal, lines=True),

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -93,3 +94,13 @@ def closure():
         pass
 
     return inside
+
+
+@experiment
+def sleeps(x: int = 0, pid_file: str = ""):
+    """Start a process that lives long, and wait for it where x is 1."""
+    if x == 1:
+        child = subprocess.Popen(["sleep", "600"])
+        Path(pid_file).write_text(str(child.pid))
+        child.wait()
+    return float(x)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from drivetrain.experiment import InlineExecutor
-from drivetrain.experiment.sweeps.executors import TrialWork
+from drivetrain.experiment.sweeps.executors import TrialWork, never_prune
 from drivetrain.experiment.sweeps.jobs import SCRIPT, JobWatch, Mailbox, make_job, reference_from_afar
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment import cluster_samples
@@ -93,3 +93,17 @@ def test_an_experiment_of_a_script_is_found_by_its_file(tmp_path):
     assert (reference.module, reference.file, reference.attribute) == (SCRIPT, str(script), "train")
     assert reference.load().name == "train"
     sys.modules.pop(SCRIPT)
+
+
+def test_a_job_that_runs_too_long_is_cancelled_and_timed_out(tmp_path, sandbox):
+    trial, cancelled = Trial(0, {}, run_dir=tmp_path / "sweep" / "trial-0", attempts=1), []
+    watch = JobWatch(TrialWork(cluster_samples.hopeless, sandbox, "sweep", never_prune, timeout=0.3))
+    try:
+        future = watch.follow(trial, lambda: None, lambda: cancelled.append(True))
+        Mailbox.of(trial).clear()
+        assert not future.done()  # it waits in the queue, which is not counted
+        Mailbox.of(trial).say(began=True)
+        outcome = future.result(timeout=200)
+    finally:
+        watch.close()
+    assert outcome.status == "timed out" and outcome.seconds > 0.3 and cancelled

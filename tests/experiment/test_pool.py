@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.core.errors import ExperimentError, SweepError
-from drivetrain.experiment import PoolExecutor, find_runs, param_matrix, run_parameter_sweep, sweep
+from drivetrain.core.errors import ConfigError, ExperimentError, SweepError
+from drivetrain.experiment import PoolExecutor, find_runs, param_matrix, read_sweep, run_parameter_sweep, sweep
 from drivetrain.experiment.sweeps.executors import visible_gpus
 from tests.experiment import samples
 
@@ -69,3 +69,38 @@ def test_a_killed_trial_is_failed_and_says_by_what(tmp_path):
     with pytest.raises(SweepError, match="killed by SIGKILL") as caught:
         run_parameter_sweep(samples.dies, [{"output_dir": str(tmp_path)}], retries=1)
     assert caught.value.result[0].attempts == 2
+
+
+def test_trials_that_take_too_long_are_ended_and_recorded_and_stop_no_other(tmp_path):
+    points = param_matrix(x=[1, 2], output_dir=str(tmp_path), cuda=False)
+    # Too short for an interpreter to start, so that no trial ever gets to its work.
+    with pytest.raises(SweepError, match=r"2 of 2 trials failed") as caught:
+        sweep(samples.sleeps, points, executor="pool", num_processes=2, trial_timeout=0.05, retries=3)
+    result = caught.value.result
+    assert [trial.status for trial in result] == ["timed out", "timed out"] and result[0].is_over
+    assert "trial_timeout=0.05sec" in result[0].error and result[0].attempts == 1
+    assert [trial.status for trial in read_sweep(result.folder)] == ["timed out", "timed out"]
+    again = sweep(samples.sleeps, points, executor="pool", resume=result.folder, on_failure="return")
+    assert [trial.attempts for trial in again] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_trial_that_takes_too_long_ends_with_the_processes_it_started(tmp_path):
+    pid_file = tmp_path / "pid"
+    points = param_matrix(x=[1, 2], output_dir=str(tmp_path), cuda=False, pid_file=str(pid_file))
+    result = sweep(samples.sleeps, points, executor="pool", num_processes=2, trial_timeout="40s", on_failure="return")
+    assert [trial.status for trial in result] == ["timed out", "finished"]
+    assert result.best.value == 2.0 and result[0].seconds >= 40
+    stat = Path(f"/proc/{pid_file.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("junk", [0, -1, "soon", "3ep", float("nan"), float("inf"), True, [1]])
+def test_a_time_limit_that_is_none_is_rejected_by_name(junk):
+    with pytest.raises(ConfigError, match="trial_timeout"):
+        sweep(samples.sleeps, {"x": [1]}, executor="pool", trial_timeout=junk)
+
+
+def test_trials_in_this_process_cannot_be_ended(tmp_path):
+    with pytest.raises(ConfigError, match="executor='pool'"):
+        sweep(samples.sleeps, {"x": [1]}, trial_timeout=5, params={"output_dir": str(tmp_path)})

@@ -26,6 +26,7 @@ TEMPORARY = ".tmp-"
 """How the name of a file that is still being written begins."""
 JSON_DEPTH = 64
 """How deeply values in a JSON file may be nested."""
+_LONGEST_INT = 300  # digits
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Permissions of what may hold parameters; a stricter umask stays in force."""
 
@@ -80,10 +81,11 @@ def read_limited(path: Path, limit: int | None) -> bytes:
 def load_json(data: str | bytes) -> Any:
     """Return what a JSON text holds; one that is malformed or nested more than `JSON_DEPTH` times is a `ValueError`.
 
-    The limit is far below Python's own, so that whoever walks through the value need not fear a `RecursionError`.
+    The limit is far below Python's own, so that whoever walks through the value need not fear a `RecursionError`. For the same reason an
+    integer that no float can hold is an error.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data, parse_int=_parse_int if len(data) > _LONGEST_INT else None)
     except RecursionError:
         raise ValueError(f"it is nested more than {JSON_DEPTH} times") from None
     opening = ("[", "{") if isinstance(data, str) else (b"[", b"{")
@@ -100,6 +102,12 @@ def load_json(data: str | bytes) -> Any:
     if level:
         raise ValueError(f"it is nested more than {JSON_DEPTH} times")
     return value
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > _LONGEST_INT:
+        raise ValueError(f"a number has {len(text)} digits")
+    return int(text)
 
 
 def read_end(path: Path, size: int) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import ConfigTypeError, StrategyFormatError, unknown_name
+from drivetrain.core.errors import ConfigTypeError, DrivetrainError, StrategyFormatError, unknown_name
 from drivetrain.core.files import load_json, replace_bytes
 from drivetrain.core.foreign import Slot
 from drivetrain.strategy.registry import find_method
@@ -117,7 +117,7 @@ def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan
     except ValueError as error:
         raise StrategyFormatError(f"{where} is not JSON: {error}.") from error
     if isinstance(value, list):
-        return plan(value)
+        return _made(plan, value, {})
     if isinstance(value, dict):
         return _from_plain(plan, value)
     raise StrategyFormatError(f"{where} is JSON of the type {type(value).__name__}; expected an object or a list.")
@@ -142,9 +142,16 @@ def _from_plain(plan: "type[Strategy]", value: Mapping[str, Any]) -> "Strategy":
         if key not in _KEYS:
             raise StrategyFormatError(unknown_name("key", key, _KEYS, where="plan"))
     given = {name: value[name] for name in _KEYS if value.get(name) is not None and name not in (MARK, "methods")}
+    return _made(plan, value.get("methods"), given)
+
+
+def _made(plan: "type[Strategy]", methods: Any, given: Mapping[str, Any]) -> "Strategy":
+    """Return the plan of values from a file, which may be of any type."""
     try:
-        return plan(value.get("methods"), **given)
-    except TypeError as error:
+        return plan(methods, **given)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        if isinstance(error, DrivetrainError) and not isinstance(error, TypeError):
+            raise
         raise StrategyFormatError(f"the plan is malformed: {error}") from error
 
 

@@ -115,7 +115,7 @@ class SweepResult(Sequence[Trial]):
         metrics = list(dict.fromkeys(name for trial in self._trials for name in trial.metrics))
         fixed = ["trial", "status", "value", "seconds", "attempts", "run", "error"]
         with replacing(Path(path), mode=PRIVATE_FILE) as raw:
-            stream = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+            stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", newline="")
             writer = csv.writer(stream)
             writer.writerow([*fixed, *(f"params.{name}" for name in params), *(f"metrics.{name}" for name in metrics)])
             for trial in self.ranked:
