@@ -185,7 +185,7 @@ def test_a_checkpoint_set_aside_is_found_and_put_back(tmp_path, caplog):
     assert newest_value(tmp_path) == 1.0
     save(tmp_path, 2, 2.0)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "last"]
-    assert "put back" in caplog.text
+    assert "restored" in caplog.text
 
 
 def test_an_error_in_the_rename_brings_the_old_checkpoint_back(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 class AlternatingFlip(Algorithm):
     """Flips images of every batch so that each sample is seen both ways every two epochs; the loader must know its samples.
 
-    It acts before samples are selected, because afterwards nobody knows which ones are left.
+    It acts before samples are selected, because afterwards it is unknown which ones are left.
     """
 
     allow_multiple = False

@@ -197,7 +197,7 @@ _LAYERS = (BlurConv2d, BlurMaxPool2d)
 
 
 def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_channels: int) -> None:
-    """Refuse settings under which nothing could be replaced."""
+    """Reject settings under which nothing could be replaced."""
     check_whole(who, 0, min_channels=min_channels)
     if not replace_convs and not replace_maxpools:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Cautious updates (Liang et al., 2024, arXiv 2411.16085): leave out what points against the present gradient."""
 
 from drivetrain.algorithms.utils.checks import check_at_least
-from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer, refuse_begun
+from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -22,5 +22,5 @@ class Cautious(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         inside = own_optimizer(state, str(self))
-        refuse_begun(inside, str(self))
+        reject_begun(inside, str(self))
         state.optimizers = (make_optimizer(state, "Cautious", inside, eps=self.eps),)

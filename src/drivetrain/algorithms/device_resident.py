@@ -16,7 +16,7 @@ _PER_SAMPLE = "augmentation of single samples needs them on the host. Remove one
 
 
 class DeviceResidentData(Algorithm):
-    """Keeps the training data on the device, in the same order as before; data that does not fit is refused.
+    """Keeps the training data on the device, in the same order as before; data that does not fit is rejected.
 
     `dtype` stores floating-point tensors in another type.
     """

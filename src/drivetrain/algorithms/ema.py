@@ -1,6 +1,6 @@
 """Exponential moving average of the weights (Polyak and Juditsky, 1992): train fast, evaluate the smooth path.
 
-The average is kept beside the model, sharded where the model is, and exchanged with it for the length of an evaluation.
+The average is kept next to the model, sharded where the model is, and exchanged with it for the length of an evaluation.
 """
 
 import weakref
@@ -65,7 +65,7 @@ class EMA(Algorithm):
     Give `half_life`, the time after which a weight's influence has halved, or `smoothing`, the share of the old average that stays in
     each update. The average is a copy of the weights after the first batch, optimizer step or epoch at or after `ema_start`; updates come
     every `update_interval` (by default every batch or epoch, as the half-life counts).
-    Checkpoints hold the training weights and the average beside them.
+    Checkpoints hold the training weights and the average.
     """
 
     allow_multiple = False

@@ -46,7 +46,7 @@ def max_rank_with_speedup(in_size: int, out_size: int) -> int:
 
 
 def factorizing_could_speedup(module: nn.Module, latent_size: float) -> bool:
-    """Say whether a layer split at this rank would do less arithmetic than it does now."""
+    """Return whether a layer split at this rank would do less arithmetic than it does now."""
     if isinstance(module, FactorizedModule):
         return module.should_factorize(latent_size)
     if isinstance(module, nn.Conv2d):
@@ -93,7 +93,7 @@ class FactorizedModule(nn.Module):
     def set_rank(self, input: Tensor, rank: int) -> LowRankSolution | None:
         """Lower the rank, refitting both parts so that the outputs for `input` change little; return how well that went.
 
-        The parts get new parameters: optimizers made before must be told (`drivetrain.surgery.update_params_in_optimizer`).
+        The parts get new parameters: optimizers made before must be updated (`drivetrain.surgery.update_params_in_optimizer`).
         """
         check_whole(f"{type(self).__name__}.set_rank", 1, rank=rank)
         if rank > self.latent_size:

@@ -2,7 +2,7 @@
 
 TF32 keeps float32's range and rounds the factors of matrix products to 10 bits; cuDNN measures convolution algorithms once; fused
 optimizer kernels update all parameters in one launch; convolutions prefer channels-last memory. What belongs to the process is
-put back when the run ends.
+restored when the run ends.
 """
 
 from collections.abc import Callable
@@ -144,6 +144,6 @@ class _PassThrough:
 
 
 def mostly_convolutions(model: nn.Module) -> bool:
-    """Say whether 4-D convolution kernels hold more than half of the parameters."""
+    """Return whether 4-D convolution kernels hold more than half of the parameters."""
     kernels = sum(p.numel() for m in model.modules() if isinstance(m, nn.Conv2d) for p in m.parameters(recurse=False))
     return 2 * kernels > sum(p.numel() for p in model.parameters())

@@ -123,7 +123,7 @@ def register_feed_forward(
     activation: Callable[[nn.Module], Any],
     plan: Callable[[nn.Module, Gating], Plan],
 ) -> None:
-    """Say how to gate the layers of a class, or of all classes of a name.
+    """Define how to gate the layers of a class, or of all classes of a name.
 
     `activation(layer)` returns the function it uses, `plan(layer, gating)` which of its modules are replaced by what.
     """

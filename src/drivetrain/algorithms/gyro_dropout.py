@@ -99,7 +99,7 @@ class GyroDropoutLayer(nn.Module):
 
 
 def check_gyro(who: str, p: float, sigma: int, tau: int) -> None:
-    """Refuse impossible settings."""
+    """Reject impossible settings."""
     check_fraction(who, p=p)
     check_whole(who, 1, sigma=sigma, tau=tau)
 

@@ -70,7 +70,7 @@ class LayerFreezing(Algorithm):
     """Freezes more and more layers from `freeze_start` on, up to `freeze_level` of them at the end.
 
     The optimizer keeps its groups, so that its state stays aligned and a resumed run goes on as it was: it also acts after loading,
-    to freeze what was frozen. A model in DDP is wrapped anew, because DDP waits for every gradient it knows.
+    to freeze what was frozen. A model in DDP is wrapped again, because DDP waits for every gradient it knows.
     """
 
     allow_multiple = False

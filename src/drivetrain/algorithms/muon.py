@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.checks import check_choice
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, refuse_begun
+from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
@@ -61,7 +61,7 @@ class Muon(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model, replaced = model_of(state, str(self)), own_optimizer(state, str(self))
-        refuse_begun(replaced, str(self))
+        reject_begun(replaced, str(self))
         self.split = muon_groups(model)
         if not self.split.muon:
             raise ConfigError(

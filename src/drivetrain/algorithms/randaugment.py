@@ -66,7 +66,7 @@ def _check(severity: int, depth: int, augmentation_set: AugmentationSet, who: st
 
 
 def check_severity(severity: float, who: str) -> None:
-    """Refuse a strength outside of 0 to 10."""
+    """Reject a strength outside of 0 to 10."""
     if isinstance(severity, bool) or not isinstance(severity, int | float) or not 0 <= severity <= 10:
         raise ConfigError(f"{who}(severity={severity!r}): expected a number from 0 to 10.")
 

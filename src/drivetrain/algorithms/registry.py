@@ -22,7 +22,7 @@ _registered: dict[str, type[Plugin]] = {}
 def register(cls: P) -> P:
     """Let checkpoints name an algorithm of one's own; can be used as a decorator.
 
-    Two classes of one name would make files ambiguous, so the second one is refused.
+    Two classes of one name would make files ambiguous, so the second one is rejected.
     """
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise ConfigTypeError(f"register({cls!r}): expected a class derived from Algorithm.")
@@ -104,7 +104,7 @@ def _modules() -> dict[str, tuple[str, str]]:
 
 
 def _revived(value: Any, where: str) -> Any:
-    """Return an argument as the constructor wants it: members are made again, what JSON could not hold is refused."""
+    """Return an argument as the constructor wants it: members are made again, what JSON could not hold is rejected."""
     if isinstance(value, Mapping):
         if set(value) == {"__repr__"}:
             raise ConfigError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.algorithms.surgery import model_of
 from drivetrain.algorithms.utils.checks import check_choice, check_whole
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, refuse_begun
+from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.algorithms.utils.statistics import copy_statistics, measure_batch_norms, put_statistics
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
@@ -29,7 +29,7 @@ class ScheduleFree(Algorithm):
     """Replaces the optimizer by a schedule-free one and evaluates with its averaged weights.
 
     `lr=None` takes over the rates of the replaced optimizer. `warmup` is in batches or optimizer steps and counts updates. Before an
-    evaluation, batch norms are measured on `bn_batches` batches of training data, and put back afterwards.
+    evaluation, batch norms are measured on `bn_batches` batches of training data, and restored afterwards.
     """
 
     allow_multiple = False
@@ -85,7 +85,7 @@ class ScheduleFree(Algorithm):
 
     def _replace(self, state: State) -> None:
         replaced = own_optimizer(state, str(self))
-        refuse_begun(replaced, str(self))
+        reject_begun(replaced, str(self))
         groups = [
             {"params": group["params"], "lr": group["lr"] if self.lr is None else self.lr}
             for group in named_groups(replaced, model_of(state, str(self)))

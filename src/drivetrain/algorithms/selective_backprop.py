@@ -25,7 +25,7 @@ _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def should_selective_backprop(
     current_duration: float, batch_idx: int, start: float = 0.5, end: float = 0.9, interrupt: int = 2
 ) -> bool:
-    """Say whether to select at this moment: between `start` and `end`, but every `interrupt`-th batch is used whole.
+    """Return whether to select at this moment: between `start` and `end`, but every `interrupt`-th batch is used whole.
 
     >>> [should_selective_backprop(0.6, batch) for batch in range(4)]
     [True, False, True, False]

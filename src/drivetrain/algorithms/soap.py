@@ -1,7 +1,7 @@
 """SOAP (Vyas et al., 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, refuse_begun
+from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -29,7 +29,7 @@ class SOAP(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         replaced = own_optimizer(state, str(self))
-        refuse_begun(replaced, str(self))
+        reject_begun(replaced, str(self))
         groups = [
             {
                 "params": group["params"],

@@ -79,7 +79,7 @@ def apply_squeeze_excite(
 
 
 def check_latent(who: str, latent_channels: float) -> None:
-    """Refuse a hidden width that is no positive number."""
+    """Reject a hidden width that is no positive number."""
     if isinstance(latent_channels, bool) or not isinstance(latent_channels, int | float) or not latent_channels > 0:
         raise ConfigError(f"{who}(latent_channels={latent_channels!r}): expected a count, or a fraction below 1.")
 

@@ -44,7 +44,7 @@ class Skippable(GeneratedClass):
     training: bool
 
     def is_skipped(self) -> bool:
-        """Say whether the block need not run at all in this pass."""
+        """Return whether the block need not run at all in this pass."""
         return self.training and self.is_dropped and not self.drops_samples and not torch.compiler.is_compiling()
 
     def factor(self, x: Tensor) -> Tensor | None:
@@ -188,7 +188,7 @@ def _draws_of(model: nn.Module) -> list[DrawChoices]:
 
 
 def check_stochastic_depth(who: str, method: str, drop_rate: float, distribution: str) -> None:
-    """Refuse impossible settings."""
+    """Reject impossible settings."""
     check_choice(who, "stochastic_method", method, _METHODS)
     check_fraction(who, drop_rate=drop_rate)
     check_choice(who, "drop_distribution", distribution, _DISTRIBUTIONS)

@@ -72,12 +72,12 @@ def rebind_units(state: State) -> None:
 
 
 def warn_no_effect(message: str) -> None:
-    """Say that an algorithm changed nothing."""
+    """Warn that an algorithm changed nothing."""
     warnings.warn(message, NoEffectWarning, stacklevel=3)
 
 
 def check_unwrapped(model: nn.Module, who: str) -> None:
-    """Refuse a model that a wrapper, sharding or compilation already relies on as it is."""
+    """Reject a model that a wrapper, sharding or compilation already relies on as it is."""
     for name, child in model.named_modules():
         kind = wrapping_of(child)
         if kind is not None:
@@ -107,7 +107,7 @@ def share_tensors(new: M, old: nn.Module) -> M:
 
 
 def inside(model: nn.Module, layers: type[nn.Module] | tuple[type[nn.Module], ...]) -> set[nn.Module]:
-    """Return everything that stands inside a layer of the given classes: what was treated before, however it was changed since."""
+    """Return everything inside a layer of the given classes: what was treated before, however it was changed since."""
     holders = [module for module in model.modules() if isinstance(module, layers)]
     return {child for holder in holders for child in holder.modules() if child is not holder}
 

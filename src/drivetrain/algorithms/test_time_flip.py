@@ -87,7 +87,7 @@ class TestTimeFlip(Algorithm):
         state.outputs = total
 
     def _outputs(self, state: State) -> Any:
-        """Return the model's outputs for the batch as it is, of the same size as before, so that nothing is compiled anew."""
+        """Return the model's outputs for the batch as it is, of the same size as before, so that nothing is compiled again."""
         with torch.no_grad(), autocast_of(state):
             return call_model(state, state.batch)
 

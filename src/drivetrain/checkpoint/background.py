@@ -1,4 +1,4 @@
-"""Saving beside training: a copy in host memory now, the file in a thread.
+"""Saving during training: a copy in host memory now, the file in a thread.
 
 Training is held only while the state is copied. The host buffers are made once and used again for every save (pinned
 where the tensors live on an accelerator, so that the copy runs at full speed and needs no second copy on the device);
@@ -68,7 +68,7 @@ class BackgroundJob:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether a job is running."""
+        """Return whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], Any], name: str) -> None:
@@ -92,6 +92,6 @@ class BackgroundJob:
         try:
             job()
         except Exception as error:
-            # Also logged here: when the program is ending nobody will ask for the error.
+            # Also logged here: when the program is ending no caller will ask for the error.
             logger.error("%s failed in the background: %s", name, error)
             self._error = error

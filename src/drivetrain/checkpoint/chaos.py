@@ -103,7 +103,7 @@ def full_disk(after: int = 0) -> Iterator[None]:
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Let the system refuse files of this process above `limit` bytes (EFBIG), without any help of ours."""
+    """Make the system reject files of this process above `limit` bytes (EFBIG)."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

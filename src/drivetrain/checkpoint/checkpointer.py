@@ -454,5 +454,5 @@ class Checkpointer:
 def _unpacked(value: Any) -> Any:
     try:
         return unpack(value)
-    except StateError:  # its class is not at hand; the packed form still tells what it was
+    except StateError:  # its class is not at hand; the packed form still shows what it was
         return value

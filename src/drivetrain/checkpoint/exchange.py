@@ -2,7 +2,7 @@
 
 A save needs two such rounds: before writing (where, and is there room) and after it (did every file arrive). The
 first round has a deadline and names the ranks that did not come, because a save called on some ranks only is the
-commonest mistake. A background save runs beside training, so it talks over a group of its own: two threads must not
+commonest mistake. A background save runs during training, so it talks over a group of its own: two threads must not
 share one.
 """
 
@@ -58,7 +58,7 @@ class Exchange:
         return outcome.results[0]
 
     def attempt(self, action: Callable[[], Any]) -> "Outcome":
-        """Run `action` on every rank and tell all of them how it went.
+        """Run `action` on every rank and report to all of them how it went.
 
         A disk error or a CheckpointError is an outcome, to be judged by the caller. Any other error of one rank is
         raised on all of them, so that none is left waiting.
@@ -94,7 +94,7 @@ class Outcome(NamedTuple):
     own: Exception | None
 
     def explain(self) -> str:
-        """Say what went wrong, naming ranks where there are several."""
+        """Return what went wrong, naming ranks where there are several."""
         if len(self.results) == 1:
             return "; ".join(self.problems.values())
         return "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())

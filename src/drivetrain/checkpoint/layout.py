@@ -8,11 +8,11 @@
         state-rank-00001.json, ...   the same of other ranks, where they hold different names (pipeline stages)
         shards/*.safetensors         tensors that are split over ranks, one file per rank
         rng-rank-00000.safetensors   random states, and what else belongs to one rank alone
-      last, best                     one line each: the name of a folder beside them
+      last, best                     one line each: the name of a folder next to them
       .tmp-*, .old-*, .del-*         being written, being replaced, being removed
 
 Nothing here trusts a file: a manifest is plain JSON with its own hash, a path in it that would leave the folder is
-refused, and a link, FIFO or device is never opened.
+rejected, and a link, FIFO or device is never opened.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def own_file(name: str, rank: int) -> str:
 
 
 def file_inside(folder: Path, relative: str) -> Path:
-    """Return a file named in a manifest, refusing every name that could lead out of the folder."""
+    """Return a file named in a manifest, rejecting every name that could lead out of the folder."""
     pure = PurePosixPath(relative)
     if (
         not relative
@@ -89,12 +89,12 @@ def file_inside(folder: Path, relative: str) -> Path:
         or ":" in relative
     ):
         raise CheckpointError(
-            f"{folder / MANIFEST} names the file {relative!r}, which is not inside the checkpoint. Refused."
+            f"{folder / MANIFEST} names the file {relative!r}, which is not inside the checkpoint, so nothing is read."
         )
     path = folder / pure
     for part in (path, *path.parents[: len(pure.parts) - 1]):
         if part.is_symlink():
-            raise CheckpointError(f"{part} is a link, and links in a checkpoint are not followed. Refused.")
+            raise CheckpointError(f"{part} is a link, and links in a checkpoint are not followed.")
     return path
 
 
@@ -145,7 +145,7 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     def to_json(self) -> bytes:
-        """Return the text of `manifest.json`, which ends with the hash of all that stands before it."""
+        """Return the text of `manifest.json`, which ends with the hash of all before it."""
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["metrics"] = {
             name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()
@@ -155,7 +155,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Read a manifest, refusing anything that is not exactly one; the message gives the reason."""
+        """Read a manifest, rejecting anything that is not exactly one; the message gives the reason."""
         try:
             content = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -247,7 +247,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if folder.is_symlink():
-            raise CheckpointError(f"{folder.name} is a link, and links beside checkpoints are not followed")
+            raise CheckpointError(f"{folder.name} is a link, and links next to checkpoints are not followed")
         return Manifest.from_json(read_limited(path, MANIFEST_LIMIT))
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None

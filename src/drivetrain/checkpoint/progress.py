@@ -45,7 +45,7 @@ class Progress:
         return self._earlier_seconds + time.monotonic() - self._started
 
     def check_unit(self, wanted: Time, where: str) -> None:
-        """Refuse a time that nobody here counts."""
+        """Reject a time that is not counted here."""
         if self._read(wanted.unit) is None:
             known = [unit for unit in TimeUnit if self._read(unit) is not None]
             raise ConfigError(

@@ -94,7 +94,7 @@ class Reader:
     """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
 
     def read_at(self, find: Callable[[], "Place"]) -> Loaded:
-        """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched meanwhile."""
+        """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched during the read."""
         begun = time.monotonic()
         while True:
             place = self.exchange.first(find)
@@ -283,12 +283,12 @@ def read_safetensors(path: Path, map_location: Any = "cpu") -> dict[str, Tensor]
 
 
 def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
-    """Read a `.pt` file of tensors and plain containers; one that would run code is refused."""
+    """Read a `.pt` file of tensors and plain containers; one that would run code is rejected."""
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds more than tensors and plain containers, and reading it could run code, so it is refused. "
+            f"{path} holds more than tensors and plain containers, and reading it could run code, so it is not read. "
             f"Save it again as state dicts where you trust it. ({str(error).strip().splitlines()[0]})"
         ) from None
     except Exception as error:  # a damaged file can raise anything
@@ -304,7 +304,7 @@ class Place(NamedTuple):
 
 
 def find_place(path: Path) -> Place:
-    """Say what a path is: a file of tensors, a checkpoint, a run or checkpoint folder, or a pointer."""
+    """Return what a path is: a file of tensors, a checkpoint, a run or checkpoint folder, or a pointer."""
     if path.is_symlink() and path.is_dir():  # what the user names may be a link; what lies inside may not
         path = path.resolve()
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and path.is_file():

@@ -1,4 +1,4 @@
-"""What a restore gives back: where the run stands now, and the random states to continue with."""
+"""What a restore gives back: how far the run is, and the random states to continue with."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from drivetrain.runtime.seeds import restore_rng
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A state that has been put back."""
+    """A state that has been restored."""
 
     path: Path
     manifest: Manifest | None = None

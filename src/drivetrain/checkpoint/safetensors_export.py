@@ -1,8 +1,8 @@
 """Weights for other programs: plain safetensors files, split with an index when they are large.
 
 The names are those of the user's own modules and the layout is the one the Hugging Face libraries write and read:
-`model.safetensors`, or `model-00001-of-00003.safetensors` and so on beside `model.safetensors.index.json`. Tied
-tensors are stored once; the header says which name stands for which.
+`model.safetensors`, or `model-00001-of-00003.safetensors` and so on next to `model.safetensors.index.json`. Tied
+tensors are stored once; the header says which names share a tensor.
 """
 
 import json
@@ -26,7 +26,7 @@ def export_safetensors(
 ) -> Path:
     """Write items of a Context and return the file (or the index); on several ranks all call it and rank 0 writes.
 
-    One item keeps its own names (`encoder.weight`), several are told apart by theirs (`model.encoder.weight`). `path`
+    One item keeps its own names (`encoder.weight`), several begin with theirs (`model.encoder.weight`). `path`
     is a `.safetensors` file or a folder.
     """
     path = Path(path)

@@ -54,7 +54,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 def read_parts(folder: Path, names: Iterable[str], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read the named tensors from a folder of parts, each laid out as its live counterpart is, or whole without one.
 
-    Everything lands in host memory: a restored copy on the device beside the live one could be more than fits.
+    Everything lands in host memory: a restored copy on the device next to the live one could need more memory than there is.
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
@@ -137,7 +137,7 @@ def _members(path: str, inner: list[Any]) -> list[tuple[str, Any]]:
 
 
 class _TensorsOnly(DefaultLoadPlanner):
-    """A planner that refuses the pickled objects torch's own would load; safetensors files hold none."""
+    """A planner that rejects the pickled objects torch's own would load; safetensors files hold none."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor. Pickled objects are never loaded.")

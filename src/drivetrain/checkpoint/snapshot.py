@@ -77,7 +77,7 @@ def take_snapshot(
 
 
 def _is_alike(flat: FlatState, exchange: Exchange) -> bool:
-    """Say whether all ranks hold tensors of the same names, shapes and types."""
+    """Return whether all ranks hold tensors of the same names, shapes and types."""
     if exchange.size == 1:
         return True
     whole = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()}

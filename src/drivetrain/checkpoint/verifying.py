@@ -45,9 +45,9 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify, *, share: int
         if (size := path.stat().st_size) != entry.size:
             raise CheckpointError(f"{entry.path} has {size} bytes instead of {entry.size}")
     shards = folder / SHARDS
-    strangers = {f"{SHARDS}/{path.name}" for path in shards.iterdir()} - set(listed) if shards.is_dir() else set()
-    if strangers:
-        raise CheckpointError(f"{min(strangers)} is not listed in {MANIFEST}")
+    unlisted = {f"{SHARDS}/{path.name}" for path in shards.iterdir()} - set(listed) if shards.is_dir() else set()
+    if unlisted:
+        raise CheckpointError(f"{min(unlisted)} is not listed in {MANIFEST}")
     if verify == "full":
         for entry in manifest.files[share::of]:
             try:

@@ -54,7 +54,7 @@ from drivetrain.core.files import TEMPORARY
 logger = logging.getLogger(__name__)
 
 SPARE = 2**20
-"""Bytes that must stay free beside the checkpoint: headers, manifest, pointers."""
+"""Bytes that must stay free next to the checkpoint: headers, manifest, pointers."""
 
 
 class WriteFailedError(CheckpointError):
@@ -124,7 +124,7 @@ def write_checkpoint(
 
 @contextmanager
 def _locked_temporary(directory: Path, name: str, exchange: Exchange) -> Iterator[Path]:
-    """Make a locked folder aside on rank 0 and tell all ranks; whatever is left of it afterwards is removed."""
+    """Make a locked folder aside on rank 0 and name it to all ranks; whatever is left of it afterwards is removed."""
     lock = None
 
     def make() -> str | None:
@@ -160,14 +160,14 @@ def _make_locked(directory: Path, name: str) -> tuple[Path, int | None]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what dead writers left, and put back a checkpoint whose replacement never came."""
+    """Remove what dead writers left, and restore a checkpoint whose replacement never came."""
     for path in directory.glob(f"{ASIDE}{PREFIX}*"):
         home = directory / path.name.removeprefix(ASIDE)
         if home.exists():
             remove_folder(path)
         else:
             os.replace(path, home)
-            logger.warning("%s was set aside and never replaced; it is put back.", home)
+            logger.warning("%s was set aside and never replaced; it is restored.", home)
     for path in directory.glob(f"{REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
@@ -176,7 +176,7 @@ def sweep(directory: Path) -> None:
         except BlockingIOError:
             continue
         if lock is None:
-            continue  # no locks here: a living writer cannot be told from a dead one, so nothing is taken away
+            continue  # no locks here: a living writer cannot be distinguished from a dead one, so nothing is taken away
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -252,7 +252,7 @@ def _commit(
         if best is not None and (leader := best_checkpoint(known_checkpoints(directory), best)) is not None:
             replace_text(directory / BEST, f"{leader.name}\n")
     except OSError as error:  # the checkpoint is whole and will be found by its sequence
-        logger.warning("%s is saved, but the pointers beside it could not be renewed: %s", name, error)
+        logger.warning("%s is saved, but the pointers next to it could not be renewed: %s", name, error)
 
 
 def _rename_in(temporary: Path, target: Path) -> None:

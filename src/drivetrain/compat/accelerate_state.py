@@ -1,8 +1,8 @@
-"""Going on from a training-state folder of pytorch-accelerated: what accelerate's `save_state` wrote, and the epoch beside it.
+"""Going on from a training-state folder of pytorch-accelerated: what accelerate's `save_state` wrote, and the epoch next to it.
 
 Weights, optimizer, scheduler and scaler are read with safetensors and `weights_only=True`; nothing else is opened. The folder says in
 which epoch to go on, not where in it, and its random states are a pickle, which is left alone: the run goes on from the start of that
-epoch with random numbers of its own. What cannot be read safely, or is not whole, is refused with a way out.
+epoch with random numbers of its own. What cannot be read safely, or is not whole, is rejected with a way out.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Read the plans that ATorch pickled, without executing anything that is in them.
 
 A pickle is a program. This reader runs only the part of it that builds data: lists, dicts, numbers, texts, torch dtypes, and ATorch's
-own Strategy as a plain list. Any other name in the file becomes an inert text; a file that wants to call something is refused, and the
+own Strategy as a plain list. Any other name in the file becomes an inert text; a file that calls something is rejected, and the
 message says what it wanted to call.
 """
 
@@ -21,7 +21,7 @@ class _Inert(str):
     """The name of something that is not loaded."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise StrategyFormatError(f"the pickle wants to call {str(self)!r}, which is refused. It is not a plan.")
+        raise StrategyFormatError(f"the pickle calls {str(self)!r}, which is not allowed. It is not a plan.")
 
 
 class _LegacyStrategy:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def open_doorway(public: str, home: str) -> None:
-    """Let the name `public` stand for the module `home`, and `public.x` for every submodule `home.x`.
+    """Make the name `public` mean the module `home`, and `public.x` for every submodule `home.x`.
 
     Submodules are bound here too: imported through the public name they would otherwise be loaded a second time.
     """

@@ -125,7 +125,7 @@ def _name(function: Any) -> str:
 
 
 def infer_target_type(logits: Tensor, targets: Tensor) -> Literal["indices", "one_hot"]:
-    """Tell whether targets are class indices or one weight per class, from the shapes; the class dimension is 1."""
+    """Return whether targets are class indices or one weight per class, from the shapes; the class dimension is 1."""
     if targets.shape == logits.shape:
         return "one_hot"
     if targets.ndim == logits.ndim - 1:
@@ -137,7 +137,7 @@ def infer_target_type(logits: Tensor, targets: Tensor) -> Literal["indices", "on
 
 
 def check_for_index_targets(targets: Tensor) -> bool:
-    """Tell whether the targets are whole numbers, as class indices are."""
+    """Return whether the targets are whole numbers, as class indices are."""
     return not (targets.is_floating_point() or targets.is_complex()) and targets.dtype is not torch.bool
 
 

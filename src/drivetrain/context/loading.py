@@ -155,7 +155,7 @@ class Loading:
             return Unpacker([*self._classes, *classes_in(live())]).unpack(saved)
 
     def lacks_state(self, item: Any, path: str) -> bool:
-        """Note an item with state of its own that has no saved one; say whether it is one."""
+        """Note an item with state of its own that has no saved one; return whether it is one."""
         found = holds_state(item)
         if found:
             self.note("missing", path)

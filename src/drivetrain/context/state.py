@@ -201,7 +201,7 @@ class State(Context):
     def set_dataloader(
         self, dataloader: Any = None, dataloader_label: str | None = None, dataloader_len: TimeLike | None = None
     ) -> None:
-        """Say which loader the loop reads now; its length is asked for unless given."""
+        """Set the loader that the loop reads now; its length is asked for unless given."""
         self.dataloader = dataloader
         self.dataloader_label = None if dataloader is None else dataloader_label
         if dataloader is None:

@@ -69,7 +69,7 @@ class Fire:
         raise AttributeError(unknown_name("event", name, self.__slots__))
 
     def set(self, event: Event, calls: tuple[Callable[[], Any], ...]) -> None:
-        """Say who acts at an event."""
+        """Set what is called at an event."""
         setattr(self, event.value, _NOTHING if not calls else calls[0] if len(calls) == 1 else partial(_walk, calls))
 
 

@@ -123,7 +123,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 
     A file that is replaced keeps its permissions; a new one gets `mode`, less the umask. A link is replaced, not followed.
     `durable` waits until the disk has the content. While the file is written it is locked, so that a process that removes
-    leftovers can tell it from one.
+    leftovers can distinguish it from one.
     """
     aside, stream, lock = _create_aside(path, mode)
     try:

@@ -65,7 +65,7 @@ class Owner:
         )
 
     def is_alive(self) -> bool | None:
-        """Return whether the process lives, or None where only its heartbeat can tell."""
+        """Return whether the process lives, or None where only its heartbeat shows it."""
         if os.name != "posix" or self.pid <= 0 or self.machine != _machine():
             return None
         try:
@@ -89,7 +89,7 @@ class FolderLock:
         self._problem = ""
 
     def acquire(self) -> bool:
-        """Take the lock if nobody holds it, or if its owner is dead. This waits for a heartbeat where the owner is on another machine."""
+        """Take the lock if no process holds it, or if its owner is dead. This waits for a heartbeat where the owner is on another machine."""
         self.holder, token = None, secrets.token_hex(8)
         if not self._occupy(self.path, token):
             return False
@@ -309,7 +309,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when a process started as its system counts, empty for one that has ended, or None where nobody says."""
+    """Return when a process started as its system counts, empty for one that has ended, or None where the system does not say."""
     if Path("/proc/self/stat").exists():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

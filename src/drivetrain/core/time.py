@@ -66,7 +66,7 @@ class Timestamp:
     def to_next_batch(
         self, samples: int = 0, tokens: int = 0, duration: timedelta | float | None = None, stepped: bool = True
     ) -> "Timestamp":
-        """Return the moment after one more batch; `stepped` says whether it closed an accumulation window."""
+        """Return the moment after one more batch; `stepped`: it closed an accumulation window."""
         seconds, step = _seconds(duration), int(stepped)
         return replace(
             self,
@@ -251,7 +251,7 @@ class Clock:
         self._add_seconds(passed)
 
     def next_batch(self, samples: int = 0, tokens: int = 0, stepped: bool = True) -> None:
-        """Count one batch; `stepped` says whether it closed an accumulation window."""
+        """Count one batch; `stepped`: it closed an accumulation window."""
         if self._ticked_at is not None:  # a tick, written out: this is called in every step
             now = perf_counter()
             self.batch_wct = seconds = now - self._ticked_at

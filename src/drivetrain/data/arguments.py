@@ -60,7 +60,7 @@ def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"random_seed={own['random_seed']!r}: expected a whole number, or None for the run's seed."
         )
     if own["name"] is not None and not isinstance(own["name"], str):
-        raise ParameterError(f"name={own['name']!r}: expected a text that tells this loader from others, or None.")
+        raise ParameterError(f"name={own['name']!r}: expected a text that identifies this loader, or None.")
     if own["global_batch_size"] is not None:
         check_count("global_batch_size", own["global_batch_size"], at_least=1, error=ParameterError)
     if given.get("batch_size", 1) is not None:

@@ -98,7 +98,7 @@ def _sharded_steps(
 
 
 def mark_last(pairs: Pairs) -> Pairs:
-    """Read one batch ahead, so that each batch can say whether it is the last."""
+    """Read one batch ahead, so that the last batch is known to be the last."""
     held = next(pairs, None)
     while held is not None:
         following = next(pairs, None)

@@ -25,7 +25,7 @@ _MT19937_BYTES = 624 * 4 + 4  # the state words and the position among them
 
 
 class KeptGenerators(NamedTuple):
-    """Where the caller's generators stood."""
+    """The states of the caller's generators."""
 
     torch: torch.Tensor
     python: Any

@@ -27,7 +27,7 @@ class StreamStart:
     """Everything a reader needs to open a stream at a place."""
 
     token: int
-    """Tells one iteration from another; workers that outlive an epoch open the stream again when it changes."""
+    """Identifies one iteration; workers that outlive an epoch open the stream again when it changes."""
     seed: int
     epoch: int
     position: int

@@ -1,7 +1,7 @@
 """TensorBoard event files, written with tensorboard's own file writer.
 
 Events are built here rather than with `torch.utils.tensorboard`: the values of one step share an event, times are those of the
-recording, and pictures, which are PNG already, need no imaging package. A resume tells TensorBoard from which step on it should
+recording, and pictures, which are PNG already, need no imaging package. A resume gives TensorBoard from which step on it should
 forget what it has read.
 """
 

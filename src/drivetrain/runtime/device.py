@@ -135,7 +135,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
     module = torch.get_device_module(chosen)
     if not hasattr(module, "mem_get_info"):
         raise DeviceError(
-            f"torch cannot tell how much memory {str(chosen)!r} has. Ask for a cpu, cuda, xpu or mps device."
+            f"torch does not report how much memory {str(chosen)!r} has. Ask for a cpu, cuda, xpu or mps device."
         )
     free, total = module.mem_get_info(chosen)
     return free + module.memory_reserved(chosen) - module.memory_allocated(chosen), total

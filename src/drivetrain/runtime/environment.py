@@ -1,8 +1,8 @@
-"""What a launcher told this process about its world, read from the environment and checked.
+"""What a launcher set for this process about its world, read from the environment and checked.
 
 torchrun, accelerate launch and our own `launch` set `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and
 `MASTER_PORT`; `srun` sets `SLURM_PROCID`, `SLURM_NTASKS` and friends. A world that contradicts itself would hang in the
-first collective, so it is refused here, with the names of the variables, before any work is done.
+first collective, so it is rejected here, with the names of the variables, before any work is done.
 """
 
 import os
@@ -52,7 +52,7 @@ def launched_world(environment: Mapping[str, str] | None = None) -> LaunchedWorl
 
 
 def in_launched_process() -> bool:
-    """Say whether a launcher started this process, so that it joins a world and starts no further processes."""
+    """Return whether a launcher started this process, so that it joins a world and starts no further processes."""
     return launched_world() is not None
 
 
@@ -92,12 +92,12 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Say whether srun started this process as a task; a batch script or an interactive shell is no task."""
+    """Return whether srun started this process as a task; a batch script or an interactive shell is no task."""
     if "SLURM_PROCID" not in env or not ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env):
         return False
     if env.get("SLURM_JOB_NAME") in INTERACTIVE_SLURM_JOBS or "SLURM_PTY_PORT" in env:
         return False
-    # Inside a job only srun sets the step; the batch script too has PROCID=0, and would wait for tasks nobody started.
+    # Inside a job only srun sets the step; the batch script too has PROCID=0, and would wait for tasks that were never started.
     return "SLURM_JOB_ID" not in env or "SLURM_STEP_ID" in env
 
 

@@ -113,7 +113,7 @@ def _check_address(world: LaunchedWorld) -> None:
 
 
 def _check_backend(backend: str) -> None:
-    """Refuse a backend this build of torch lacks, or whose device is absent, before anybody waits for it."""
+    """Reject a backend this build of torch lacks, or whose device is absent, before a process waits for it."""
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].strip().lower()
         available = dist.is_backend_available(name)

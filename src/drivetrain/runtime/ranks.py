@@ -24,12 +24,12 @@ _data_ranks: _DataRanks | None = None
 
 
 def is_distributed() -> bool:
-    """Say whether a process group has been initialised, whatever its size."""
+    """Return whether a process group has been initialised, whatever its size."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_master() -> bool:
-    """Say whether this is rank 0, or the only process."""
+    """Return whether this is rank 0, or the only process."""
     return get_rank() == 0
 
 

@@ -21,7 +21,7 @@ BACKEND = "drivetrain-one-machine"
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of one agent, which nobody else can join."""
+    """The rendezvous of one agent, which no other agent can join."""
 
     def __init__(self, run_id: str, port: int):
         self._run_id = run_id
@@ -36,11 +36,11 @@ class OneMachine(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Tell workers that the store at `MASTER_PORT` is there already."""
+        """Let workers know that the store at `MASTER_PORT` is there already."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once: nobody else takes part."""
+        """Return at once: no other agent takes part."""
         self._rounds += 1
         address = RendezvousStoreInfo("127.0.0.1", self._port)
         return RendezvousInfo(dist.PrefixStore(str(self._rounds), self._keys), 0, 1, address)

@@ -119,14 +119,14 @@ def capture_rng() -> dict[str, Any]:
 
 
 def same_rng(one: Any, other: Any) -> bool:
-    """Say whether two results of `capture_rng` are the same: then no number was drawn between them."""
+    """Return whether two results of `capture_rng` are the same: then no number was drawn between them."""
     if isinstance(one, Mapping):
         return set(one) == set(other) and all(same_rng(value, other[name]) for name, value in one.items())
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put back what `capture_rng` returned; an accelerator's part is skipped where that accelerator is absent."""
+    """Restore what `capture_rng` returned; an accelerator's part is skipped where that accelerator is absent."""
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(
@@ -174,7 +174,7 @@ _before_deterministic: _Settings | None = None
 
 
 def set_deterministic(mode: Literal["off", "warn", "strict"]) -> None:
-    """Ask torch for repeatable kernels: `strict` refuses others, `warn` names them, `off` undoes an earlier call.
+    """Ask torch for repeatable kernels: `strict` rejects others, `warn` names them, `off` undoes an earlier call.
 
     `off` without an earlier call changes nothing, so a program's own settings survive a run with the default mode.
     """

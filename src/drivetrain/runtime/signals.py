@@ -2,7 +2,7 @@
 
 A handler may run between any two bytecodes, so ours does nothing but note the signal; whoever drives the loop looks
 at the note at a step boundary, saves, and leaves. While a `StopSignals` is entered SIGTERM and SIGINT ask for a stop
-and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may be told and the others not:
+and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may get the signal and the others not:
 `agreed()` joins their notes with a reduction that is started at one boundary and read at the next, so that no rank
 waits for it and all leave at the same step. A rank that waits for another one in a collective cannot run its handler; the
 watchdog (`watchdog.py`) ends it after a grace period.
@@ -30,7 +30,7 @@ URGENCY: tuple[int, ...] = (SAVE_SIGNAL, signal.SIGINT, signal.SIGTERM)
 
 
 def is_stop(number: int | None) -> bool:
-    """Say whether this signal asks the process to end (SIGUSR1 only asks for a save)."""
+    """Return whether this signal asks the process to end (SIGUSR1 only asks for a save)."""
     return number is not None and number != SAVE_SIGNAL
 
 
@@ -44,7 +44,7 @@ class StopSignals:
 
     Handlers can only be set in the main thread; elsewhere entering does nothing and `installed` stays False. A signal
     that was ignored before (`nohup`) stays ignored, and a handler of the user's own is called as well. A stop that
-    nobody has acted on (`clear()`) is sent again when the earlier handlers are back, so that it is never lost.
+    was not acted on (`clear()`) is sent again when the earlier handlers are back, so that it is never lost.
 
     >>> with StopSignals() as signals:
     ...     signals.requested is None
@@ -99,7 +99,7 @@ class StopSignals:
         self.release()
 
     def release(self) -> None:
-        """Put the earlier handlers back, and send a stop that nobody has acted on to them."""
+        """Restore the earlier handlers, and send them a stop that was not acted on."""
         self._pending = None
         if not self.installed or threading.current_thread() is not threading.main_thread():
             return
@@ -129,7 +129,7 @@ class StopSignals:
         """Return the signal all ranks act on at this step boundary, or None; every rank calls it at every boundary.
 
         One process hears of its signal at once. Several read the reduction that was started at the boundary before,
-        hence act one step later than the rank that was told.
+        hence act one step later than the rank that got the signal.
         """
         if get_num_processes() == 1:
             return self.requested
@@ -161,7 +161,7 @@ def _urgency(number: int) -> int:
 
 
 def requeue_under_slurm() -> bool:
-    """Ask SLURM to run this job again after it ends; False outside a batch job, or when SLURM refuses."""
+    """Ask SLURM to run this job again after it ends; False outside a batch job, or when SLURM rejects it."""
     job = os.environ.get("SLURM_JOB_ID")
     if not job or os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return False

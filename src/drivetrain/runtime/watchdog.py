@@ -2,7 +2,7 @@
 
 Python runs signal handlers in the main thread, between two bytecodes. A main thread that waits in C code never gets there, so neither
 SIGTERM nor Ctrl-C would end such a rank. The interpreter also writes the number of each signal into a socket at once; a thread reads it
-there and ends the process when nobody has acted on a stop in time.
+there and ends the process when no code has acted on a stop in time.
 """
 
 import os

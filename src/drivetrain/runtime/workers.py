@@ -1,4 +1,4 @@
-"""Around one worker of a launch, and beside all of them.
+"""What runs around one worker of a launch, and in their parent.
 
 torch's elastic agent starts the workers, waits for them and ends the others when one fails. Four things are added. A
 worker that only lost its peer waits a moment before it fails, so that the agent sees the cause first. Workers that
@@ -57,7 +57,7 @@ def run_worker(function: Callable[..., Any], args: tuple[Any, ...], pids: Path, 
             time.sleep(LOST_PEER_DELAY)
         raise
     destroy_group()
-    announced.unlink(missing_ok=True)  # what still stands here and no longer runs has failed
+    announced.unlink(missing_ok=True)  # what is still here and no longer runs has failed
     return result
 
 
@@ -136,7 +136,7 @@ def _announced(pids: Path) -> list[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Say whether a child still runs, without collecting its exit code: that is the agent's part."""
+    """Return whether a child still runs, without collecting its exit code: that is the agent's part."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:  # the agent has collected it

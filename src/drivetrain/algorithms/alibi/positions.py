@@ -56,7 +56,7 @@ def retire_position_table(holder: nn.Module, name: str, length: int, optimizers:
 
 
 def _lengthen(holder: nn.Module, length: int) -> None:
-    """Let what counts positions beside the table count as far as it."""
+    """Let what counts positions next to the table count as far as it."""
     for name in _COUNTING_BUFFERS:
         buffer = holder._buffers.get(name)
         if buffer is not None:

@@ -1,4 +1,4 @@
-"""Arguments that many algorithms share, refused in the constructor with one sentence."""
+"""Arguments that many algorithms share, rejected in the constructor with one sentence."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["check_at_least", "check_choice", "check_fraction", "check_whole", "e
 
 
 def check_choice(who: str, name: str, value: Any, valid: Sequence[str]) -> None:
-    """Refuse anything that is not one of the valid words."""
+    """Reject anything that is not one of the valid words."""
     if value not in valid:
         raise ConfigError(unknown_name(name, value, valid, where=who))
 

@@ -70,7 +70,7 @@ def _is_image(value: Any) -> bool:
 def with_transform(dataset: Any, transform: Transform) -> Any:
     """Return a dataset whose images also pass through `transform`; the one given stays as it is.
 
-    The transform stands before the first step that makes tensors, in a copy of the dataset's own.
+    The transform is placed before the first step that makes tensors, in a copy of the dataset's own.
     """
     changed: Any = copy.copy(dataset)
     if isinstance(dataset, Subset):
@@ -84,7 +84,7 @@ def with_transform(dataset: Any, transform: Transform) -> Any:
         return TransformedDataset(dataset, transform)
     changed.transform = _extended(dataset.transform, transform)
     paired = getattr(dataset, "transforms", None)
-    if hasattr(paired, "transform"):  # torchvision keeps the same transform a second time, beside the target's
+    if hasattr(paired, "transform"):  # torchvision keeps the same transform a second time, next to the target's
         changed.transforms = copy.copy(paired)
         changed.transforms.transform = changed.transform
     return changed

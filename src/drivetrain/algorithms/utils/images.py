@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_pil(image: Any) -> bool:
-    """Say whether this is a PIL image; a program that has not imported PIL has none."""
+    """Return whether this is a PIL image; a program that has not imported PIL has none."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(image, module.Image)
 

@@ -26,7 +26,7 @@ def logits_of(outputs: Any, who: str) -> Tensor:
 
 
 def logits_for(outputs: Any, targets: Any, who: str) -> Any:
-    """Return logits beside targets: one tensor, or one for each of several targets."""
+    """Return logits with targets: one tensor, or one for each of several targets."""
     if not isinstance(targets, list | tuple):
         return logits_of(outputs, who)
     if isinstance(outputs, list | tuple) and len(outputs) == len(targets):
@@ -70,7 +70,7 @@ def _total(loss: Any) -> Tensor:
 
 
 def check_loss_is_outside(state: State, who: str) -> None:
-    """Refuse a loss that the model computes in `forward`: changed targets would come too late for it."""
+    """Reject a loss that the model computes in `forward`: changed targets would come too late for it."""
     if state.loss_fn is None and own_loss(state) is None:
         raise ConfigError(
             f"{who} changes the targets between the model and its loss, but this model computes its loss itself. Give the Trainer a "
@@ -79,7 +79,7 @@ def check_loss_is_outside(state: State, who: str) -> None:
 
 
 def check_soft_targets(state: State, logits: Any, targets: Any, who: str) -> None:
-    """Refuse a loss that only takes class indices, by a trial with two rows."""
+    """Reject a loss that only takes class indices, by a trial with two rows."""
     check_loss_is_outside(state, who)
     if state.loss_fn is None or not isinstance(logits, Tensor):
         return

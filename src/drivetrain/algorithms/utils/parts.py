@@ -9,7 +9,7 @@ from drivetrain.core.errors import ConfigTypeError
 
 
 def map_tensors(function: Callable[..., Any], part: Any, *others: Any) -> Any:
-    """Return the part with `function` applied to each tensor, beside the tensors at the same place of the other parts."""
+    """Return the part with `function` applied to each tensor, together with the tensors at the same position of the other parts."""
     if isinstance(part, Tensor):
         return function(part, *others)
     if isinstance(part, Mapping):
@@ -49,14 +49,14 @@ def take_rows(part: Any, index: Tensor) -> Any:
 
 
 def check_images(x: Any, who: str) -> None:
-    """Refuse what is no batch of images: height and width are the last two dimensions."""
+    """Reject what is no batch of images: height and width are the last two dimensions."""
     if not isinstance(x, Tensor) or x.ndim < 3:
         shape = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ConfigTypeError(f"{who} works on images, (N, C, H, W) or (C, H, W); got {shape}. Give another input_key.")
 
 
 def check_floating(x: Tensor, who: str) -> None:
-    """Refuse whole numbers where values are mixed: half of a token id is no token id."""
+    """Reject whole numbers where values are mixed: half of a token id is no token id."""
     if not x.is_floating_point():
         raise ConfigTypeError(
             f"{who} mixes values, which needs floating-point inputs; got {str(x.dtype).removeprefix('torch.')}. Convert images "
@@ -65,5 +65,5 @@ def check_floating(x: Tensor, who: str) -> None:
 
 
 def is_image_like(target: Any, image: Tensor) -> bool:
-    """Say whether a target has the height and width of the images, as segmentation masks do."""
+    """Return whether a target has the height and width of the images, as segmentation masks do."""
     return isinstance(target, Tensor) and target.ndim > 2 and target.shape[-2:] == image.shape[-2:]

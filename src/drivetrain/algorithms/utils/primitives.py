@@ -214,7 +214,7 @@ def shown_set(given: AugmentationSet) -> str:
 
 
 def check_image(image: Any, who: str) -> None:
-    """Refuse tensors that are no images, and float ones on the host that have been normalised already."""
+    """Reject tensors that are no images, and float ones on the host that have been normalised already."""
     if not isinstance(image, Tensor):
         return
     if image.ndim not in (3, 4):

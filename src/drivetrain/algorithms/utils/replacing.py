@@ -46,8 +46,8 @@ def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]
     return groups
 
 
-def refuse_begun(optimizer: Optimizer, who: str) -> None:
-    """Refuse to replace an optimizer that has taken steps: what it has learnt would be lost without a word."""
+def reject_begun(optimizer: Optimizer, who: str) -> None:
+    """Reject replacing an optimizer that has taken steps: what it has learnt would be lost silently."""
     if optimizer.state:
         raise ConfigError(
             f"{who} replaces the {type(optimizer).__name__}, which has taken steps already. Give the Trainer a new one."

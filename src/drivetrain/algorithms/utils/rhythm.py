@@ -6,7 +6,7 @@ from drivetrain.core.time import Time, TimeUnit
 
 
 def has_come(time: Time, state: State, who: str) -> bool:
-    """Say whether the run has reached a time."""
+    """Return whether the run has reached a time."""
     if time.unit is TimeUnit.DURATION:
         # Nine decimals forgive binary fractions, so that 0.3dur of 10 batches is reached at batch 3.
         return round(elapsed_fraction(state, who) - time.value, 9) >= 0

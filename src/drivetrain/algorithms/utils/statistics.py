@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, measured anew for weights that were not trained step by step.
+"""Running statistics of batch norms, measured again for weights that were not trained step by step.
 
 An average of weights has activations no training batch has seen. Its batch norms get the statistics of a pass over training
 data: of this rank's share, then averaged over ranks. The pass reads through a loader of its own and leaves generators, modes and
@@ -30,7 +30,7 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
 
 @torch.no_grad()
 def measure_batch_norms(state: State, max_batches: int | None = None) -> bool:
-    """Set the running statistics to the mean over a pass of training data; say whether there was anything to do."""
+    """Set the running statistics to the mean over a pass of training data; return whether there was anything to do."""
     model = bare_model(state)
     layers = batch_norms(model)
     if not layers or state.train_dataloader is None:
@@ -69,12 +69,12 @@ def put_statistics(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _own_pass(state: State) -> Iterator[Any]:
-    """Yield the batches of the present epoch's order, read beside the run's own loader."""
+    """Yield the batches of the present epoch's order, read with a second loader."""
     loader = state.train_dataloader
     if isinstance(loader, SmartDataLoader):
-        beside = loader.rebuild(loading_bar=False, num_workers=0, **_without_workers(loader))
-        beside.set_epoch(state.clock.epoch)
-        loader = beside
+        second = loader.rebuild(loading_bar=False, num_workers=0, **_without_workers(loader))
+        second.set_epoch(state.clock.epoch)
+        loader = second
     elif isinstance(loader, DataLoader):
         loader = SmartDataLoader.from_loader(loader, loading_bar=False).to(state.device)
     for batch in loader:
