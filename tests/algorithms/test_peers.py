@@ -451,7 +451,7 @@ def test_gated_linear_units_agree_on_bert(bias):
 def test_alibi_slopes_agree(heads):
     from composer.algorithms.alibi.attention_surgery_functions.utils import _get_alibi_head_slopes
 
-    from drivetrain.algorithms.alibi.penalty import alibi_slopes
+    from drivetrain.algorithms.alibi.positions import alibi_slopes
 
     assert alibi_slopes(heads) == pytest.approx(_get_alibi_head_slopes(heads))
 

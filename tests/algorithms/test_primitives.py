@@ -7,8 +7,7 @@ import torch
 
 from drivetrain.algorithms.utils import augmentation_sets, pil_ops, tensor_ops
 from drivetrain.algorithms.utils import primitives as primitives_module
-from drivetrain.algorithms.utils.images import as_pil, as_tensor
-from drivetrain.algorithms.utils.primitives import find_set
+from drivetrain.algorithms.utils.primitives import as_pil, as_tensor, find_set
 
 PIL_IMAGE = pytest.importorskip("PIL.Image")
 

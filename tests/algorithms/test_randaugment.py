@@ -11,7 +11,7 @@ from drivetrain.algorithms.augmix import AugmentAndMixTransform, AugMix, augmix_
 from drivetrain.algorithms.randaugment import RandAugment, RandAugmentTransform, randaugment, randaugment_image
 from drivetrain.algorithms.utils import augmentation_sets
 from drivetrain.algorithms.utils.datasets import Steps, with_transform
-from drivetrain.algorithms.utils.images import as_pil, as_tensor
+from drivetrain.algorithms.utils.primitives import as_pil, as_tensor
 from drivetrain.core.event import Event
 from drivetrain.data.loader import SmartDataLoader
 from tests.algorithms.tasks import conv_trainer, image_data, make_state, run, same, train, weights

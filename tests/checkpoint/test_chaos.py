@@ -13,8 +13,8 @@ import torch
 
 from drivetrain.checkpoint import chaos, files
 from drivetrain.checkpoint.chaos import Attempt, damage, torment
+from drivetrain.checkpoint.layout import problem_with
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
-from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.files import TEMPORARY
 from drivetrain.runtime.seeds import capture_rng, restore_rng

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.checkpoint.chaos import full_disk
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.exchange import Exchange, control_exchange
+from drivetrain.checkpoint.exchange import RankExchange, control_exchange
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
 from drivetrain.context.context import Context
@@ -16,7 +16,7 @@ from drivetrain.runtime.ranks import get_rank
 
 
 def test_alone_an_exchange_returns_what_was_said():
-    exchange = Exchange()
+    exchange = RankExchange()
     exchange.meet("anything")
     assert exchange.gather(3) == [3]
     outcome = exchange.attempt(lambda: 1 + 1)
@@ -41,7 +41,7 @@ def meet_without_rank_1() -> str:
     if get_rank() == 1:
         return "absent"
     with pytest.raises(CheckpointError) as error:
-        Exchange(group, deadline=timedelta(seconds=2)).meet("saving checkpoint-1")
+        RankExchange(group, deadline=timedelta(seconds=2)).meet("saving checkpoint-1")
     return str(error.value)
 
 

@@ -6,8 +6,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from drivetrain.checkpoint.files import replace_text, write_bytes, write_tensors
+from drivetrain.checkpoint.layout import hash_file
 from drivetrain.checkpoint.tree import SAFETENSORS_DTYPES
-from drivetrain.checkpoint.verifying import hash_file
 
 
 def sample(dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.checkpoint.chaos import full_disk
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.exchange import Exchange
+from drivetrain.checkpoint.exchange import RankExchange
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, prepare_folder
 from drivetrain.checkpoint.store import load_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError
@@ -86,7 +86,7 @@ def test_a_folder_that_becomes_a_file_ends_the_run_at_the_next_save(tmp_path):
 
 def test_another_disk_under_the_same_name_is_not_written_to(tmp_path):
     with pytest.raises(WriteFailedError, match="vanished with the disk"):
-        check_folder(tmp_path / "gone", -1, "checkpoint-1", Exchange(), FolderLock(tmp_path))
+        check_folder(tmp_path / "gone", -1, "checkpoint-1", RankExchange(), FolderLock(tmp_path))
     assert not (tmp_path / "gone").exists()
 
 

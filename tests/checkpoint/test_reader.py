@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from drivetrain.checkpoint import writer
 from drivetrain.checkpoint.chaos import DAMAGES, damage
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.layout import FileEntry, Manifest, read_manifest
-from drivetrain.checkpoint.reader import Reader, find_place, read_torch_file
+from drivetrain.checkpoint.layout import FileEntry, Manifest, problem_with, read_manifest
+from drivetrain.checkpoint.reader import CheckpointReader, find_checkpoint_path, read_torch_file
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
-from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError, ConfigError
 
@@ -39,11 +38,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(three, kind, s
     damage(three[2], kind, seed)
     reason = problem_with(three[2])
     assert reason
-    loaded = Reader().read_newest(three[2].parent)
+    loaded = CheckpointReader().read_newest(three[2].parent)
     assert loaded.state["n"] == 1 and loaded.rejected == [(three[2], reason)]
     assert f"{three[2]} is passed over: {reason}" in caplog.text
     with pytest.raises(CheckpointError, match="newest valid"):
-        Reader().read(three[2])
+        CheckpointReader().read(three[2])
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", "manifest.json"])
@@ -190,7 +189,7 @@ def test_a_place_is_found_by_what_is_there(three, tmp_path):
     (run / "checkpoints").mkdir(parents=True)
     (run / "manifest.json").write_text("{}")  # a run has one too, of another kind
     shutil.copytree(three[1], run / "checkpoints" / three[1].name)
-    assert find_place(run) == ("directory", run / "checkpoints")
+    assert find_checkpoint_path(run) == ("directory", run / "checkpoints")
     assert load_checkpoint(run)["n"] == 1
     assert load_checkpoint(tmp_path / "last")["n"] == 2
     assert load_checkpoint(three[0])["n"] == 0

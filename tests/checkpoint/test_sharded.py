@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.layout import read_manifest
+from drivetrain.checkpoint.layout import problem_with, read_manifest
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
-from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError
 from drivetrain.runtime.ranks import get_num_processes, get_rank

@@ -10,11 +10,10 @@ import torch
 from drivetrain.checkpoint import files, writer
 from drivetrain.checkpoint.chaos import full_disk, small_files
 from drivetrain.checkpoint.files import lock_path
-from drivetrain.checkpoint.layout import read_pointer
-from drivetrain.checkpoint.reader import Reader
+from drivetrain.checkpoint.layout import problem_with, read_pointer
+from drivetrain.checkpoint.reader import CheckpointReader
 from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
-from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.checkpoint.writer import WriteFailedError, known_checkpoints, sweep, write_checkpoint
 
 
@@ -23,7 +22,7 @@ def save(directory: Path, id, value: float, **kwargs) -> Path:
 
 
 def newest_value(directory: Path) -> float:
-    loaded = Reader().read_newest(directory)
+    loaded = CheckpointReader().read_newest(directory)
     assert torch.equal(loaded.state["x"], torch.full((50,), loaded.state["v"]))
     return loaded.state["v"]
 

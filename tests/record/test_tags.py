@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.record.tags import check_tag, picture_path, safe_name
+from drivetrain.record.stream import check_tag, picture_path, safe_name
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300)
 

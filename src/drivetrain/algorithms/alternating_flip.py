@@ -7,10 +7,10 @@ the first epoch, and every epoch after that shows the other side.
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -63,7 +63,7 @@ class AlternatingFlip(Algorithm):
     before = ("SelectiveBackprop",)
 
     def __init__(self, seed: int = 0, input_key: BatchKey = 0):
-        check_whole("AlternatingFlip", 0, seed=seed)
+        check_counts("AlternatingFlip", 0, seed=seed)
         self.seed, self.input_key = seed, input_key
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -6,19 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.randaugment import check_severity
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
-from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
 from drivetrain.algorithms.utils.primitives import (
     AugmentationSet,
     apply_one_of,
+    as_pil,
+    as_tensor,
     check_image,
     each_image,
     find_set,
+    is_pil,
     shown_set,
 )
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -70,7 +72,7 @@ def _like(image: Any, values: Tensor) -> Any:
 
 def _check(severity: int, depth: int, width: int, alpha: float, augmentation_set: AugmentationSet, who: str) -> None:
     check_severity(severity, who)
-    check_whole(who, 1, width=width)
+    check_counts(who, 1, width=width)
     if isinstance(depth, bool) or not isinstance(depth, int):
         raise ConfigError(
             f"{who}(depth={depth!r}): expected a whole number; 0 or less draws one to three for each chain."

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.utils.checks import check_choice, check_fraction, elapsed_fraction
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -41,8 +42,8 @@ class BatchSizeWarmup(Algorithm):
     writes = ("settings", "optimizers")
 
     def __init__(self, initial: float = 0.25, duration: str | Time = "0.3dur", lr_rule: Rule = "sqrt"):
-        check_fraction("BatchSizeWarmup", initial=initial)
-        check_choice("BatchSizeWarmup", "lr_rule", lr_rule, RULES)
+        check_fractions("BatchSizeWarmup", initial=initial)
+        check_choice("lr_rule", lr_rule, RULES, owner="BatchSizeWarmup")
         self.initial, self.duration, self.lr_rule = initial, ensure_time(duration, TimeUnit.BATCH), lr_rule
         self._length: int | None = None
         self._rates: list[tuple[dict[str, Any], Any]] = []

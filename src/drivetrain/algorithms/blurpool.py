@@ -14,7 +14,7 @@ from torch.nn.modules.utils import _pair
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect, with_settings
-from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 
@@ -198,7 +198,7 @@ _LAYERS = (BlurConv2d, BlurMaxPool2d)
 
 def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_channels: int) -> None:
     """Reject settings under which nothing could be replaced."""
-    check_whole(who, 0, min_channels=min_channels)
+    check_counts(who, 0, min_channels=min_channels)
     if not replace_convs and not replace_maxpools:
         raise ConfigError(
             f"{who}: replace_convs and replace_maxpools are both False, so there is nothing to do. Set one of them."

@@ -1,8 +1,8 @@
 """Cautious updates (Liang et al., 2024, arXiv 2411.16085): leave out what points against the present gradient."""
 
-from drivetrain.algorithms.utils.checks import check_at_least
 from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer, reject_begun
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_numbers
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -17,7 +17,7 @@ class Cautious(Algorithm):
     conflicts = {"ScheduleFree": "its weights are an average, not a point an update starts from. Use one of them"}
 
     def __init__(self, eps: float = 1e-3):
-        check_at_least("Cautious", 0, eps=eps)
+        check_numbers("Cautious", 0, eps=eps)
         self.eps = eps
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -5,13 +5,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from drivetrain.algorithms.utils.checks import check_fraction
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_subset
-from drivetrain.algorithms.utils.images import as_pil, as_tensor, is_pil
 from drivetrain.algorithms.utils.parts import check_images, is_image_like, map_tensors
+from drivetrain.algorithms.utils.primitives import as_pil, as_tensor, is_pil
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -54,7 +54,7 @@ def colout_batch(
 
 
 def _check(p_row: float, p_col: float, resize_target: Any, who: str) -> None:
-    check_fraction(who, p_row=p_row, p_col=p_col)
+    check_fractions(who, p_row=p_row, p_col=p_col)
     if not isinstance(resize_target, bool) and resize_target != "auto":
         raise ConfigError(f"{who}(resize_target={resize_target!r}): expected True, False or 'auto'.")
 

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.mixup import dense_targets
-from drivetrain.algorithms.utils.boxes import Box, draw_box
-from drivetrain.algorithms.utils.checks import check_at_least, check_fraction
-from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_permutation
+from drivetrain.algorithms.utils.draws import Box, Generator, draw_beta, draw_box, draw_permutation
 from drivetrain.algorithms.utils.mixing import PairMixing
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, is_image_like, map_tensors, take_rows
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions, check_numbers
 from drivetrain.core.errors import ConfigError
 
 
@@ -38,7 +37,7 @@ def cutmix_batch(
     >>> mixed[0, 0].tolist(), other.tolist(), area
     ([[1.0, 1.0], [0.0, 0.0]], [1, 0], 0.5)
     """
-    check_at_least("cutmix_batch", 0, alpha=alpha)
+    check_numbers("cutmix_batch", 0, alpha=alpha)
     first = first_tensor(input, "cutmix_batch")
     check_images(first, "CutMix")
     if indices is None:
@@ -54,7 +53,7 @@ def cutmix_batch(
 def _draw_cut(image: Tensor, length: float | None, alpha: float, uniform: bool, generator: Generator) -> Box:
     height, width = image.shape[-2:]
     if length is not None:
-        check_fraction("cutmix_batch", length=length)
+        check_fractions("cutmix_batch", length=length)
         side = length
     else:
         side = math.sqrt(1 - draw_beta(alpha, generator)) if alpha > 0 else 0.0
@@ -102,7 +101,7 @@ class CutMix(PairMixing):
         input_key: BatchKey = 0,
         target_key: BatchKey = 1,
     ):
-        check_at_least("CutMix", 0, alpha=alpha)
+        check_numbers("CutMix", 0, alpha=alpha)
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha, self.uniform_sampling = alpha, uniform_sampling
         self._bbox: Box = (0, 0, 0, 0)

@@ -4,13 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.algorithms.utils.boxes import draw_box
-from drivetrain.algorithms.utils.checks import check_fraction, check_whole
-from drivetrain.algorithms.utils.draws import Generator
-from drivetrain.algorithms.utils.images import is_pil, on_tensor
+from drivetrain.algorithms.utils.draws import Generator, draw_box
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.primitives import is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -27,8 +26,8 @@ def cutout_batch(
 
     A square's side is `length` times the shorter side of the images. A PIL image comes back as one.
     """
-    check_whole("cutout_batch", 0, num_holes=num_holes)
-    check_fraction("cutout_batch", length=length)
+    check_counts("cutout_batch", 0, num_holes=num_holes)
+    check_fractions("cutout_batch", length=length)
     if is_pil(input):
         return on_tensor(lambda x: cutout_batch(x, num_holes, length, uniform_sampling, generator=generator), input)
     first = first_tensor(input, "cutout_batch")
@@ -56,8 +55,8 @@ class CutOut(Algorithm):
     def __init__(
         self, num_holes: int = 1, length: float = 0.5, uniform_sampling: bool = False, input_key: BatchKey = 0
     ):
-        check_whole("CutOut", 0, num_holes=num_holes)
-        check_fraction("CutOut", length=length)
+        check_counts("CutOut", 0, num_holes=num_holes)
+        check_fractions("CutOut", length=length)
         self.num_holes, self.length, self.uniform_sampling = num_holes, length, uniform_sampling
         self.input_key = input_key
 

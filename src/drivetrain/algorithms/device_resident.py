@@ -2,8 +2,8 @@
 
 import torch
 
-from drivetrain.algorithms.utils.checks import check_fraction
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -27,7 +27,7 @@ class DeviceResidentData(Algorithm):
     conflicts = dict.fromkeys(("RandAugment", "AugMix"), _PER_SAMPLE)
 
     def __init__(self, max_fraction: float = 0.5, dtype: str = "keep"):
-        check_fraction("DeviceResidentData", max_fraction=max_fraction)
+        check_fractions("DeviceResidentData", max_fraction=max_fraction)
         if max_fraction == 0:
             raise ConfigError(
                 "DeviceResidentData(max_fraction=0): nothing would fit. Expected a number above 0, at most 1."

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_fraction
 from drivetrain.algorithms.utils.rhythm import Rhythm, has_come
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -38,7 +38,7 @@ def compute_ema(model: nn.Module, ema_model: nn.Module | AveragedWeights, smooth
     >>> torch.equal(model.weight, average.weight)
     True
     """
-    check_fraction("compute_ema", smoothing=smoothing)
+    check_fractions("compute_ema", smoothing=smoothing)
     if isinstance(ema_model, AveragedWeights):
         ema_model.update_lerp(model, 1 - smoothing)
         return
@@ -97,7 +97,7 @@ class EMA(Algorithm):
         )
         if self.half_life is None:
             assert smoothing is not None
-            check_fraction("EMA", smoothing=smoothing)
+            check_fractions("EMA", smoothing=smoothing)
             self.smoothing = float(smoothing)
         else:
             if self.half_life.unit is not self.update_interval.unit:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.low_rank import LowRankSolution, factorize_conv2d, factorize_matrix, split_matrix
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_choice, check_whole
+from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 
@@ -95,7 +95,7 @@ class FactorizedModule(nn.Module):
 
         The parts get new parameters: optimizers made before must be updated (`drivetrain.surgery.update_params_in_optimizer`).
         """
-        check_whole(f"{type(self).__name__}.set_rank", 1, rank=rank)
+        check_counts(f"{type(self).__name__}.set_rank", 1, rank=rank)
         if rank > self.latent_size:
             raise ConfigError(
                 f"{type(self).__name__}.set_rank(rank={rank}): the rank is {self.latent_size} and can only be lowered."
@@ -299,7 +299,7 @@ def check_factorize(who: str, latent_channels: float, latent_features: float, in
     for name, value in (("latent_channels", latent_channels), ("latent_features", latent_features)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{who}({name}={value!r}): expected a count, or a fraction below 1.")
-    check_choice(who, "initialize", initialize, _INITIALIZE)
+    check_choice("initialize", initialize, _INITIALIZE, owner=who)
 
 
 class Factorize(ModelSurgery):

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, share_tensors, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
@@ -22,7 +22,7 @@ from drivetrain.module.surgery import count_module_instances, replace_module_cla
 from drivetrain.runtime.ranks import num_data_ranks
 
 
-class _GhostBatchNorm(_BatchNorm):
+class _GhostNorm(_BatchNorm):
     """A batch norm that splits its batch in training; with the parameters, buffers and names of the one it replaces."""
 
     ghost_batch_size: int
@@ -56,7 +56,7 @@ class _GhostBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}, ghost_batch_size={self.ghost_batch_size}"
 
     @classmethod
-    def from_batchnorm(cls, module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostBatchNorm":
+    def from_batchnorm(cls, module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostNorm":
         """Return the layer that takes the place of a batch norm and uses its very parameters and buffers."""
         settings: dict[str, Any] = {"affine": module.affine, "track_running_stats": module.track_running_stats}
         new = cls(module.num_features, module.eps, module.momentum, **settings, device="meta")
@@ -64,7 +64,7 @@ class _GhostBatchNorm(_BatchNorm):
         return share_tensors(new, module)
 
 
-class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
+class GhostBatchNorm1d(_GhostNorm, nn.BatchNorm1d):
     """Ghost batch norm over (N, C) or (N, C, L)."""
 
     def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
@@ -72,7 +72,7 @@ class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
         self.ghost_batch_size = ghost_batch_size
 
 
-class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
+class GhostBatchNorm2d(_GhostNorm, nn.BatchNorm2d):
     """Ghost batch norm over (N, C, H, W)."""
 
     def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
@@ -80,7 +80,7 @@ class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
         self.ghost_batch_size = ghost_batch_size
 
 
-class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
+class GhostBatchNorm3d(_GhostNorm, nn.BatchNorm3d):
     """Ghost batch norm over (N, C, D, H, W)."""
 
     def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
@@ -88,7 +88,7 @@ class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
         self.ghost_batch_size = ghost_batch_size
 
 
-_GHOST_OF: dict[type[nn.Module], type[_GhostBatchNorm]] = {
+_GHOST_OF: dict[type[nn.Module], type[_GhostNorm]] = {
     nn.BatchNorm1d: GhostBatchNorm1d,
     nn.BatchNorm2d: GhostBatchNorm2d,
     nn.BatchNorm3d: GhostBatchNorm3d,
@@ -97,14 +97,14 @@ _GHOST_OF: dict[type[nn.Module], type[_GhostBatchNorm]] = {
 
 def apply_ghost_batchnorm(model: nn.Module, ghost_batch_size: int = 32, optimizers: Optimizers = None) -> None:
     """Replace the batch norms of a model."""
-    check_whole("apply_ghost_batchnorm", 1, ghost_batch_size=ghost_batch_size)
+    check_counts("apply_ghost_batchnorm", 1, ghost_batch_size=ghost_batch_size)
 
     def make_ghost(module: nn.Module, index: int) -> nn.Module | None:
         ghost = _GHOST_OF.get(type(module))  # a subclass may compute something else, and stays
         return None if ghost is None else ghost.from_batchnorm(module, ghost_batch_size)  # type: ignore[arg-type]
 
     replaced = replace_module_classes(model, dict.fromkeys(_GHOST_OF, make_ghost), optimizers)
-    if not replaced and not count_module_instances(model, _GhostBatchNorm):
+    if not replaced and not count_module_instances(model, _GhostNorm):
         warn_no_effect(f"GhostBatchNorm found no BatchNorm1d, 2d or 3d in {type(model).__name__}.")
 
 
@@ -114,7 +114,7 @@ class GhostBatchNorm(ModelSurgery):
     events = frozenset({Event.INIT, Event.FIT_START})
 
     def __init__(self, ghost_batch_size: int = 32):
-        check_whole("GhostBatchNorm", 1, ghost_batch_size=ghost_batch_size)
+        check_counts("GhostBatchNorm", 1, ghost_batch_size=ghost_batch_size)
         self.ghost_batch_size = ghost_batch_size
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -125,7 +125,7 @@ class GhostBatchNorm(ModelSurgery):
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
         apply_ghost_batchnorm(model, self.ghost_batch_size, optimizers)
-        return {"GhostBatchNorm/num_new_modules": count_module_instances(model, _GhostBatchNorm)}
+        return {"GhostBatchNorm/num_new_modules": count_module_instances(model, _GhostNorm)}
 
     def _check_batches(self, loader: Any) -> None:
         smallest = smallest_batch(loader)

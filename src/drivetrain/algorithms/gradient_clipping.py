@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_at_least, check_choice
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_numbers
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -101,7 +101,7 @@ class GradientClipping(Algorithm):
 
 
 def _check(who: str, clipping_type: Any, threshold: Any, eps: Any) -> None:
-    check_choice(who, "clipping_type", clipping_type, TYPES)
-    check_at_least(who, 0, eps=eps)
+    check_choice("clipping_type", clipping_type, TYPES, owner=who)
+    check_numbers(who, 0, eps=eps)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:
         raise ConfigError(f"{who}(clipping_threshold={threshold!r}): expected a number above 0.")

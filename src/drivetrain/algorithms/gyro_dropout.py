@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_fraction, check_whole
 from drivetrain.algorithms.utils.rhythm import num_batches
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
@@ -100,8 +100,8 @@ class GyroDropoutLayer(nn.Module):
 
 def check_gyro(who: str, p: float, sigma: int, tau: int) -> None:
     """Reject impossible settings."""
-    check_fraction(who, p=p)
-    check_whole(who, 1, sigma=sigma, tau=tau)
+    check_fractions(who, p=p)
+    check_counts(who, 1, sigma=sigma, tau=tau)
 
 
 def apply_gyro_dropout(

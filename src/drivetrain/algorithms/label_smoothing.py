@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.algorithms.utils.checks import check_fraction
 from drivetrain.algorithms.utils.losses import check_soft_targets, logits_for
 from drivetrain.algorithms.utils.parts import map_tensors
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot, infer_target_type
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -21,7 +21,7 @@ def smooth_labels(logits: Tensor, target: Tensor, smoothing: float = 0.1) -> Ten
     tensor([[0.0500, 0.8500, 0.0500, 0.0500],
             [0.0000, 0.0000, 0.0000, 0.0000]])
     """
-    check_fraction("smooth_labels", smoothing=smoothing)
+    check_fractions("smooth_labels", smoothing=smoothing)
     dense = ensure_targets_one_hot(logits, target)
     share = smoothing / logits.shape[1]
     if infer_target_type(logits, target) == "one_hot":
@@ -38,7 +38,7 @@ class LabelSmoothing(Algorithm):
     tags = frozenset({"soft_targets"})
 
     def __init__(self, smoothing: float = 0.1, target_key: BatchKey = 1):
-        check_fraction("LabelSmoothing", smoothing=smoothing)
+        check_fractions("LabelSmoothing", smoothing=smoothing)
         self.smoothing, self.target_key = smoothing, target_key
         self._true: Any = None
         self._is_checked = False

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_fraction, elapsed_fraction
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -78,7 +79,7 @@ class LayerFreezing(Algorithm):
     writes = ("model",)
 
     def __init__(self, freeze_start: float = 0.5, freeze_level: float = 1.0):
-        check_fraction("LayerFreezing", freeze_start=freeze_start, freeze_level=freeze_level)
+        check_fractions("LayerFreezing", freeze_start=freeze_start, freeze_level=freeze_level)
         if freeze_start == 1:
             raise ConfigError("LayerFreezing(freeze_start=1): nothing would ever be frozen. Give a fraction below 1.")
         self.freeze_start, self.freeze_level = freeze_start, freeze_level

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_choice, check_fraction, check_whole, elapsed_fraction
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_counts, check_fractions
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.module.average import AveragedWeights
@@ -41,10 +42,10 @@ class Lookahead(Algorithm):
     tags = frozenset({"average"})
 
     def __init__(self, k: int = 5, alpha: float = 0.5, schedule: Literal["cubic"] | None = None):
-        check_whole("Lookahead", 1, k=k)
-        check_fraction("Lookahead", alpha=alpha)
+        check_counts("Lookahead", 1, k=k)
+        check_fractions("Lookahead", alpha=alpha)
         if schedule is not None:
-            check_choice("Lookahead", "schedule", schedule, ("cubic",))
+            check_choice("schedule", schedule, ("cubic",), owner="Lookahead")
         self.k, self.alpha, self.schedule = k, alpha, schedule
         self._slow: AveragedWeights | None = None
         self._restored: Mapping[str, Any] | None = None

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.checks import check_at_least
 from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_permutation
 from drivetrain.algorithms.utils.mixing import PairMixing
 from drivetrain.algorithms.utils.parts import check_floating, first_tensor, map_tensors, take_rows
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_numbers
 from drivetrain.core.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def mixup_batch(
     (tensor([[1.],
             [3.]]), tensor([1, 0]), 0.25)
     """
-    check_at_least("mixup_batch", 0, alpha=alpha)
+    check_numbers("mixup_batch", 0, alpha=alpha)
     if mixing is None:
         mixing = draw_mixing(alpha, generator)
     first = first_tensor(input, "mixup_batch")
@@ -85,7 +85,7 @@ class MixUp(PairMixing):
         input_key: BatchKey = 0,
         target_key: BatchKey = 1,
     ):
-        check_at_least("MixUp", 0, alpha=alpha)
+        check_numbers("MixUp", 0, alpha=alpha)
         super().__init__(interpolate_loss, input_key, target_key)
         self.alpha = alpha
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_choice
 from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -46,7 +46,7 @@ class Muon(Algorithm):
         other: str = "adamw",
         other_kwargs: Mapping[str, Any] = {},  # only read
     ):
-        check_choice("Muon", "other", other, _OTHERS)
+        check_choice("other", other, _OTHERS, owner="Muon")
         for name in other_kwargs:
             if name not in _OTHER_SETTINGS:
                 raise ConfigError(unknown_name("setting", name, _OTHER_SETTINGS, where="Muon(other_kwargs=...)"))

@@ -6,11 +6,12 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.checks import check_choice, check_fraction, check_whole, elapsed_fraction
 from drivetrain.algorithms.utils.draws import Generator, draw_integer
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_counts, check_fractions
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -32,7 +33,7 @@ def resize_batch(
 
     "resize" takes the nearest pixels, "crop" one random window for the whole batch. A factor of 1 or more changes nothing.
     """
-    check_choice("resize_batch", "mode", mode, MODES)
+    check_choice("mode", mode, MODES, owner="resize_batch")
     if not scale_factor > 0:
         raise ConfigError(f"resize_batch(scale_factor={scale_factor!r}): expected a number above 0.")
     if scale_factor >= 1:
@@ -106,11 +107,11 @@ class ProgressiveResizing(Algorithm):
         target_key: BatchKey = 1,
     ):
         who = "ProgressiveResizing"
-        check_choice(who, "mode", mode, MODES)
-        check_fraction(
+        check_choice("mode", mode, MODES, owner=who)
+        check_fractions(
             who, initial_scale=initial_scale, finetune_fraction=finetune_fraction, delay_fraction=delay_fraction
         )
-        check_whole(who, 1, size_increment=size_increment)
+        check_counts(who, 1, size_increment=size_increment)
         if round(delay_fraction + finetune_fraction, 9) > 1:
             raise ConfigError(
                 f"{who}(delay_fraction={delay_fraction}, finetune_fraction={finetune_fraction}): together they are more than the whole "

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator
 from drivetrain.algorithms.utils.primitives import (
@@ -16,6 +15,7 @@ from drivetrain.algorithms.utils.primitives import (
     shown_set,
 )
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -61,7 +61,7 @@ def randaugment(
 
 def _check(severity: int, depth: int, augmentation_set: AugmentationSet, who: str) -> None:
     check_severity(severity, who)
-    check_whole(who, 0, depth=depth)
+    check_counts(who, 0, depth=depth)
     find_set(augmentation_set, who)
 
 

@@ -7,11 +7,11 @@ borders and one gather for the whole batch, as in Jordan's airbench (2024, arXiv
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.draws import Generator
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -39,7 +39,7 @@ def reflected(position: Tensor, size: int) -> Tensor:
 
 def translate_batch(x: Tensor, pixels: int = 2, *, generator: Generator = None) -> Tensor:
     """Return images (N, C, H, W), each moved by up to `pixels` in both directions, at random."""
-    check_whole("translate_batch", 0, pixels=pixels)
+    check_counts("translate_batch", 0, pixels=pixels)
     check_images(x, "RandomTranslation")
     if x.ndim != 4 or pixels >= min(x.shape[-2:]):
         raise ConfigError(
@@ -59,7 +59,7 @@ class RandomTranslation(Algorithm):
     tags = frozenset({"augment"})
 
     def __init__(self, pixels: int = 2, input_key: BatchKey = 0):
-        check_whole("RandomTranslation", 1, pixels=pixels)
+        check_counts("RandomTranslation", 1, pixels=pixels)
         self.pixels, self.input_key = pixels, input_key
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

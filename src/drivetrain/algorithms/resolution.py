@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.draws import draw_integer
 from drivetrain.algorithms.utils.parts import check_floating, check_images, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -54,7 +54,7 @@ class Resolution(Algorithm):
         schedule: Sequence[tuple[str | Time, int]] | None = None,
         input_key: BatchKey = 0,
     ):
-        check_whole("Resolution", 1, train_crop=train_crop, eval_resize=eval_resize, eval_crop=eval_crop)
+        check_counts("Resolution", 1, train_crop=train_crop, eval_resize=eval_resize, eval_crop=eval_crop)
         if eval_crop > eval_resize:
             raise ConfigError(
                 f"Resolution(eval_crop={eval_crop}, eval_resize={eval_resize}): the crop must fit into the image."
@@ -63,7 +63,7 @@ class Resolution(Algorithm):
         self.input_key = input_key
         self._sizes = [(ensure_time(moment, TimeUnit.BATCH), size) for moment, size in schedule or ()]
         for _, size in self._sizes:
-            check_whole("Resolution(schedule)", 1, size=size)
+            check_counts("Resolution(schedule)", 1, size=size)
 
     def count_shapes(self) -> int:
         """Return how many sizes training goes through, which is how often a compiled model is compiled."""

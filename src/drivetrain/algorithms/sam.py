@@ -4,9 +4,9 @@ Each such step costs a second forward and backward pass, on the same batches and
 repeats them when the optimizer asks.
 """
 
-from drivetrain.algorithms.utils.checks import check_at_least, check_whole
 from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import lazy_exports
 from drivetrain.core.plugin import Algorithm, Logger
@@ -25,8 +25,8 @@ class SAM(Algorithm):
     writes = ("optimizers",)
 
     def __init__(self, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1):
-        check_at_least("SAM", 0, rho=rho, epsilon=epsilon)
-        check_whole("SAM", 1, interval=interval)
+        check_numbers("SAM", 0, rho=rho, epsilon=epsilon)
+        check_counts("SAM", 1, interval=interval)
         self.rho, self.epsilon, self.interval = rho, epsilon, interval
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_choice, check_whole
 from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.algorithms.utils.statistics import copy_statistics, measure_batch_norms, put_statistics
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -55,8 +55,8 @@ class ScheduleFree(Algorithm):
         weight_lr_power: float = 2,
         bn_batches: int = 50,
     ):
-        check_choice("ScheduleFree", "kind", kind, tuple(_KINDS))
-        check_whole("ScheduleFree", 0, bn_batches=bn_batches)
+        check_choice("kind", kind, tuple(_KINDS), owner="ScheduleFree")
+        check_counts("ScheduleFree", 0, bn_batches=bn_batches)
         self.warmup = ensure_time(warmup, TimeUnit.STEP)
         if self.warmup.unit not in (TimeUnit.BATCH, TimeUnit.STEP) or self.warmup.value < 0:
             raise ConfigError(

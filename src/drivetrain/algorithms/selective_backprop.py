@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.checks import check_fraction, check_whole, elapsed_fraction
 from drivetrain.algorithms.utils.draws import Generator
 from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
 from drivetrain.algorithms.utils.parts import first_tensor, map_tensors, take_rows, tensors_of
 from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -76,7 +77,7 @@ def draw_ranks(count: int, keep: float, generator: Generator = None) -> Tensor:
 
 
 def _check(keep: float, scale_factor: float, who: str) -> None:
-    check_fraction(who, keep=keep, scale_factor=scale_factor)
+    check_fractions(who, keep=keep, scale_factor=scale_factor)
     for name, value in (("keep", keep), ("scale_factor", scale_factor)):
         if value == 0:
             raise ConfigError(f"{who}({name}=0): nothing would be left. Expected a number above 0, at most 1.")
@@ -114,9 +115,9 @@ class SelectiveBackprop(Algorithm):
         input_key: BatchKey = 0,
         target_key: BatchKey = 1,
     ):
-        check_fraction("SelectiveBackprop", start=start, end=end)
+        check_fractions("SelectiveBackprop", start=start, end=end)
         _check(keep, scale_factor, "SelectiveBackprop")
-        check_whole("SelectiveBackprop", 0, interrupt=interrupt)
+        check_counts("SelectiveBackprop", 0, interrupt=interrupt)
         if start > end:
             raise ConfigError(f"SelectiveBackprop(start={start}, end={end}): it would end before it starts.")
         self.start, self.end, self.keep = start, end, keep

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.checks import check_fraction, check_whole, elapsed_fraction
 from drivetrain.algorithms.utils.passes import run_and_forget
-from drivetrain.algorithms.utils.rhythm import num_batches
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction, num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -34,7 +34,7 @@ def set_batch_sequence_length(
     >>> set_batch_sequence_length({"input_ids": torch.arange(8).view(1, 8)}, 4, truncate=False)["input_ids"].tolist()
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    check_whole("set_batch_sequence_length", 1, curr_seq_len=curr_seq_len)
+    check_counts("set_batch_sequence_length", 1, curr_seq_len=curr_seq_len)
     ignored = set(ignore_keys)
     sequences = {key: value for key, value in _entries(batch) if isinstance(value, Tensor) and key not in ignored}
     for key, value in sequences.items():
@@ -122,8 +122,8 @@ class SeqLengthWarmup(Algorithm):
         input_key: BatchKey | None = None,
     ):
         who = "SeqLengthWarmup"
-        check_fraction(who, duration=duration)
-        check_whole(who, 1, min_seq_length=min_seq_length, max_seq_length=max_seq_length, step_size=step_size)
+        check_fractions(who, duration=duration)
+        check_counts(who, 1, min_seq_length=min_seq_length, max_seq_length=max_seq_length, step_size=step_size)
         if max_seq_length < min_seq_length:
             raise ConfigError(f"{who}: max_seq_length={max_seq_length} is less than min_seq_length={min_seq_length}.")
         self.duration, self.min_seq_length, self.max_seq_length = duration, min_seq_length, max_seq_length

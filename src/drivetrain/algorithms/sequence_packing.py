@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from drivetrain.algorithms.utils.checks import check_choice, check_whole
 from drivetrain.algorithms.utils.datasets import rebuild_in_place
 from drivetrain.algorithms.utils.passes import accepted_names
 from drivetrain.algorithms.warnings import NotIntendedUseWarning
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -76,8 +76,8 @@ class SequencePacking(Algorithm):
         causal: bool = True,
         pad_token: int = 0,
     ):
-        check_whole("SequencePacking", 1, max_length=max_length, buffer=buffer)
-        check_choice("SequencePacking", "strategy", strategy, STRATEGIES)
+        check_counts("SequencePacking", 1, max_length=max_length, buffer=buffer)
+        check_choice("strategy", strategy, STRATEGIES, owner="SequencePacking")
         self.max_length, self.strategy, self.buffer = max_length, strategy, buffer
         self.document_mask, self.ignore_index = document_mask, ignore_index
         self.causal, self.pad_token = causal, pad_token

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 
@@ -62,7 +62,7 @@ def apply_squeeze_excite(
 ) -> None:
     """Add squeeze-and-excitation after every convolution with at least `min_channels` inputs and outputs."""
     check_latent("apply_squeeze_excite", latent_channels)
-    check_whole("apply_squeeze_excite", 0, min_channels=min_channels)
+    check_counts("apply_squeeze_excite", 0, min_channels=min_channels)
     done = inside(model, SqueezeExciteConv2d)
 
     def excite(module: nn.Module, index: int) -> nn.Module | None:
@@ -89,7 +89,7 @@ class SqueezeExcite(ModelSurgery):
 
     def __init__(self, latent_channels: float = 64, min_channels: int = 128):
         check_latent("SqueezeExcite", latent_channels)
-        check_whole("SqueezeExcite", 0, min_channels=min_channels)
+        check_counts("SqueezeExcite", 0, min_channels=min_channels)
         self.latent_channels, self.min_channels = latent_channels, min_channels
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_choice, check_fraction, elapsed_fraction
+from drivetrain.algorithms.utils.rhythm import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
@@ -189,9 +190,9 @@ def _draws_of(model: nn.Module) -> list[DrawChoices]:
 
 def check_stochastic_depth(who: str, method: str, drop_rate: float, distribution: str) -> None:
     """Reject impossible settings."""
-    check_choice(who, "stochastic_method", method, _METHODS)
-    check_fraction(who, drop_rate=drop_rate)
-    check_choice(who, "drop_distribution", distribution, _DISTRIBUTIONS)
+    check_choice("stochastic_method", method, _METHODS, owner=who)
+    check_fractions(who, drop_rate=drop_rate)
+    check_choice("drop_distribution", distribution, _DISTRIBUTIONS, owner=who)
 
 
 class StochasticDepth(ModelSurgery):
@@ -215,7 +216,7 @@ class StochasticDepth(ModelSurgery):
         self.drop_rate, self.drop_distribution = drop_rate, drop_distribution
         self.drop_warmup = ensure_time(drop_warmup, TimeUnit.DURATION)
         if self.drop_warmup.unit is TimeUnit.DURATION:
-            check_fraction("StochasticDepth", drop_warmup=self.drop_warmup.value)
+            check_fractions("StochasticDepth", drop_warmup=self.drop_warmup.value)
         self._warms_up = self.drop_warmup.value > 0
         if self._warms_up and stochastic_method == "sample":
             raise ConfigError(

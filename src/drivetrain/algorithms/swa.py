@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_choice, check_whole
 from drivetrain.algorithms.utils.rhythm import has_come, num_batches
 from drivetrain.algorithms.utils.statistics import measure_batch_norms
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -64,8 +64,8 @@ class SWA(Algorithm):
         self.swa_start, self.swa_end = ensure_time(swa_start, TimeUnit.EPOCH), ensure_time(swa_end, TimeUnit.EPOCH)
         self.update_interval = ensure_time(update_interval, TimeUnit.EPOCH)
         self._check_times()
-        check_choice("SWA", "anneal_strategy", anneal_strategy, _STRATEGIES)
-        check_whole("SWA", 1, anneal_steps=anneal_steps)
+        check_choice("anneal_strategy", anneal_strategy, _STRATEGIES, owner="SWA")
+        check_counts("SWA", 1, anneal_steps=anneal_steps)
         if swa_lr is not None and not swa_lr >= 0:
             raise ConfigError(f"SWA(swa_lr={swa_lr!r}): expected a learning rate of at least 0.")
         self.schedule_swa_lr, self.anneal_strategy = schedule_swa_lr, anneal_strategy

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.random_translation import reflected
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
 from drivetrain.algorithms.utils.passes import autocast_of, call_model
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -27,7 +27,7 @@ def flip_views(x: Tensor, shift: int = 0) -> Iterator[tuple[float, Tensor]]:
     [0.25, 0.25, 0.125, 0.125, 0.125, 0.125]
     """
     check_images(x, "flip_views")
-    check_whole("flip_views", 0, shift=shift)
+    check_counts("flip_views", 0, shift=shift)
     sides = [(0.5 if shift == 0 else 0.25, x)]
     if shift:
         sides += [(0.125, _moved(x, by)) for by in (-shift, shift)]
@@ -62,7 +62,7 @@ class TestTimeFlip(Algorithm):
     reads, writes = ("batch", "model"), ("outputs",)
 
     def __init__(self, shift: int = 0, input_key: BatchKey = 0):
-        check_whole("TestTimeFlip", 0, shift=shift)
+        check_counts("TestTimeFlip", 0, shift=shift)
         self.shift, self.input_key = shift, input_key
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

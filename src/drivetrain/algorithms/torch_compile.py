@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_choice
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -44,7 +44,7 @@ class TorchCompile(Algorithm):
         *,
         backend: str = "inductor",
     ):
-        check_choice("TorchCompile", "mode", mode, _MODES)
+        check_choice("mode", mode, _MODES, owner="TorchCompile")
         if regional not in ("auto", True, False):
             raise ConfigError(f"TorchCompile(regional={regional!r}): expected 'auto', True or False.")
         self.mode, self.regional, self.dynamic, self.fullgraph, self.backend = (

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_whole
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import DrivetrainWarning
 
 _EPSILON = 1e-10
@@ -33,7 +33,7 @@ def apply_weight_standardization(
     order of definition, with a warning. Parameters stay the same objects, so `optimizers`, which every function of this kind
     takes, need no change.
     """
-    check_whole("apply_weight_standardization", 0, n_last_layers_ignore=n_last_layers_ignore)
+    check_counts("apply_weight_standardization", 0, n_last_layers_ignore=n_last_layers_ignore)
     check_unwrapped(module, "apply_weight_standardization")
     convs = _in_order(module) if n_last_layers_ignore else _convolutions(module)
     chosen = convs[: max(0, len(convs) - n_last_layers_ignore)]
@@ -91,7 +91,7 @@ class WeightStandardization(ModelSurgery):
     before = ("StochasticDepth",)  # blocks that are skipped at random cannot be traced
 
     def __init__(self, n_last_layers_ignore: int = 0):
-        check_whole("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)
+        check_counts("WeightStandardization", 0, n_last_layers_ignore=n_last_layers_ignore)
         self.n_last_layers_ignore = n_last_layers_ignore
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.checks import check_at_least, check_whole
 from drivetrain.algorithms.utils.parts import first_tensor
 from drivetrain.context.batch import BatchKey, batch_get
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -35,8 +35,8 @@ class Whitening(Algorithm):
     conflicts = {"WeightStandardization": "the whitening filters would be standardized away. Use one of them"}
 
     def __init__(self, layer: str | None = None, num_images: int = 5000, eps: float = 5e-4, input_key: BatchKey = 0):
-        check_whole("Whitening", 1, num_images=num_images)
-        check_at_least("Whitening", 0, eps=eps)
+        check_counts("Whitening", 1, num_images=num_images)
+        check_numbers("Whitening", 0, eps=eps)
         self.layer, self.num_images, self.eps, self.input_key = layer, num_images, eps, input_key
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -6,10 +6,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".checkpointer": ["Checkpointer", "Listed"],
-        ".layout": ["CheckpointNotFoundError", "Manifest"],
+        ".layout": ["CheckpointNotFoundError", "Manifest", "problem_with"],
         ".reader": ["Rejected"],
-        ".verifying": ["problem_with"],
-        ".restored": ["Restored"],
+        ".progress": ["Restored"],
         ".safetensors_export": ["export_safetensors"],
         ".store": ["load_checkpoint", "save_checkpoint"],
         ".writer": ["WriteFailedError"],

@@ -19,18 +19,24 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
-from drivetrain.checkpoint.exchange import Exchange, background_exchange, control_exchange
+from drivetrain.checkpoint.exchange import RankExchange, background_exchange, control_exchange
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
-from drivetrain.checkpoint.layout import BEST, LAST, PREFIX, Manifest, checkpoint_folders, checkpoint_name, read_pointer
+from drivetrain.checkpoint.layout import (
+    BEST,
+    LAST,
+    PREFIX,
+    Manifest,
+    check_verify,
+    checkpoint_folders,
+    checkpoint_name,
+    read_pointer,
+)
 from drivetrain.checkpoint.local import merges_of
-from drivetrain.checkpoint.progress import Progress, Schedule
-from drivetrain.checkpoint.reader import Loaded, Place, Reader, find_place
-from drivetrain.checkpoint.restored import Restored
+from drivetrain.checkpoint.progress import Progress, Restored, Schedule
+from drivetrain.checkpoint.reader import CheckpointPath, CheckpointReader, Loaded, find_checkpoint_path
 from drivetrain.checkpoint.retention import Best, to_remove
-from drivetrain.checkpoint.side_file import reading_from
-from drivetrain.checkpoint.snapshot import take_snapshot
+from drivetrain.checkpoint.snapshot import reading_from, take_snapshot
 from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
-from drivetrain.checkpoint.verifying import check_verify
 from drivetrain.checkpoint.writer import (
     Snapshot,
     WriteFailedError,
@@ -125,7 +131,7 @@ class Checkpointer:
         self._wants_signals = signals
         self._signals: StopSignals | None = None
         self._job, self._buffers = BackgroundJob(), HostBuffers()
-        self._background: Exchange | None = None
+        self._background: RankExchange | None = None
         self.failures_in_a_row = 0
         self.last_failure: WriteFailedError | None = None
         """Why the last save failed, where that was only logged; None after one that worked."""
@@ -202,7 +208,7 @@ class Checkpointer:
         self.last_stall = time.perf_counter() - begun
         return path
 
-    def _check_finite(self, path: Path, exchange: Exchange) -> None:
+    def _check_finite(self, path: Path, exchange: RankExchange) -> None:
         """Raise on all ranks if the state of any of them is not finite."""
         found = exchange.gather(nonfinite_state(dict(vars(self.ctx))))
         names = list(dict.fromkeys(name for of_rank in found for name in of_rank))
@@ -225,7 +231,7 @@ class Checkpointer:
         exchange.meet(f"restoring from {which}")
         if which == "auto" and not any(exchange.gather(bool(checkpoint_folders(self.directory)))):
             return None
-        reader = Reader(
+        reader = CheckpointReader(
             verify=self.verify,
             exchange=exchange,
             live=self.ctx.state_dict,
@@ -233,8 +239,8 @@ class Checkpointer:
             resume=True,
         )
 
-        def find() -> Place:
-            return find_place(self._resolve(which))
+        def find() -> CheckpointPath:
+            return find_checkpoint_path(self._resolve(which))
 
         place = exchange.first(find)
         if place.kind == "file":
@@ -360,7 +366,7 @@ class Checkpointer:
 
         self._job.start(job, checkpoint_name(id))
 
-    def _write(self, id: object, snapshot: Snapshot, exchange: Exchange) -> None:
+    def _write(self, id: object, snapshot: Snapshot, exchange: RankExchange) -> None:
         """Write one checkpoint and let old ones go; in the main thread, or in the background."""
         begun = time.perf_counter()
         path = write_checkpoint(self.directory, id, snapshot, exchange, best=self.best)
@@ -413,7 +419,7 @@ class Checkpointer:
         by_id = self.directory / f"{PREFIX}{which}"
         return by_id if isinstance(which, str) and by_id.is_dir() else Path(which)
 
-    def _load(self, state: Any, exchange: Exchange) -> Any:
+    def _load(self, state: Any, exchange: RankExchange) -> Any:
         """Load on every rank, or on none: a state that does not fit somewhere is an error everywhere."""
         report, problem = None, None
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEADLINE = timedelta(minutes=10)
 
 
-class Exchange:
+class RankExchange:
     """Rounds of messages between the ranks that save or restore together; alone, a round returns what was said."""
 
     def __init__(self, group: "ProcessGroup | None" = None, deadline: timedelta = DEADLINE):
@@ -57,7 +57,7 @@ class Exchange:
             raise outcome.own or CheckpointError(outcome.explain())
         return outcome.results[0]
 
-    def attempt(self, action: Callable[[], Any]) -> "Outcome":
+    def attempt(self, action: Callable[[], Any]) -> "AttemptResults":
         """Run `action` on every rank and report to all of them how it went.
 
         A disk error or a CheckpointError is an outcome, to be judged by the caller. Any other error of one rank is
@@ -76,7 +76,7 @@ class Exchange:
             if not is_expected:
                 raise CheckpointError(f"rank {rank} failed: {problem}")
         problems = {rank: problem for rank, (_, problem, _) in enumerate(said) if problem is not None}
-        return Outcome([result for result, _, _ in said], problems, own)
+        return AttemptResults([result for result, _, _ in said], problems, own)
 
     def close(self) -> None:
         """Give up a group that was made for this exchange alone."""
@@ -86,7 +86,7 @@ class Exchange:
             dist.destroy_process_group(self.group)
 
 
-class Outcome(NamedTuple):
+class AttemptResults(NamedTuple):
     """What an attempt gave on each rank, and what went wrong where."""
 
     results: list[Any]
@@ -100,18 +100,18 @@ class Outcome(NamedTuple):
         return "; ".join(f"rank {rank}: {problem}" for rank, problem in self.problems.items())
 
 
-def control_exchange() -> Exchange:
+def control_exchange() -> RankExchange:
     """Return the exchange over the control group: for the main thread."""
-    return Exchange(control_group() if get_num_processes() > 1 else None)
+    return RankExchange(control_group() if get_num_processes() > 1 else None)
 
 
-def background_exchange() -> Exchange:
+def background_exchange() -> RankExchange:
     """Return an exchange over a new group: for one background thread. Every rank makes it at the same point."""
     if get_num_processes() == 1:
-        return Exchange()
+        return RankExchange()
     import torch.distributed as dist
 
-    return Exchange(dist.new_group(backend="gloo"))
+    return RankExchange(dist.new_group(backend="gloo"))
 
 
 def _describe(error: Exception) -> str:

@@ -110,7 +110,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def exchange_names(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step, so that both names are there at every moment; False where the system cannot."""
+    """RankExchange two folders in one step, so that both names are there at every moment; False where the system cannot."""
     rename = _rename_with_flags()
     if rename is None:
         return False

@@ -9,7 +9,7 @@ import os
 import warnings
 from pathlib import Path
 
-from drivetrain.checkpoint.exchange import Exchange, control_exchange
+from drivetrain.checkpoint.exchange import RankExchange, control_exchange
 from drivetrain.checkpoint.files import replace_text
 from drivetrain.checkpoint.layout import checkpoint_folders
 from drivetrain.checkpoint.writer import WriteFailedError
@@ -60,7 +60,7 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
     return lock
 
 
-def hold_folder(directory: Path, lock: FolderLock, exchange: Exchange) -> None:
+def hold_folder(directory: Path, lock: FolderLock, exchange: RankExchange) -> None:
     """Lock a folder before a run saves in it, or raise on every rank because another process holds it. Called on every rank."""
     outcome = exchange.attempt(lambda: "" if exchange.rank else _owner_after_taking(directory, lock))
     _check_owner(directory, outcome.results[0])
@@ -95,7 +95,7 @@ def device_of(directory: Path) -> int | None:
         return None
 
 
-def check_folder(directory: Path, device: int | None, name: str, exchange: Exchange, lock: FolderLock) -> None:
+def check_folder(directory: Path, device: int | None, name: str, exchange: RankExchange, lock: FolderLock) -> None:
     """Notice that a folder is gone, read-only or in use before `name` is saved in it; `device` is the disk it was on."""
 
     def test() -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""How far a run is, and whether another save is due.
+"""How far a run is, also after a restore, and whether another save is due.
 
 A State brings its clock and every unit is counted there. A hand-written loop has no clock: then calls of
 `Checkpointer.step()` count as batches and as optimizer steps, an integer attribute `epoch` of the Context counts
@@ -9,13 +9,18 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from drivetrain.checkpoint.layout import Manifest
+from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Time, TimeUnit
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master
+from drivetrain.runtime.seeds import restore_rng
 
 _continued: "weakref.WeakKeyDictionary[Any, Mapping[str, float]]" = weakref.WeakKeyDictionary()
 """Counters of sources that have been restored: a Checkpointer made afterwards goes on from there."""
@@ -137,3 +142,55 @@ class Schedule:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A state that has been restored."""
+
+    path: Path
+    manifest: Manifest | None = None
+    """None for a file of another program, which says nothing about itself."""
+    rejected: tuple[Rejected, ...] = ()
+    """Newer checkpoints that were passed over, each with the reason."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of the run that wrote it, empty outside a run."""
+    rng: dict[str, Any] | None = field(default=None, repr=False)
+    """This rank's random states."""
+    report: Any = field(default=None, repr=False)
+    """What the Context said while loading."""
+
+    @property
+    def id(self) -> str:
+        """The id under which it was saved."""
+        return self.path.stem if self.manifest is None else self.manifest.id
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return 0 if self.manifest is None else self.manifest.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return 0 if self.manifest is None else self.manifest.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples seen."""
+        return 0 if self.manifest is None else self.manifest.samples
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics at the time of the save."""
+        return {} if self.manifest is None else dict(self.manifest.metrics)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds the run had taken."""
+        return 0.0 if self.manifest is None else float(self.manifest.progress.get("sec", 0.0))
+
+    def apply_rng(self) -> None:
+        """Set the random generators once more, just before the first step that continues the run."""
+        if self.rng is not None:
+            restore_rng(self.rng)

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.exchange import Exchange, Outcome
+from drivetrain.checkpoint.exchange import AttemptResults, RankExchange
 from drivetrain.checkpoint.layout import (
     ASIDE,
     BEST,
@@ -36,15 +36,16 @@ from drivetrain.checkpoint.layout import (
     TENSORS,
     CheckpointNotFoundError,
     Manifest,
+    Verify,
     checkpoint_folders,
     own_file,
     rank_file,
     read_manifest,
     read_pointer,
+    verify_files,
 )
 from drivetrain.checkpoint.local import Merge, RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
-from drivetrain.checkpoint.verifying import Verify, verify_files
 from drivetrain.core.errors import CheckpointError, ResumeError
 from drivetrain.core.files import read_limited
 from drivetrain.runtime.ranks import get_num_processes, get_rank
@@ -79,11 +80,11 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class CheckpointReader:
     """How checkpoints are read."""
 
     verify: Verify = "full"
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: RankExchange = field(default_factory=RankExchange)
     """The ranks that read together and must all take the same checkpoint."""
     map_location: Any = "cpu"
     live: LiveState | None = None
@@ -93,7 +94,7 @@ class Reader:
     resume: bool = False
     """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
 
-    def read_at(self, find: Callable[[], "Place"]) -> Loaded:
+    def read_at(self, find: Callable[[], "CheckpointPath"]) -> Loaded:
         """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched during the read."""
         begun = time.monotonic()
         while True:
@@ -153,7 +154,7 @@ class Reader:
 
         return self.exchange.first(ask)
 
-    def _try(self, folder: Path) -> Loaded | Outcome:
+    def _try(self, folder: Path) -> Loaded | AttemptResults:
         """Return the content of a checkpoint, or what went wrong, so that no rank may use it."""
         rank, size, loaded = self.exchange.rank, self.exchange.size, []
         folder = self.exchange.first(lambda: _present(folder))
@@ -296,27 +297,27 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
         raise CheckpointError(f"{path} cannot be read as a torch file; it is not a checkpoint ({reason})") from None
 
 
-class Place(NamedTuple):
+class CheckpointPath(NamedTuple):
     """Where a checkpoint is to be found: a file, one folder, or the folder that holds several."""
 
     kind: Literal["file", "checkpoint", "directory"]
     path: Path
 
 
-def find_place(path: Path) -> Place:
+def find_checkpoint_path(path: Path) -> CheckpointPath:
     """Return what a path is: a file of tensors, a checkpoint, a run or checkpoint folder, or a pointer."""
     if path.is_symlink() and path.is_dir():  # what the user names may be a link; what lies inside may not
         path = path.resolve()
     if path.suffix in (".pt", ".pth", ".bin", ".safetensors") and path.is_file():
-        return Place("file", path)
+        return CheckpointPath("file", path)
     if path.name in (LAST, BEST) and not path.is_dir():
         target = read_pointer(path.parent, path.name)
         if target is not None:
-            return Place("checkpoint", target)
+            return CheckpointPath("checkpoint", target)
     if not path.is_dir() and not _present(path).is_dir():
         raise CheckpointNotFoundError(
             f"{path} does not exist. Expected a checkpoint folder, a run folder, or a .pt, .pth or .safetensors file."
         )
     if path.name.startswith(PREFIX) or (not (path / CHECKPOINTS).is_dir() and (path / STATE).is_file()):
-        return Place("checkpoint", path)
-    return Place("directory", path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+        return CheckpointPath("checkpoint", path)
+    return CheckpointPath("directory", path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)

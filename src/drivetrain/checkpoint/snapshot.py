@@ -2,22 +2,26 @@
 
 A source is a Context (anything with `state_dict()`), or a dict. From a Context the checkpoint also keeps what it
 takes to continue the run as if nothing had happened; from a dict it keeps the dict.
+
+What only grows, such as the history of a run, is in a side file next to the checkpoints, and a checkpoint refers to it. A Context has at
+most one item of this kind, as `_side_file`. While a checkpoint is taken, its `state_dict` returns a reference that rank 0 prepared; what
+the reference covers is written and flushed before the checkpoint becomes valid.
 """
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.exchange import Exchange
+from drivetrain.checkpoint.exchange import RankExchange
 from drivetrain.checkpoint.local import local_test, rank_tensors
-from drivetrain.checkpoint.side_file import referring
 from drivetrain.checkpoint.tree import FlatState, flatten
-from drivetrain.checkpoint.writer import Snapshot
+from drivetrain.checkpoint.writer import Snapshot, WriteFailedError
 from drivetrain.context.codec import pack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError
 from drivetrain.runtime.run import current_run
@@ -25,7 +29,7 @@ from drivetrain.runtime.run import current_run
 
 def take_snapshot(
     source: Any,
-    exchange: Exchange | None = None,
+    exchange: RankExchange | None = None,
     *,
     folder: Path | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -36,7 +40,7 @@ def take_snapshot(
     Ranks that save a Context together meet here. Usually all of them hold the same names and rank 0 keeps the tensors;
     where they differ (stages of a pipeline) each keeps its own. `folder` is where the checkpoint goes: what only grows is in a file there.
     """
-    exchange = exchange or Exchange()
+    exchange = exchange or RankExchange()
     is_context = not isinstance(source, Mapping)
     try:
         with referring(source, folder, exchange) as write_side_file:
@@ -76,7 +80,7 @@ def take_snapshot(
     return snapshot
 
 
-def _is_alike(flat: FlatState, exchange: Exchange) -> bool:
+def _is_alike(flat: FlatState, exchange: RankExchange) -> bool:
     """Return whether all ranks hold tensors of the same names, shapes and types."""
     if exchange.size == 1:
         return True
@@ -107,7 +111,7 @@ def _whole_mesh(tensor: Any) -> Any:
     return root.mesh.tolist() if root is mesh else [root.mesh.tolist(), list(mesh.mesh_dim_names or ())]
 
 
-def _written_here(sharded: Mapping[str, Tensor], exchange: Exchange) -> dict[str, Tensor]:
+def _written_here(sharded: Mapping[str, Tensor], exchange: RankExchange) -> dict[str, Tensor]:
     """Return the sharded tensors that this rank's mesh writes: of equal ones on several columns of a larger mesh, the first column's."""
     if exchange.size == 1:
         return dict(sharded)
@@ -174,3 +178,45 @@ def _packed_or_text(value: Any) -> Any:
         return pack(value)
     except StateError:
         return repr(value)  # a record for people; a resumed run has its parameters from its own command line
+
+
+class SideFile(Protocol):
+    """An item whose values are in a file of the checkpoints' folder."""
+
+    def prepare_side_file(self, folder: Path) -> tuple[Any, Callable[[], None]]:
+        """Return the reference to all values up to now, and what writes and flushes them."""
+
+    def referring_to(self, reference: Any) -> AbstractContextManager[None]:
+        """Let `state_dict` return this reference."""
+
+    def reading_from(self, folder: Path) -> AbstractContextManager[None]:
+        """Let `load_state_dict` look up references in a folder."""
+
+
+@contextmanager
+def referring(source: Any, folder: Path | None, exchange: RankExchange) -> Iterator[Callable[[], None] | None]:
+    """Take a state with a reference to the side file, if there is one; gives what writes that file on rank 0."""
+    item: SideFile | None = getattr(source, "_side_file", None)
+    if item is None or folder is None:
+        yield None
+        return
+    write: Callable[[], None] | None = None
+
+    def prepare() -> Any:
+        nonlocal write
+        if exchange.rank:
+            return None
+        reference, write = item.prepare_side_file(folder)
+        return reference
+
+    outcome = exchange.attempt(prepare)
+    if outcome.problems:
+        raise WriteFailedError(f"no checkpoint was saved in {folder}: {outcome.explain()}.") from outcome.own
+    with item.referring_to(outcome.results[0]):
+        yield write
+
+
+def reading_from(source: Any, folder: Path) -> AbstractContextManager[None]:
+    """Load a state whose side file is in this folder."""
+    item: SideFile | None = getattr(source, "_side_file", None)
+    return nullcontext() if item is None else item.reading_from(folder)

@@ -8,19 +8,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint.exchange import Exchange, control_exchange
-from drivetrain.checkpoint.layout import BEST, CHECKPOINTS, LAST, CheckpointNotFoundError, checkpoint_name, read_pointer
+from drivetrain.checkpoint.exchange import RankExchange, control_exchange
+from drivetrain.checkpoint.layout import (
+    BEST,
+    CHECKPOINTS,
+    LAST,
+    CheckpointNotFoundError,
+    check_verify,
+    checkpoint_name,
+    read_pointer,
+)
 from drivetrain.checkpoint.reader import (
+    CheckpointPath,
+    CheckpointReader,
     Loaded,
-    Place,
-    Reader,
-    find_place,
+    find_checkpoint_path,
     read_safetensors,
     read_torch_file,
 )
 from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
-from drivetrain.checkpoint.verifying import check_verify
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError
@@ -54,7 +61,7 @@ def save_checkpoint(
     if isinstance(state_dict, Mapping) and not snapshot.is_sharded:
         if exchange.rank != 0:
             return directory / name
-        exchange = Exchange()  # rank 0 writes alone
+        exchange = RankExchange()  # rank 0 writes alone
     return write_checkpoint(directory, id, snapshot, exchange, best=None if metric is None else Best("metric"))
 
 
@@ -80,15 +87,15 @@ def load_checkpoint(path: str | Path, *, map_location: Any = "cpu", verify: str 
     if path in (LAST, BEST):
         directory = checkpoint_directory(None)
 
-    def find() -> Place:
+    def find() -> CheckpointPath:
         if path in (LAST, BEST):
-            return find_place(directory if path == LAST else best_folder(directory))
-        return find_place(Path(path))
+            return find_checkpoint_path(directory if path == LAST else best_folder(directory))
+        return find_checkpoint_path(Path(path))
 
     place = find()
     if place.kind == "file":
         return read_file(place.path, map_location)
-    return state_of(Reader(verify=mode, map_location=map_location).read_at(find))
+    return state_of(CheckpointReader(verify=mode, map_location=map_location).read_at(find))
 
 
 def state_of(loaded: Loaded) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.exchange import Exchange, Outcome
+from drivetrain.checkpoint.exchange import AttemptResults, RankExchange
 from drivetrain.checkpoint.files import (
     exchange_names,
     flush_folder,
@@ -103,13 +103,13 @@ class Snapshot:
 
 
 def write_checkpoint(
-    directory: Path, id: object, snapshot: Snapshot, exchange: Exchange | None = None, *, best: Best | None = None
+    directory: Path, id: object, snapshot: Snapshot, exchange: RankExchange | None = None, *, best: Best | None = None
 ) -> Path:
     """Write a checkpoint into `directory` and return its folder; called on every rank of the exchange.
 
     A disk that fails raises `WriteFailedError` on all ranks and leaves nothing behind.
     """
-    exchange = exchange or Exchange()
+    exchange = exchange or RankExchange()
     name = checkpoint_name(id)
     exchange.meet(f"saving {name}")
     with _locked_temporary(directory, name, exchange) as temporary:
@@ -123,7 +123,7 @@ def write_checkpoint(
 
 
 @contextmanager
-def _locked_temporary(directory: Path, name: str, exchange: Exchange) -> Iterator[Path]:
+def _locked_temporary(directory: Path, name: str, exchange: RankExchange) -> Iterator[Path]:
     """Make a locked folder aside on rank 0 and name it to all ranks; whatever is left of it afterwards is removed."""
     lock = None
 
@@ -191,7 +191,7 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: Exchange) -> None:
+def _check_room(directory: Path, name: str, snapshot: Snapshot, exchange: RankExchange) -> None:
     def measure() -> tuple[int, int]:
         return snapshot.num_bytes, shutil.disk_usage(directory).free
 
@@ -228,7 +228,7 @@ def _commit(
     temporary: Path,
     files: list[FileEntry],
     snapshot: Snapshot,
-    exchange: Exchange,
+    exchange: RankExchange,
     best: Best | None,
 ) -> None:
     if exchange.rank:
@@ -288,7 +288,7 @@ def next_sequence(directory: Path) -> int:
     return max((manifest.sequence for manifest in known_checkpoints(directory).values()), default=0) + 1
 
 
-def _fail_together(outcome: Outcome, name: str, directory: Path) -> None:
+def _fail_together(outcome: AttemptResults, name: str, directory: Path) -> None:
     if outcome.problems:
         raise WriteFailedError(
             f"{name} was not saved in {directory}: {outcome.explain()}. Earlier checkpoints are untouched."

@@ -30,7 +30,7 @@ class _LegacyStrategy:
     opt_list: Any = ()
 
 
-class _Reader(pickle.Unpickler):
+class _PlanUnpickler(pickle.Unpickler):
     """Resolves the few names that a plan needs."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -46,7 +46,7 @@ class _Reader(pickle.Unpickler):
 def read_legacy_pickle(data: bytes) -> list[Any]:
     """Return the list of methods in a pickled plan."""
     try:
-        value = _Reader(io.BytesIO(data)).load()
+        value = _PlanUnpickler(io.BytesIO(data)).load()
     except (pickle.UnpicklingError, TypeError, AttributeError, EOFError, ValueError) as error:
         if isinstance(error, StrategyFormatError):
             raise
@@ -62,5 +62,5 @@ def _decoded(item: Any) -> Any:
     """Return one method; ATorch pickles the configuration inside its pickle once more."""
     if not isinstance(item, tuple | list) or len(item) < 2 or not isinstance(item[1], bytes):
         return tuple(item) if isinstance(item, list) else item
-    config = _Reader(io.BytesIO(item[1])).load()
+    config = _PlanUnpickler(io.BytesIO(item[1])).load()
     return (item[0], config, *item[2:3])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from drivetrain.algorithms import catalogue
 
 _CORE, _TYPES = "drivetrain.core", "drivetrain.compat.composer_types"
-_MODELS, _LOGGERS = "drivetrain.compat.composer_models", "drivetrain.compat.composer_loggers"
+_MODELS, _LOGGERS = "drivetrain.compat.composer_models", "drivetrain.compat.composer_types"
 _BATCH, _RANKS, _SEEDS = "drivetrain.context.batch", "drivetrain.runtime.ranks", "drivetrain.runtime.seeds"
 _MONITORS = "drivetrain.train.callbacks.monitors"
 
@@ -114,7 +114,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "make_resnet_bottleneck_stochastic": "apply_stochastic_depth(model, target_layer_name='ResNetBottleneck')",
     },
     "algorithms.utils.augmentation_common": {
-        "image_as_type map_pillow_function": "drivetrain.algorithms.utils.images.as_tensor and as_pil",
+        "image_as_type map_pillow_function": "drivetrain.algorithms.utils.primitives.as_tensor and as_pil",
     },
     "callbacks.activation_monitor": {"ActivationMonitor": "a callback with forward hooks that calls logger.log_metrics"},
     "callbacks.checkpoint_saver": {"CheckpointSaver": _CHECKPOINT},

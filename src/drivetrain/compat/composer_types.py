@@ -1,4 +1,4 @@
-"""Composer's small types: loaders with their settings, evaluation sets, precision names, and helpers for collections."""
+"""Composer's small types: loaders with their settings, evaluation sets, precision names, loggers, and helpers for collections."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.plugin import Callback, Phase
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device
 
@@ -170,3 +171,37 @@ def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
     if isinstance(collection, dict):
         return {key: map_collection(item, map_fn) for key, item in collection.items()}
     return map_fn(collection)
+
+
+class LoggerDestination(Callback):
+    """Receives what a run logs; define the methods you need, and give it to `Trainer(loggers=[...])`."""
+
+    phase: Phase = "sink"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Receive named values."""
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Receive the settings of the run."""
+
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+        """Receive images."""
+
+
+class InMemoryLogger(LoggerDestination):
+    """Keeps every value with its step: `data["loss/train/total"]` is a list of `(step, value)`."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, list[tuple[int | None, Any]]] = {}
+        self.most_recent_values: dict[str, Any] = {}
+        self.hyperparameters: dict[str, Any] = {}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Keep values; tensors stay where they are until they are read."""
+        for name, value in metrics.items():
+            self.data.setdefault(name, []).append((step, value))
+        self.most_recent_values.update(metrics)
+
+    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Keep the settings of the run."""
+        self.hyperparameters.update(hyperparameters)

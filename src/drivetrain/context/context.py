@@ -5,23 +5,26 @@ instance's attributes. Names that begin with an underscore are private. What can
 kind; the kinds are listed in `table.py`, and each of the methods below is one walk over them.
 """
 
-from collections.abc import ItemsView
+import logging
+from collections.abc import ItemsView, Mapping
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from drivetrain.context.kinds import ItemHolder
 from drivetrain.context.loading import Loading, LoadReport
-from drivetrain.context.restore import follow_run
 from drivetrain.context.saving import Saving
-from drivetrain.context.table import kind_of, walk
+from drivetrain.context.table import OTHER_KIND, kind_of, walk
 from drivetrain.context.transforms import DataParallel, Move, Shard, Transform
-from drivetrain.core.errors import ConfigError, DistributedError, unknown_name
+from drivetrain.core.errors import ConfigError, DistributedError, ExperimentError, ResumeError, unknown_name
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
+from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import is_distributed, is_master
-from drivetrain.runtime.run import current_run
-from drivetrain.runtime.seeds import reseed_rank
+from drivetrain.runtime.run import Run, current_run
+from drivetrain.runtime.seeds import reseed_rank, restore_rng
+
+log = logging.getLogger("drivetrain")
 
 
 class StateLayout(Protocol):
@@ -190,3 +193,69 @@ class Context(ItemHolder):
 
 
 _RESERVED = frozenset(name for name, value in vars(Context).items() if callable(value) and not name.startswith("_"))
+
+
+class Restorer(Protocol):
+    """Loads a Context from the run's checkpoint.
+
+    Reading checkpoints belongs to a folder above this one, so whoever starts a run that begins from a checkpoint sets `run.restore`. The
+    random states are applied last, because moving and distributing draw random numbers and reseed.
+    """
+
+    def __call__(self, context: "Context") -> Mapping[str, Any] | None:
+        """Load the Context and return what `capture_rng` had returned, or None to leave random states alone."""
+
+
+def follow_run(context: "Context") -> None:
+    """Bring a Context to where the current run wants it; outside a run its device is chosen, and the launcher's world is joined."""
+    run = current_run()
+    device = wanted_device(run)
+    join_launched_world(device)
+    random_states = None if run is None else _restore(context, run)
+    context.to(device)
+    if is_distributed() or (run is not None and run.params.get("distributed")):
+        context.ddp()
+    if random_states is not None:
+        restore_rng(random_states)
+
+
+def _restore(context: "Context", run: Run) -> Mapping[str, Any] | None:
+    restorer: Restorer | None = getattr(run, "restore", None)
+    if restorer is None:
+        if run.params.get("checkpoint") is not None:
+            raise ExperimentError(
+                f"the run was given checkpoint={run.params['checkpoint']!r}, but nothing that reads it: run.restore is None. "
+                "Start the run through drivetrain.experiment, or load it with ctx.load_state_dict(load_checkpoint(...))."
+            )
+        return None
+    if run.params.get("resume", "never") not in ("never", None):
+        check_exact(context)
+    return restorer(context)
+
+
+def check_exact(context: "Context") -> None:
+    """Reject a resume of a Context with a loader without state, whose position in the data is not known."""
+    lost = [
+        path
+        for path, kind, item in walk(context)
+        if kind is OTHER_KIND and isinstance(item, torch.utils.data.DataLoader)
+    ]
+    if lost:
+        raise ResumeError(
+            f"{', '.join(lost)}: a loader without state cannot continue at the sample where the run stopped. Use "
+            "drivetrain.SmartDataLoader, or begin a new run from the weights with --checkpoint."
+        )
+
+
+def wanted_device(run: Run | None) -> torch.device:
+    """Return the device a run asks for: `device`, else CUDA as `cuda` says; a default falls back to the CPU, a request fails."""
+    params = {} if run is None else run.params
+    if params.get("device", "auto") not in (None, "auto"):
+        return choose_device(params["device"])
+    if not params.get("cuda", True):
+        return torch.device("cpu")
+    asked = run is not None and run.origins.get("cuda", "default") not in ("default", "defaults")
+    device = choose_device("cuda" if asked else "auto")
+    if run is not None and device.type == "cpu":
+        log.info("No accelerator found: running on the CPU.")
+    return device

@@ -89,7 +89,7 @@ class FolderLock:
         self._problem = ""
 
     def acquire(self) -> bool:
-        """Take the lock if no process holds it, or if its owner is dead. This waits for a heartbeat where the owner is on another machine."""
+        """Take the lock if no process holds it, or if its owner is dead. For an owner on another machine this waits for a heartbeat."""
         self.holder, token = None, secrets.token_hex(8)
         if not self._occupy(self.path, token):
             return False

@@ -44,8 +44,7 @@ from drivetrain.data.prefetch import pin, to_device
 from drivetrain.data.progress import bar_is_wanted, with_bar
 from drivetrain.data.randomness import RngMode
 from drivetrain.data.resident import resident_columns
-from drivetrain.data.source import indexed_source, stream_source
-from drivetrain.data.state import VERSION, Cursor, check_state
+from drivetrain.data.source import VERSION, Cursor, check_state, indexed_source, stream_source
 from drivetrain.data.stream import FilterReader, HiddenWorker, StreamAnswer, StreamStart
 from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide, fetch_jobs
 from drivetrain.runtime.collectives import broadcast_from_master

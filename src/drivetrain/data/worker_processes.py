@@ -31,12 +31,12 @@ _running: weakref.WeakKeyDictionary[Any, "weakref.ref[DataLoader[Any]]"] = weakr
 """torch's iterators that have started workers, each with its loader."""
 
 
-class _Scopes(threading.local):
+class _WorkerScopes(threading.local):
     def __init__(self) -> None:
-        self.outermost: _Scope | None = None
+        self.outermost: _WorkerScope | None = None
 
 
-class _Scope:
+class _WorkerScope:
     """What was started within the outermost `ending_workers()` of a thread."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Scope:
         self.undo: list[Callable[[], None]] = []
 
 
-_scopes = _Scopes()
+_scopes = _WorkerScopes()
 
 
 class WorkerStart:
@@ -92,7 +92,7 @@ def ending_workers() -> Iterator[None]:
     if _scopes.outermost is not None:
         yield
         return
-    scope = _scopes.outermost = _Scope()
+    scope = _scopes.outermost = _WorkerScope()
     try:
         yield
     finally:

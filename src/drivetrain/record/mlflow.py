@@ -15,7 +15,7 @@ from typing import Any
 from drivetrain.core.errors import MissingExtra
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
-from drivetrain.record.tags import picture_path, safe_name
+from drivetrain.record.stream import picture_path, safe_name
 
 _LARGEST_BATCH = 1000  # what a server takes in one call
 _LONGEST_PARAM = 6000

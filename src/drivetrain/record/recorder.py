@@ -27,8 +27,7 @@ from drivetrain.record.jsonl import JsonlSink
 from drivetrain.record.mlflow import MlflowSink
 from drivetrain.record.outlet import Outlet
 from drivetrain.record.sink import Resume, Row, plain
-from drivetrain.record.stream import Stream, kept
-from drivetrain.record.tags import check_tag
+from drivetrain.record.stream import Stream, check_tag, kept
 from drivetrain.record.tensorboard import TensorBoardSink, is_installed
 from drivetrain.record.wandb import WandbSink
 from drivetrain.runtime.ranks import is_master

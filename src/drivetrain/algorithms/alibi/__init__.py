@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".algorithm": ["Alibi", "apply_alibi"],
-        ".penalty": ["AlibiBias", "alibi_slopes"],
+        ".positions": ["AlibiBias", "alibi_slopes"],
         ".policies": ["PolicyRegistry", "policy_registry"],
         "drivetrain.module.attention": ["register_attention"],
     },

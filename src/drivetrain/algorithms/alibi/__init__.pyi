@@ -1,8 +1,8 @@
 # Written by `make stubs` from the lazy exports of this module.
 from drivetrain.algorithms.alibi.algorithm import Alibi as Alibi
 from drivetrain.algorithms.alibi.algorithm import apply_alibi as apply_alibi
-from drivetrain.algorithms.alibi.penalty import AlibiBias as AlibiBias
-from drivetrain.algorithms.alibi.penalty import alibi_slopes as alibi_slopes
+from drivetrain.algorithms.alibi.positions import AlibiBias as AlibiBias
+from drivetrain.algorithms.alibi.positions import alibi_slopes as alibi_slopes
 from drivetrain.algorithms.alibi.policies import PolicyRegistry as PolicyRegistry
 from drivetrain.algorithms.alibi.policies import policy_registry as policy_registry
 from drivetrain.module.attention import register_attention as register_attention

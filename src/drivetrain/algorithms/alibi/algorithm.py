@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.algorithms.alibi.penalty import AlibiBias
 from drivetrain.algorithms.alibi.policies import policy_registry
-from drivetrain.algorithms.alibi.positions import find_position_tables, position_table_at, retire_position_table
+from drivetrain.algorithms.alibi.positions import (
+    AlibiBias,
+    find_position_tables,
+    position_table_at,
+    retire_position_table,
+)
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
-from drivetrain.algorithms.utils.checks import check_whole
 from drivetrain.context.state import State
+from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
@@ -49,7 +53,7 @@ def apply_alibi(
     whose calls of `F.scaled_dot_product_attention` are intercepted otherwise. The first pass through the model must meet the
     penalty in every layer, or it raises.
     """
-    check_whole("apply_alibi", 1, max_sequence_length=max_sequence_length)
+    check_counts("apply_alibi", 1, max_sequence_length=max_sequence_length)
     check_unwrapped(model, "apply_alibi")
     layers = find_attention(model)
     if attention_module is not None:
@@ -153,7 +157,7 @@ class Alibi(ModelSurgery):
     writes = ("model", "optimizers", "batch")
 
     def __init__(self, max_sequence_length: int, train_sequence_length_scaling: float = 0.25):
-        check_whole("Alibi", 1, max_sequence_length=max_sequence_length)
+        check_counts("Alibi", 1, max_sequence_length=max_sequence_length)
         scaling = train_sequence_length_scaling
         if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not scaling > 0:
             raise ConfigError(

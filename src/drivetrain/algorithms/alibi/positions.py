@@ -1,5 +1,6 @@
-"""Learned position embeddings, which ALiBi makes superfluous: zeroed, as long as the sequences may become, and frozen."""
+"""Positions in ALiBi: the penalty on distance, and learned position embeddings, which are zeroed, made long enough and frozen."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import Optimizers
 from drivetrain.core.errors import ConfigError, unknown_name
+from drivetrain.module.attention import AttentionBias
 from drivetrain.module.classes import written_class
 from drivetrain.module.surgery import update_params_in_optimizer
 
@@ -65,3 +67,35 @@ def _lengthen(holder: nn.Module, length: int) -> None:
     config = getattr(holder, "config", None)
     if config is not None and hasattr(config, "max_position_embeddings"):
         config.max_position_embeddings = length
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return the slopes of the heads: a geometric series for powers of two, filled up from the next one otherwise.
+
+    >>> alibi_slopes(4)
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    if power == heads:
+        ratio = 2 ** (-(2 ** (3 - math.log2(heads))))
+        return [ratio ** (index + 1) for index in range(heads)]
+    return alibi_slopes(power) + alibi_slopes(2 * power)[::2][: heads - power]
+
+
+class AlibiBias(AttentionBias):
+    """Slope times key position where only the past is seen, which differs from the distance by a constant per query and so makes
+    the same attention; otherwise minus slope times distance."""
+
+    slopes: Tensor
+
+    def __init__(self, heads: int, causal: bool):
+        super().__init__()
+        self.causal = causal
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(heads)), persistent=False)
+
+    def scores(self, queries: int, keys: int) -> Tensor:
+        slopes = self.slopes.float()[None, :, None, None]
+        place = torch.arange(keys, device=self.slopes.device, dtype=torch.float32)
+        if self.causal:
+            return slopes * place
+        return -slopes * (place[keys - queries :, None] - place[None, :]).abs()

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from drivetrain.algorithms.utils.images import is_pil
+from drivetrain.algorithms.utils.primitives import is_pil
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.data.loader import SmartDataLoader

@@ -1,8 +1,18 @@
 """When something that repeats is due, whether a moment of the run has come, and how long the run is."""
 
-from drivetrain.algorithms.utils.checks import elapsed_fraction
 from drivetrain.context.state import State
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit
+
+
+def elapsed_fraction(state: State, who: str) -> float:
+    """Return how much of the run lies behind, from 0 to 1; an algorithm that depends on it cannot do without."""
+    elapsed = state.get_elapsed_duration()
+    if elapsed is None:
+        raise ConfigError(
+            f"{who} follows the course of the run, whose length is not known: give max_duration, such as '10ep'."
+        )
+    return float(elapsed.value)
 
 
 def has_come(time: Time, state: State, who: str) -> bool:

@@ -139,9 +139,9 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
 
 def _newest(folder: Path) -> dict[str, Any]:
     """Return everything in the newest checkpoint of a run, by path."""
-    from drivetrain.checkpoint.reader import Reader
+    from drivetrain.checkpoint.reader import CheckpointReader
 
-    loaded = Reader().read_newest(folder / "checkpoints")
+    loaded = CheckpointReader().read_newest(folder / "checkpoints")
     rng = {} if loaded.rank is None else loaded.rank.rng
     return _flat({"state": loaded.state, "random numbers": rng})
 

@@ -252,7 +252,7 @@ def read_checkpoints(directory: Path, verify: str = "size") -> list[CheckpointLi
 def _problem(folder: Path, verify: str) -> str | None:
     if verify == "off":
         return None
-    from drivetrain.checkpoint.verifying import check_verify, problem_with
+    from drivetrain.checkpoint.layout import check_verify, problem_with
 
     return problem_with(folder, check_verify(verify))
 
