@@ -27,7 +27,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def augmix_image(
-    img: Any,
+    img: object,
     severity: int = 3,
     depth: int = -1,
     width: int = 3,
@@ -45,7 +45,7 @@ def augmix_image(
     check_image(img, "augmix_image")
     augmentations = find_set(augmentation_set, "augmix_image")
 
-    def augment(image: Any) -> Any:
+    def augment(image: object) -> Any:
         weights = draw_weights(width, alpha, generator)
         mixing = draw_beta(alpha, generator)
         total = (1 - mixing) * _values(image)
@@ -98,7 +98,7 @@ class AugmentAndMixTransform(nn.Module):
         self.severity, self.depth, self.width = severity, depth, width
         self.alpha, self.augmentation_set = alpha, augmentation_set
 
-    def forward(self, img: Any) -> Any:
+    def forward(self, img: object) -> Any:
         """Return the mixed image."""
         return augmix_image(img, self.severity, self.depth, self.width, self.alpha, self.augmentation_set)
 

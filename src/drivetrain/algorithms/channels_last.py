@@ -27,7 +27,7 @@ def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None
         model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
 
 
-def _convert_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _convert_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return tree_map_only(Tensor, channels_last_input, (args, kwargs))
 
 

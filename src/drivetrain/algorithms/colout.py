@@ -53,7 +53,7 @@ def colout_batch(
     return images, target
 
 
-def _check(p_row: float, p_col: float, resize_target: Any, who: str) -> None:
+def _check(p_row: float, p_col: float, resize_target: object, who: str) -> None:
     check_fractions(who, p_row=p_row, p_col=p_col)
     if not isinstance(resize_target, bool) and resize_target != "auto":
         raise ConfigError(f"{who}(resize_target={resize_target!r}): expected True, False or 'auto'.")
@@ -79,7 +79,7 @@ class ColOutTransform(nn.Module):
         _check(p_row, p_col, resize_target, type(self).__name__)
         self.p_row, self.p_col, self.resize_target = p_row, p_col, resize_target
 
-    def forward(self, sample: Any) -> Any:
+    def forward(self, sample: object) -> Any:
         """Return the image, or the pair of image and target, without some rows and columns."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 

@@ -17,8 +17,8 @@ from drivetrain.core.errors import ConfigError
 
 
 def cutmix_batch(
-    input: Any,
-    target: Any,
+    input: object,
+    target: object,
     length: float | None = None,
     alpha: float = 1.0,
     bbox: Box | None = None,
@@ -124,7 +124,7 @@ class CutMix(PairMixing):
         state.batch_set_item(self.input_key, map_tensors(lambda x: paste(x, take_rows(x, index), bbox), inputs))
         return own_area(first, bbox), index
 
-    def mix_targets(self, logits: Any, targets: Any) -> Any:
+    def mix_targets(self, logits: object, targets: object) -> Any:
         """Cut and paste targets that are images; mix others by area."""
         if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
             return paste(targets, take_rows(targets, self._rows), self._bbox)

@@ -15,7 +15,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def cutout_batch(
-    input: Any,
+    input: object,
     num_holes: int = 1,
     length: float = 0.5,
     uniform_sampling: bool = False,

@@ -226,7 +226,7 @@ def _activation_of(layers: list[tuple[nn.Module, FeedForwardAdapter]]) -> Activa
     return next(iter(kinds.values()))
 
 
-def _kind(activation: Any) -> str:
+def _kind(activation: object) -> str:
     """Name an activation, so that two GELU modules are one kind and a GELU and a ReLU are two."""
     if inspect.isroutine(activation):
         return activation.__name__

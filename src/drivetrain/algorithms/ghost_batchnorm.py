@@ -138,7 +138,7 @@ class GhostBatchNorm(ModelSurgery):
             )
 
 
-def smallest_batch(loader: Any) -> int | None:
+def smallest_batch(loader: object) -> int | None:
     """Return the smallest number of samples that a batch of this loader has on this process, or None where it is unknown."""
     size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
     if not isinstance(size, int) or not hasattr(sampler, "__len__"):

@@ -5,7 +5,7 @@ its weights. Sharded gradients are clipped as whole ones are.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ class GradientClipping(Algorithm):
         apply_gradient_clipping(model_of(state, str(self)), self.clipping_type, self.clipping_threshold, eps=self.eps)
 
 
-def _check(who: str, clipping_type: Any, threshold: Any, eps: Any) -> None:
+def _check(who: str, clipping_type: object, threshold: object, eps: object) -> None:
     check_choice("clipping_type", clipping_type, TYPES, owner=who)
     check_numbers(who, 0, eps=eps)
     if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold > 0:

@@ -15,8 +15,8 @@ from drivetrain.core.errors import ConfigError
 
 
 def mixup_batch(
-    input: Any,
-    target: Any,
+    input: object,
+    target: object,
     mixing: float | Tensor | None = None,
     alpha: float = 0.2,
     indices: Tensor | None = None,

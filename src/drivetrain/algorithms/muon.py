@@ -44,7 +44,7 @@ class Muon(Algorithm):
         ns_steps: int = 5,
         adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
         other: str = "adamw",
-        other_kwargs: Mapping[str, Any] = {},  # only read
+        other_kwargs: Mapping[str, object] = {},  # only read
     ):
         check_choice("other", other, _OTHERS, owner="Muon")
         for name in other_kwargs:
@@ -79,7 +79,7 @@ class Muon(Algorithm):
         counts = {f"muon/{side}_tensors": len(getattr(self.split, side)) for side in ("muon", "other")}
         logger.log_hyperparameters(counts)
 
-    def _settings(self, group: Mapping[str, Any], replaced: Optimizer) -> dict[str, Any]:
+    def _settings(self, group: Mapping[str, object], replaced: Optimizer) -> dict[str, Any]:
         """Return the settings of a group of the replaced optimizer, in MuonHybrid's words."""
         lr = group["lr"] if self.lr is None else self.lr
         other = {"lr": lr, **{name: group[name] for name in _OTHER_SETTINGS[1:] if name in group}, **self.other_kwargs}

@@ -1,7 +1,5 @@
 """A model that computes nothing, to measure everything else: data loading, the loop, callbacks, checkpoints."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,11 +19,11 @@ class NoOpModelClass(nn.Module):
         self.weight = nn.Parameter(torch.tensor([1.5]))
         self.original_name = type(original_model).__name__
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: object) -> Tensor:
         *_, target = tensors_of(batch)
         return target.to(self.weight.dtype) * self.weight
 
-    def loss(self, outputs: Tensor, batch: Any, reduction: str = "mean") -> Tensor:
+    def loss(self, outputs: Tensor, batch: object, reduction: str = "mean") -> Tensor:
         """Return the mean squared distance of outputs and targets."""
         *_, target = tensors_of(batch)
         return F.mse_loss(outputs, target.to(outputs.dtype), reduction=reduction)

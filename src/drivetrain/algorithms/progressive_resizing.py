@@ -21,8 +21,8 @@ MODES = ("resize", "crop")
 
 
 def resize_batch(
-    input: Any,
-    target: Any,
+    input: object,
+    target: object,
     scale_factor: float,
     mode: Mode = "resize",
     resize_targets: bool = False,

@@ -22,7 +22,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def randaugment_image(
-    img: Any,
+    img: object,
     severity: int = 9,
     depth: int = 2,
     augmentation_set: AugmentationSet = "all",
@@ -37,7 +37,7 @@ def randaugment_image(
     check_image(img, "randaugment_image")
     augmentations = find_set(augmentation_set, "randaugment_image")
 
-    def augment(image: Any) -> Any:
+    def augment(image: object) -> Any:
         for _ in range(depth):
             image = apply_one_of(augmentations, image, severity, generator)
         return image
@@ -46,7 +46,7 @@ def randaugment_image(
 
 
 def randaugment(
-    img: Any = None,
+    img: object = None,
     severity: int = 9,
     depth: int = 2,
     augmentation_set: AugmentationSet = "all",
@@ -79,7 +79,7 @@ class RandAugmentTransform(nn.Module):
         _check(severity, depth, augmentation_set, type(self).__name__)
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
 
-    def forward(self, img: Any) -> Any:
+    def forward(self, img: object) -> Any:
         """Return the augmented image."""
         return randaugment_image(img, self.severity, self.depth, self.augmentation_set)
 

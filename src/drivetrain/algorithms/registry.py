@@ -52,7 +52,7 @@ def find(name: str) -> type[Plugin]:
     return getattr(importlib.import_module(module), private)
 
 
-def create(name: str, config: Mapping[str, Any]) -> Plugin:
+def create(name: str, config: Mapping[str, object]) -> Plugin:
     """Return the algorithm of that name made with the arguments that its `config()` returned.
 
     >>> create("LabelSmoothing", {"smoothing": 0.2, "target_key": 1})
@@ -103,7 +103,7 @@ def _modules() -> dict[str, tuple[str, str]]:
     return homes
 
 
-def _revived(value: Any, where: str) -> Any:
+def _revived(value: object, where: str) -> Any:
     """Return an argument as the constructor wants it: members are made again, what JSON could not hold is rejected."""
     if isinstance(value, Mapping):
         if set(value) == {"__repr__"}:

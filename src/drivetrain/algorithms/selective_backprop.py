@@ -35,10 +35,10 @@ def should_selective_backprop(
 
 
 def select_using_loss(
-    input: Any,
-    target: Any,
+    input: object,
+    target: object,
     model: Callable[[Any], Any],
-    loss_fun: Any,
+    loss_fun: object,
     keep: float = 0.5,
     scale_factor: float = 1,
     *,
@@ -58,7 +58,7 @@ def select_using_loss(
 
 @torch.no_grad()
 def choose_rows(
-    input: Any, losses_of: Callable[[Any], Tensor], keep: float, scale_factor: float, generator: Generator
+    input: object, losses_of: Callable[[Any], Tensor], keep: float, scale_factor: float, generator: Generator
 ) -> Tensor:
     """Return the rows of the input that a draw by their losses selects, in the order of the draw."""
     count = first_tensor(input, "select_using_loss").shape[0]
@@ -146,7 +146,7 @@ class SelectiveBackprop(Algorithm):
         state.batch_set_item(self.input_key, take_rows(inputs, chosen))
         state.batch_set_item(self.target_key, take_rows(targets, chosen))
 
-    def _outputs(self, state: State, inputs: Any) -> Any:
+    def _outputs(self, state: State, inputs: object) -> Any:
         """Return what the loss compares, for other inputs than the batch's."""
         batch = state.batch
         if self.scale_factor != 1:
@@ -155,7 +155,7 @@ class SelectiveBackprop(Algorithm):
         takes_logits = isinstance(state.batch, Mapping) and state.loss_fn is not None
         return logits_of(outputs, str(self)) if takes_logits else outputs
 
-    def _take_other_rows(self, state: State, inputs: Any, targets: Any, chosen: Tensor) -> None:
+    def _take_other_rows(self, state: State, inputs: object, targets: object, chosen: Tensor) -> None:
         """Select the same rows of what else the batch holds for each sample: masks, weights, document numbers."""
         batch = state.batch
         if not isinstance(batch, Mapping | list | tuple):

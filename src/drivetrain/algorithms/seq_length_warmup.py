@@ -19,12 +19,12 @@ from drivetrain.core.time import TimeUnit
 
 
 def set_batch_sequence_length(
-    batch: Any,
+    batch: object,
     curr_seq_len: int,
     truncate: bool = True,
     preserve_end_of_sequence: bool = False,
     *,
-    ignore_keys: Iterable[Any] = (),
+    ignore_keys: Iterable[object] = (),
 ) -> Any:
     """Return a batch whose sequences have at most `curr_seq_len` places; the one given stays as it is.
 
@@ -57,7 +57,7 @@ def set_batch_sequence_length(
     return result
 
 
-def _entries(batch: Any) -> list[tuple[Any, Any]]:
+def _entries(batch: object) -> list[tuple[Any, Any]]:
     if isinstance(batch, Mapping):
         return list(batch.items())
     if isinstance(batch, list | tuple):
@@ -118,7 +118,7 @@ class SeqLengthWarmup(Algorithm):
         truncate: bool = True,
         preserve_end_of_sequence: bool = False,
         *,
-        ignore_keys: Iterable[Any] = (),
+        ignore_keys: Iterable[object] = (),
         input_key: BatchKey | None = None,
     ):
         who = "SeqLengthWarmup"
@@ -173,11 +173,11 @@ class SeqLengthWarmup(Algorithm):
             self._logged = (length, rows)
             logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": rows})
 
-    def _part(self, batch: Any) -> Any:
+    def _part(self, batch: object) -> Any:
         part = batch if self.input_key is None else batch_get(batch, self.input_key)
         return (part,) if isinstance(part, Tensor) else part
 
-    def _shortened(self, batch: Any, length: int) -> Any:
+    def _shortened(self, batch: object, length: int) -> Any:
         part = self._part(batch)
         short = set_batch_sequence_length(
             part, length, self.truncate, self.preserve_end_of_sequence, ignore_keys=self.ignore_keys

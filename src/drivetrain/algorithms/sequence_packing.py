@@ -121,7 +121,7 @@ class SequencePacking(Algorithm):
         if state.dataloader is not None:
             state.set_dataloader(state.dataloader, "train")  # it has another length now
 
-    def prepare_batch(self, state: State, given: Any) -> Any:
+    def prepare_batch(self, state: State, given: object) -> Any:
         """Return a packed batch as the model takes it: with the mask, without what its `forward` does not know."""
         if not isinstance(given, Mapping) or "document_ids" not in given:
             return given

@@ -63,7 +63,7 @@ class Skippable(GeneratedClass):
 class BlockStochasticModule(Skippable):
     """Any block: dropped, it returns its input; in evaluation its change of the input is scaled down."""
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Any:
         # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
         if self.is_skipped():
             return x
@@ -73,7 +73,7 @@ class BlockStochasticModule(Skippable):
         factor = self.factor(x)
         return out if factor is None else torch.addcmul(x, factor, out - x)
 
-    def _refuse(self, x: Tensor, out: Any) -> None:
+    def _refuse(self, x: Tensor, out: object) -> None:
         given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigTypeError(
             f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns {given}. Blocks "  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ class DrawChoices:
     def __init__(self, blocks: list[Any], generator: torch.Generator | None):
         self.blocks, self.generator = blocks, generator
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         if not module.training or torch.compiler.is_compiling():
             return
         for block, number in zip(self.blocks, torch.rand(len(self.blocks), generator=self.generator).tolist()):

@@ -7,7 +7,7 @@ an optimizer's state for them stays; a second application changes nothing.
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -87,7 +87,7 @@ def check_unwrapped(model: nn.Module, who: str) -> None:
             )
 
 
-def with_settings(module: M, **attributes: Any) -> M:
+def with_settings(module: M, **attributes: object) -> M:
     """Return a module of the same class that shares the given one's parameters and buffers but has other settings."""
     twin = copy.copy(module)
     for registry in ("_parameters", "_buffers", "_modules"):

@@ -203,7 +203,7 @@ class SWA(Algorithm):
 class _Resting:
     """A scheduler that no longer changes the rates, but is saved and restored as before."""
 
-    def __init__(self, scheduler: Any):
+    def __init__(self, scheduler: object):
         self.scheduler: Any = scheduler.scheduler if isinstance(scheduler, _Resting) else scheduler
 
     @property
@@ -211,7 +211,7 @@ class _Resting:
         """The optimizer whose rates it no longer changes."""
         return self.scheduler.optimizer
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing."""
 
     def get_last_lr(self) -> list[float]:

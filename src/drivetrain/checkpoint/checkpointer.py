@@ -434,7 +434,7 @@ class Checkpointer:
                 raise CheckpointError(f"rank {rank} could not load the state, so no rank continues: {text}")
         return report
 
-    def _continue(self, loaded: Loaded, report: Any) -> Restored:
+    def _continue(self, loaded: Loaded, report: object) -> Restored:
         self.progress.resume(loaded.manifest.progress)
         self._schedule.reset()
         run, saved = current_run(), loaded.run or {}
@@ -457,7 +457,7 @@ class Checkpointer:
         )
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     try:
         return unpack(value)
     except StateError:  # its class is not at hand; the packed form still shows what it was

@@ -44,7 +44,7 @@ class RankExchange:
                 "usual cause."
             ) from error
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return what every rank said, in order of rank."""
         if self.group is None:
             return [value]

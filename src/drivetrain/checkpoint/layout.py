@@ -203,17 +203,17 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST}: {error}") from None
 
 
-def _content_hash(content: Mapping[str, Any]) -> str:
+def _content_hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _typed(content: Mapping[str, Any], key: str, kind: type) -> Any:
+def _typed(content: Mapping[str, object], key: str, kind: type) -> Any:
     if type(content[key]) is not kind:
         raise CheckpointError(f"{MANIFEST}: {key} is a {type(content[key]).__name__}, expected {kind.__name__}")
     return content[key]
 
 
-def _numbers(content: Mapping[str, Any], key: str) -> dict[str, float]:
+def _numbers(content: Mapping[str, object], key: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, value in _typed(content, key, dict).items():
         if value in ("nan", "inf", "-inf"):

@@ -59,7 +59,7 @@ def merges_of(source: object) -> dict[str, Merge]:
     return dict(patterns) if isinstance(patterns, Mapping) else {}
 
 
-def rank_tensors(local: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def rank_tensors(local: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return what goes into this rank's file: tensors, and a header with their structure."""
     flat = flatten({"rng": capture_rng(), "local": dict(local)})
     return flat.tensors, {_KEY: flat.to_json().decode()}
@@ -141,7 +141,7 @@ def _fresh_rng(seed: int) -> dict[str, Any]:
         restore_rng(before)
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(left: object, right: object) -> bool:
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, Mapping):

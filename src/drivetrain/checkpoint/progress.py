@@ -31,7 +31,7 @@ _CLOCK_FIELDS = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "sample", "to
 class Progress:
     """The counters of a run, read from its clock or kept here."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: object):
         self._source = source
         self.num_calls = 0
         """Calls of `step()`, those before a resume included."""

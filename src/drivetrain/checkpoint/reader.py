@@ -215,7 +215,7 @@ class CheckpointReader:
             raise CheckpointError(f"{MANIFEST} does not list {own_file(STATE, rank)}")
         return rank
 
-    def _read_sharded(self, folder: Path, listed: set[str], names: set[str], structure: Any) -> dict[str, Tensor]:
+    def _read_sharded(self, folder: Path, listed: set[str], names: set[str], structure: object) -> dict[str, Tensor]:
         if not any(path.startswith(f"{SHARDS}/") for path in listed):
             raise CheckpointError(f"{TENSORS} lacks {', '.join(sorted(names)[:3])}")
         from drivetrain.checkpoint.sharded import find_layouts, read_parts
@@ -272,7 +272,7 @@ def _read_bytes(path: Path) -> bytes:
         raise CheckpointError(f"{path.name} cannot be read ({error})") from None
 
 
-def read_safetensors(path: Path, map_location: Any = "cpu") -> dict[str, Tensor]:
+def read_safetensors(path: Path, map_location: object = "cpu") -> dict[str, Tensor]:
     """Read a safetensors file onto a device."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -92,7 +92,7 @@ def _read(
     return wanted
 
 
-def find_layouts(names: set[str], structure: Any, live: Any) -> dict[str, Tensor]:
+def find_layouts(names: set[str], structure: object, live: object) -> dict[str, Tensor]:
     """Return, for each saved name, a live sharded tensor of the layout it should have.
 
     Mostly that is the tensor of the same name. An optimizer that has not stepped yet has no state to compare with:
@@ -110,7 +110,7 @@ def find_layouts(names: set[str], structure: Any, live: Any) -> dict[str, Tensor
     return layouts
 
 
-def _optimizer_parameters(structure: Any) -> Iterator[tuple[str, dict[str, str]]]:
+def _optimizer_parameters(structure: object) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the path of each saved optimizer and the names of its parameters by their numbers in the state."""
     waiting: list[tuple[str, Any]] = [("", structure)]
     while waiting:

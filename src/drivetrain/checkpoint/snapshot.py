@@ -153,7 +153,7 @@ def _run_name() -> str:
     return "" if run is None else run.name or run.folder.name
 
 
-def _seed_of(source: Any) -> int:
+def _seed_of(source: object) -> int:
     seed = getattr(source, "seed", None)
     if type(seed) is int:
         return seed
@@ -173,7 +173,7 @@ def _run_state() -> dict[str, Any] | None:
     }
 
 
-def _packed_or_text(value: Any) -> Any:
+def _packed_or_text(value: object) -> Any:
     try:
         return pack(value)
     except StateError:
@@ -186,7 +186,7 @@ class SideFile(Protocol):
     def prepare_side_file(self, folder: Path) -> tuple[Any, Callable[[], None]]:
         """Return the reference to all values up to now, and what writes and flushes them."""
 
-    def referring_to(self, reference: Any) -> AbstractContextManager[None]:
+    def referring_to(self, reference: object) -> AbstractContextManager[None]:
         """Let `state_dict` return this reference."""
 
     def reading_from(self, folder: Path) -> AbstractContextManager[None]:
@@ -194,7 +194,7 @@ class SideFile(Protocol):
 
 
 @contextmanager
-def referring(source: Any, folder: Path | None, exchange: RankExchange) -> Iterator[Callable[[], None] | None]:
+def referring(source: object, folder: Path | None, exchange: RankExchange) -> Iterator[Callable[[], None] | None]:
     """Take a state with a reference to the side file, if there is one; gives what writes that file on rank 0."""
     item: SideFile | None = getattr(source, "_side_file", None)
     if item is None or folder is None:
@@ -216,7 +216,7 @@ def referring(source: Any, folder: Path | None, exchange: RankExchange) -> Itera
         yield write
 
 
-def reading_from(source: Any, folder: Path) -> AbstractContextManager[None]:
+def reading_from(source: object, folder: Path) -> AbstractContextManager[None]:
     """Load a state whose side file is in this folder."""
     item: SideFile | None = getattr(source, "_side_file", None)
     return nullcontext() if item is None else item.reading_from(folder)

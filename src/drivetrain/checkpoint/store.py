@@ -35,7 +35,7 @@ from drivetrain.runtime.run import current_run
 
 
 def save_checkpoint(
-    state_dict: Any, id: object, *, path: str | Path | None = None, metric: float | None = None
+    state_dict: object, id: object, *, path: str | Path | None = None, metric: float | None = None
 ) -> Path:
     """Save a dict or a Context as `checkpoint-<id>` and return that folder; call it on every rank.
 
@@ -103,7 +103,7 @@ def state_of(loaded: Loaded) -> Any:
     return unpack(loaded.state) if loaded.kind == "dict" else loaded.state
 
 
-def read_file(path: Path, map_location: Any = "cpu") -> Any:
+def read_file(path: Path, map_location: object = "cpu") -> Any:
     """Read a file of another program."""
     return (
         read_safetensors(path, map_location) if path.suffix == ".safetensors" else read_torch_file(path, map_location)

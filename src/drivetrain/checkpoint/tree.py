@@ -208,7 +208,7 @@ def _identity(tensor: Tensor) -> tuple[object, ...] | None:
 class _Builder:
     """Finds tensors and values of one rank alone by their names."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], local: Mapping[str, Any]):
+    def __init__(self, tensors: Mapping[str, Tensor], local: Mapping[str, object]):
         self._tensors, self._local = tensors, local
         self._views: dict[tuple[str, str], Tensor] = {}
 

@@ -18,7 +18,7 @@ _ELSEWHERE = {
 }
 
 
-def wrap_accelerator(given: Any, precision: str | Precision | None = None) -> Any:
+def wrap_accelerator(given: object, precision: str | Precision | None = None) -> Any:
     """Return a runtime around accelerate's own `Accelerator`; anything else as it is."""
     is_accelerate = any(base.__module__.split(".")[0] == "accelerate" for base in type(given).__mro__)
     return AccelerateRuntime(given, precision) if is_accelerate else given
@@ -39,7 +39,7 @@ class AccelerateRuntime(TrainerRuntime):
             raise AttributeError(name)
         return getattr(self.accelerator, name)
 
-    def prepare_model(self, model: Any, **ddp_kwargs: Any) -> Any:
+    def prepare_model(self, model: object, **ddp_kwargs: object) -> Any:
         """Wrap a model for gradient averaging with the Accelerator's settings of DDP."""
         handler = getattr(self.accelerator, "ddp_handler", None)
         return super().prepare_model(model, **{**(handler.to_kwargs() if handler is not None else {}), **ddp_kwargs})

@@ -20,7 +20,7 @@ _BUILTINS |= {"int": int, "float": float, "str": str, "bool": bool, "bytes": byt
 class _Inert(str):
     """The name of something that is not loaded."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         raise StrategyFormatError(f"the pickle calls {str(self)!r}, which is not allowed. It is not a plan.")
 
 
@@ -58,7 +58,7 @@ def read_legacy_pickle(data: bytes) -> list[Any]:
     return [_decoded(item) for item in value]
 
 
-def _decoded(item: Any) -> Any:
+def _decoded(item: object) -> Any:
     """Return one method; ATorch pickles the configuration inside its pickle once more."""
     if not isinstance(item, tuple | list) or len(item) < 2 or not isinstance(item[1], bytes):
         return tuple(item) if isinstance(item, list) else item

@@ -57,15 +57,15 @@ loss_registry: dict[str, Callable[..., Tensor]] = {
 class ComposerModel(nn.Module):
     """A model that takes whole batches; give it to a Trainer without a loss function."""
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: object) -> Any:
         """Return the outputs for a batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward(self, batch).")
 
-    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss(self, outputs: object, batch: object, *args: object, **kwargs: object) -> Any:
         """Return the loss of outputs for their batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no loss(self, outputs, batch).")
 
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+    def eval_forward(self, batch: object, outputs: object = None) -> Any:
         """Return the outputs that metrics see."""
         return self.forward(batch) if outputs is None else outputs
 
@@ -73,7 +73,7 @@ class ComposerModel(nn.Module):
         """Return metrics by name, for training or for evaluation."""
         return {}
 
-    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+    def update_metric(self, batch: object, outputs: object, metric: object) -> None:
         """Take a batch into one metric."""
         raise NotImplementedError(
             f"{type(self).__name__} has metrics and defines no update_metric(self, batch, outputs, metric)."
@@ -87,8 +87,8 @@ class ComposerClassifier(ComposerModel):
         self,
         module: nn.Module,
         num_classes: int | None = None,
-        train_metrics: Any = None,
-        val_metrics: Any = None,
+        train_metrics: object = None,
+        val_metrics: object = None,
         loss_fn: Callable[..., Tensor] = soft_cross_entropy,
     ):
         super().__init__()
@@ -96,7 +96,7 @@ class ComposerClassifier(ComposerModel):
         self.module, self.num_classes, self._loss_fn = module, num_classes, loss_fn
         self.train_metrics, self.val_metrics = self._named(train_metrics), self._named(val_metrics)
 
-    def _named(self, metrics: Any) -> dict[str, Any]:
+    def _named(self, metrics: object) -> dict[str, Any]:
         if metrics is None:
             if self.num_classes is None:
                 return {}

@@ -123,7 +123,7 @@ class Trainer(NativeTrainer):
             defaults["create_scheduler_fn"] = self._scheduler()
         return super().train(*args, **{**defaults, **kwargs})
 
-    def fit(self, *, train_dataloader: Any = None, duration: Any = None, **kwargs: Any) -> Any:
+    def fit(self, *, train_dataloader: object = None, duration: object = None, **kwargs: object) -> Any:
         """Train for a duration, or for the `max_duration` of the constructor."""
         given = {"train_dataset": _loader(train_dataloader), "max_duration": duration}
         return self.train(**{name: value for name, value in given.items() if value is not None}, **kwargs)
@@ -133,7 +133,7 @@ class Trainer(NativeTrainer):
         given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
 
-    def get_metric_inputs(self, batch: Any, batch_output: Mapping[str, Any]) -> tuple[Any, Any]:
+    def get_metric_inputs(self, batch: object, batch_output: Mapping[str, object]) -> tuple[Any, Any]:
         """Give the metrics of a ComposerModel the outputs and the whole batch."""
         model = self._accelerator.unwrap_model(self.model)
         if not isinstance(model, ComposerModel):
@@ -151,18 +151,18 @@ def _compiled(schedule: Any, trainer: Trainer, optimizer: Any) -> Any:
     return compile_state_schedule(schedule, trainer.state, trainer.scale_schedule_ratio)
 
 
-def _watches(logger: Any) -> bool:
+def _watches(logger: object) -> bool:
     """Return whether a logger is also a callback: it has a method for some event, or one that closes it."""
     if not isinstance(logger, Callback):
         return False
     return type(logger).close is not Callback.close or any(method_for(logger, event) for event in Event)
 
 
-def _loader(data: Any) -> Any:
+def _loader(data: object) -> Any:
     return data.loader() if isinstance(data, DataSpec) else data
 
 
-def _evaluation(data: Any) -> Any:
+def _evaluation(data: object) -> Any:
     """Return one loader, or several by name."""
     if data is None or not isinstance(data, Evaluator | DataSpec | list | tuple):
         return data
@@ -178,7 +178,7 @@ def _evaluation(data: Any) -> Any:
 class _ModelMetrics(MetricSet):
     """Metrics that the model updates itself."""
 
-    def __init__(self, model: ComposerModel, metrics: Any):
+    def __init__(self, model: ComposerModel, metrics: object):
         super().__init__(metrics)
         self._stateful = {name: _Updated(model, metric) for name, metric in self._stateful.items()}
 
@@ -186,10 +186,10 @@ class _ModelMetrics(MetricSet):
 class _Updated:
     """A metric that receives batches through its model; everything else is the metric's."""
 
-    def __init__(self, model: ComposerModel, metric: Any):
+    def __init__(self, model: ComposerModel, metric: object):
         self._model, self._metric = model, metric
 
-    def update(self, outputs: Any, batch: Any) -> None:
+    def update(self, outputs: object, batch: object) -> None:
         """Let the model take a batch into the metric."""
         self._model.update_metric(batch, outputs, self._metric)
 

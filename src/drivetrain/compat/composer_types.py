@@ -76,7 +76,7 @@ class DataSpec:
 
     def __init__(
         self,
-        dataloader: Iterable[Any],
+        dataloader: Iterable[object],
         num_samples: int | None = None,
         num_tokens: int | None = None,
         device_transforms: Callable[[Any], Any] | None = None,
@@ -125,10 +125,10 @@ class Evaluator:
         self,
         *,
         label: str,
-        dataloader: Any,
+        dataloader: object,
         metric_names: Sequence[str] | None = None,
         subset_num_batches: int | None = None,
-        eval_interval: Any = None,
+        eval_interval: object = None,
         device_eval_microbatch_size: int | str | float | None = None,
     ):
         given = {
@@ -148,12 +148,12 @@ class Evaluator:
         self.label, self.dataloader = label, ensure_data_spec(dataloader)
 
 
-def ensure_evaluator(evaluator: Any, default_metric_names: Sequence[str] = ()) -> Evaluator:
+def ensure_evaluator(evaluator: object, default_metric_names: Sequence[str] = ()) -> Evaluator:
     """Return an Evaluator as it is, or one called 'eval' around a loader."""
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(label="eval", dataloader=evaluator)
 
 
-def ensure_tuple(x: Any) -> tuple[Any, ...]:
+def ensure_tuple(x: object) -> tuple[Any, ...]:
     """Return the items of a collection, or one value as a tuple; None has no items."""
     if x is None:
         return ()
@@ -162,7 +162,7 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x.values()) if isinstance(x, Mapping) else tuple(x)
 
 
-def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
+def map_collection(collection: object, map_fn: Callable[[Any], Any]) -> Any:
     """Apply a function to every leaf of nested lists, tuples and dicts, and keep their types."""
     if isinstance(collection, tuple) and hasattr(collection, "_fields"):
         return type(collection)(*(map_collection(item, map_fn) for item in collection))
@@ -178,13 +178,13 @@ class LoggerDestination(Callback):
 
     phase: Phase = "sink"
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Receive named values."""
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Receive the settings of the run."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Receive images."""
 
 
@@ -196,12 +196,12 @@ class InMemoryLogger(LoggerDestination):
         self.most_recent_values: dict[str, Any] = {}
         self.hyperparameters: dict[str, Any] = {}
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Keep values; tensors stay where they are until they are read."""
         for name, value in metrics.items():
             self.data.setdefault(name, []).append((step, value))
         self.most_recent_values.update(metrics)
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Keep the settings of the run."""
         self.hyperparameters.update(hyperparameters)

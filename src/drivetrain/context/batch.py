@@ -38,7 +38,7 @@ def batch_get(batch: Any, key: BatchKey) -> Any:
         raise type(error)(f"the batch has no part {key!r}. {_parts_of(batch, key)}") from error
 
 
-def batch_set(batch: Any, key: BatchKey, value: Any) -> Any:
+def batch_set(batch: object, key: BatchKey, value: object) -> Any:
     """Return `batch` with the part at `key` replaced: in place where the batch allows it, else in a rebuilt one.
 
     >>> batch_set((1, 2), 0, 5)
@@ -90,11 +90,11 @@ def _set_in_tuple(batch: tuple[Any, ...], key: Any, value: Any) -> tuple[Any, ..
     return type(batch)(*parts) if fields is not None else type(batch)(parts)
 
 
-def _cannot_set(batch: Any, key: Any) -> RuntimeError:
+def _cannot_set(batch: object, key: object) -> RuntimeError:
     return RuntimeError(f"the key {key!r} cannot be set in a batch. {_parts_of(batch, key)}")
 
 
-def _parts_of(batch: Any, key: Any) -> str:
+def _parts_of(batch: object, key: object) -> str:
     """Return what there is instead of a key that is not there."""
     names = [str(name) for name in getattr(batch, "_fields", None) or (batch if isinstance(batch, Mapping) else ())]
     hint = did_you_mean(key, names)
@@ -105,7 +105,7 @@ def _parts_of(batch: Any, key: Any) -> str:
     )
 
 
-def _as_pair(key: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _as_pair(key: object) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return `(getter, setter)` when the key is one; a sequence of functions of another length is an error."""
     if not _is_many(key) or not any(callable(one) for one in key):
         return None
@@ -116,11 +116,11 @@ def _as_pair(key: Any) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return key[0], key[1]
 
 
-def _is_many(key: Any) -> TypeGuard[Sequence[Any]]:
+def _is_many(key: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(key, Sequence) and not isinstance(key, str)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", repr(function))
 
 

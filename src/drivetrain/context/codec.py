@@ -90,7 +90,7 @@ class Packer:
         self.special, self.tensor = special, tensor
         self._inside: set[int] = set()
 
-    def pack(self, value: Any, path: str) -> Any:
+    def pack(self, value: object, path: str) -> Any:
         """Return one value, at one path, as plain data and tensors."""
         if type(value) in self.plain:
             return value
@@ -104,7 +104,7 @@ class Packer:
         finally:
             self._inside.discard(id(value))
 
-    def items(self, values: Iterable[Any], path: str) -> list[Any]:
+    def items(self, values: Iterable[object], path: str) -> list[Any]:
         """Return the items of a sequence, packed."""
         return [
             value if type(value) in self.plain else self.pack(value, join_path(path, index))
@@ -125,7 +125,7 @@ class Packer:
     def _pack_tensor(self, tensor: Tensor, path: str) -> Any:
         return self.tensor(tensor)
 
-    def _pack_known(self, value: Any, path: str) -> Any:
+    def _pack_known(self, value: object, path: str) -> Any:
         if type(value) is list:
             return self.items(value, path)
         if coder := next((coder for coder in CODERS if coder.holds(value)), None):
@@ -161,7 +161,7 @@ class JsonPacker(Packer):
         super().__init__(special, Tensor.detach)
         self._name_tensor = tensor
 
-    def pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+    def pairs(self, value: Mapping[object, object], path: str) -> list[Any]:
         """Return the entries of a mapping as lists of two."""
         if any(isinstance(key, Tensor) for key in value):
             raise CheckpointError(f"{path}: a tensor is a key of this dict. Use a name or a number as the key.")
@@ -244,7 +244,7 @@ class Unpacker:
             for index, item in enumerate(packed)
         ]
 
-    def entries(self, packed: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+    def entries(self, packed: Mapping[object, object], path: str) -> dict[Any, Any]:
         """Return the entries of a packed dict."""
         return {
             key: self.unpack(item, join_path(path, key)) for key, item in packed.items() if not self._leaves_out(item)
@@ -275,7 +275,7 @@ class Unpacker:
         """Return the key that marks a dict as the packed form of another value, or None."""
         return TAG if TAG in packed else None
 
-    def _unpack_other(self, packed: Any, path: str) -> Any:
+    def _unpack_other(self, packed: object, path: str) -> Any:
         if isinstance(packed, Tensor):
             return packed if self._tensor is None else self._tensor(packed)
         if type(packed) is tuple:

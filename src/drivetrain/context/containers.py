@@ -32,7 +32,7 @@ class DictKind(Kind):
     name = "dict"
     is_container = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, dict)
 
     def children(self, item: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
@@ -83,7 +83,7 @@ class ListKind(Kind):
     name = "list"
     is_container = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, list | deque)
 
     def children(self, item: Any) -> Iterable[tuple[int, Any]]:
@@ -115,7 +115,7 @@ class TupleKind(Kind):
     name = "tuple"
     is_container = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, tuple) and not is_namedtuple(item)
 
     def children(self, item: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
@@ -138,7 +138,7 @@ class NamedTupleKind(Kind):
     name = "namedtuple"
     is_container = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return is_namedtuple(item)
 
     def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
@@ -160,16 +160,16 @@ class DataclassKind(Kind):
     name = "dataclass"
     is_container = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return is_dataclass(item)
 
-    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: object) -> Iterable[tuple[Any, Any]]:
         return field_values(item).items()
 
-    def rebuild(self, item: Any, change: Change) -> Any:
+    def rebuild(self, item: object, change: Change) -> Any:
         return _set_fields(item, {name: change(child) for name, child in field_values(item).items()})
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
         restores = _fit_fields(item, field_values(item), "dataclass", saved, loading, path)
         if restores is None:
             return keep(item)
@@ -181,7 +181,7 @@ class SetKind(Kind):
 
     name = "set"
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, set | frozenset)
 
     def children(self, item: Any) -> Iterable[tuple[Any, Any]]:

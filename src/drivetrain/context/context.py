@@ -59,7 +59,7 @@ class Context(ItemHolder):
     _layout: "StateLayout | None" = None
     _has_own_stream = False
 
-    def __init__(self, **items: Any):
+    def __init__(self, **items: object):
         for name, item in items.items():
             setattr(self, name, item)
         self._check_names()
@@ -89,14 +89,14 @@ class Context(ItemHolder):
             "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
         )
 
-    def ddp(self, **ddp_kwargs: Any) -> Self:
+    def ddp(self, **ddp_kwargs: object) -> Self:
         """Make the session one of several equal processes: trainable modules into DDP, loaders split, own random stream.
 
         Keywords are those of DistributedDataParallel. A second call changes nothing.
         """
         return self._distribute("ddp", DataParallel(ddp_kwargs))
 
-    def fsdp(self, mesh: Any = None, **fully_shard_kwargs: Any) -> Self:
+    def fsdp(self, mesh: object = None, **fully_shard_kwargs: object) -> Self:
         """Split the parameters of every module over the processes; optimizers made before are rebound to them by name.
 
         Keywords are those of `drivetrain.module.wrapping.shard_fully` and of torch's `fully_shard`.

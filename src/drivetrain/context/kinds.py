@@ -28,7 +28,7 @@ class Kind:
     saves_itself = False
     """Whether `save` is asked; otherwise the codec packs the item."""
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         """Return whether an item is of this kind."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Kind:
         return None
 
 
-def keep(item: Any) -> Restore:
+def keep(item: object) -> Restore:
     """Return a restore that leaves the item as it is."""
     return lambda: item
 
@@ -101,6 +101,6 @@ class ItemHolder:
         """Return those items that are part of the state."""
         raise NotImplementedError
 
-    def _own_kind(self, name: str, item: Any) -> Kind | None:
+    def _own_kind(self, name: str, item: object) -> Kind | None:
         """Return the way a subclass has of saving and restoring the item of that name, or None for the item's own kind."""
         return None

@@ -105,7 +105,7 @@ class Loading:
 
     # What the kinds ask while fitting.
 
-    def fit(self, item: Any, saved: Any, path: str, kind: Kind | None = None) -> Restore:
+    def fit(self, item: object, saved: object, path: str, kind: Kind | None = None) -> Restore:
         """Compare one item with its saved state and return what restores it."""
         kind = kind or kind_of(item)
         if tag_of(saved) == NOT_STATE:
@@ -118,18 +118,18 @@ class Loading:
         except (StateError, KeyError, TypeError, ValueError) as error:  # the last three: a damaged or forged state
             return self.unfit(path, item, saved, str(error) if isinstance(error, StateError) else repr(error))
 
-    def _fit_none(self, item: Any, path: str, kind: Kind) -> Restore:
+    def _fit_none(self, item: object, path: str, kind: Kind) -> Restore:
         """A saved None replaces a value; for an item with its own state it means that none was taken."""
         stateful = holds_state(item)
         if stateful:
             self._without_state.append(path)
         return keep(item) if stateful or kind.saves_itself else keep(None)
 
-    def fit_named(self, context: ItemHolder, name: str, item: Any, saved: Any, path: str) -> Restore:
+    def fit_named(self, context: ItemHolder, name: str, item: object, saved: object, path: str) -> Restore:
         """Fit one item of a Context, in the way the Context has for that name."""
         return self.fit(item, saved, path, context._own_kind(name, item))
 
-    def build(self, saved: Any, path: str) -> Restore:
+    def build(self, saved: object, path: str) -> Restore:
         """Return what makes a saved value that has no live counterpart, on the Context's device."""
         if _is_foreign_state(saved):
             self.note("unexpected", path, "the state of a module or optimizer, and there is none here")
@@ -145,7 +145,7 @@ class Loading:
         device = self._root._device
         return tensor.clone() if device is None else tensor.to(device, copy=True)
 
-    def unpack(self, saved: Any, live: Callable[[], Any] | None = None) -> Any:
+    def unpack(self, saved: object, live: Callable[[], Any] | None = None) -> Any:
         """Return the value behind a packed one; classes come from the Context, then from what `live` returns."""
         try:
             return Unpacker(self._classes).unpack(saved)
@@ -154,7 +154,7 @@ class Loading:
                 raise
             return Unpacker([*self._classes, *classes_in(live())]).unpack(saved)
 
-    def lacks_state(self, item: Any, path: str) -> bool:
+    def lacks_state(self, item: object, path: str) -> bool:
         """Note an item with state of its own that has no saved one; return whether it is one."""
         found = holds_state(item)
         if found:
@@ -166,11 +166,11 @@ class Loading:
         kind = kind_of(item)
         return kind is OTHER_KIND or (kind is MODULE_KIND and not kind.has_state(item))
 
-    def try_to_load(self, path: str, item: Any, state: Any) -> None:
+    def try_to_load(self, path: str, item: object, state: object) -> None:
         """Let an object load its state in the second step."""
         self._self_loads.append(_SelfLoad(path, item, state))
 
-    def unfit(self, path: str, item: Any, saved: Any, reason: str | None = None) -> Restore:
+    def unfit(self, path: str, item: object, saved: object, reason: str | None = None) -> Restore:
         """Note a state that an item cannot take, and keep the item."""
         self.note("unfitting", path, reason or f"saved {_describe(saved)}, expected {_describe_live(item)}")
         return keep(item)
@@ -245,7 +245,7 @@ class Loading:
         )
 
 
-def _is_foreign_state(saved: Any) -> bool:
+def _is_foreign_state(saved: object) -> bool:
     """Return whether a saved value can only be the state of a module or of an optimizer, which nothing can be built from."""
     return hasattr(saved, "_metadata") or (isinstance(saved, dict) and set(saved) == {"state", "param_groups"})
 
@@ -254,7 +254,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _leave_out(item: Any, path: str) -> Any:
+def _leave_out(item: object, path: str) -> Any:
     return tagged(NOT_STATE, None) if kind_of(item).saves_itself else NotImplemented
 
 
@@ -265,7 +265,7 @@ def _restore_all(loads: list[_SelfLoad]) -> None:
             load.item.load_state_dict(unpack(load.state, load.item.state_dict()))
 
 
-def _describe(saved: Any) -> str:
+def _describe(saved: object) -> str:
     if tag_of(saved) is not None:
         return f"a {tag_of(saved)}"
     if isinstance(saved, torch.Tensor):
@@ -274,6 +274,6 @@ def _describe(saved: Any) -> str:
     return f"{type(saved).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _describe_live(item: Any) -> str:
+def _describe_live(item: object) -> str:
     kind = kind_of(item)
     return f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"

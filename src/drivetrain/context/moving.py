@@ -14,7 +14,7 @@ from drivetrain.core.containers import map_items
 Device = torch.device | str
 
 
-def move_to_device(device: Device, *args: Any, non_blocking: bool = False) -> Any:
+def move_to_device(device: Device, *args: object, non_blocking: bool = False) -> Any:
     """Return the argument on `device`, or a list of them when several are given.
 
     Dicts, lists, tuples, namedtuples and dataclasses keep their types; anything with `.to` is asked to move itself; other

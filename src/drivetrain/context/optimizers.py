@@ -115,7 +115,7 @@ def _load(
             _restore_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
 
 
-def _settings(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> dict[str, Any]:
     """Return a group's saved settings; tuples that went through JSON become tuples again, live extras stay."""
     result = {name: value for name, value in live.items() if name not in ("params", "param_names")}
     for name, value in saved.items():
@@ -129,7 +129,7 @@ def _settings(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, An
     return result
 
 
-def _copy_for(value: Any, parameter: Tensor, name: Any) -> Any:
+def _copy_for(value: object, parameter: Tensor, name: object) -> Any:
     """Return a copy of a state value where its parameter is: on its device, and sharded as it is if of its shape."""
     if isinstance(value, dict):
         return {key: _copy_for(item, parameter, key) for key, item in value.items()}
@@ -146,7 +146,7 @@ def _copy_for(value: Any, parameter: Tensor, name: Any) -> Any:
     return value.to(parameter.device, copy=True)
 
 
-def _restore_types(state: dict[Any, Any], fresh: Mapping[Any, Any]) -> None:
+def _restore_types(state: dict[Any, Any], fresh: Mapping[object, object]) -> None:
     for name, value in fresh.items():
         current = state.get(name)
         if (

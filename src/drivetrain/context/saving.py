@@ -28,12 +28,12 @@ class Saving:
         """Names of all parameters in the Context, by identity."""
         return parameter_names(self._root)
 
-    def save_named(self, context: ItemHolder, name: str, item: Any, path: str) -> Any:
+    def save_named(self, context: ItemHolder, name: str, item: object, path: str) -> Any:
         """Save one item of a Context, in the way the Context has for that name."""
         kind = context._own_kind(name, item)
         return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
 
-    def warn_unknown(self, path: str, item: Any) -> None:
+    def warn_unknown(self, path: str, item: object) -> None:
         """Name an object that cannot be saved, once for each Context."""
         if path in self._root._warned:
             return
@@ -50,7 +50,7 @@ class Saving:
             stacklevel=2,
         )
 
-    def _special(self, item: Any, path: str) -> Any:
+    def _special(self, item: object, path: str) -> Any:
         kind = kind_of(item)
         return kind.save(item, self, path) if kind.saves_itself else NotImplemented
 

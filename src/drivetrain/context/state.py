@@ -109,17 +109,17 @@ class State(Context):
 
     def __init__(
         self,
-        model: Any = None,
+        model: object = None,
         rank_zero_seed: int | None = None,
         run_name: str = "",
         device: torch.device | str | None = None,
         max_duration: TimeLike | None = None,
         *,
         seed: int | None = None,
-        optimizers: Any = (),
-        schedulers: Any = (),
+        optimizers: object = (),
+        schedulers: object = (),
         dataloader_len: TimeLike | None = None,
-        **items: Any,
+        **items: object,
     ):
         self.model, self.loss_fn = model, None
         self.optimizers, self.schedulers, self.scaler = _as_tuple(optimizers), _as_tuple(schedulers), None
@@ -199,7 +199,7 @@ class State(Context):
             self._batches_per_epoch = None if self._dataloader_len is None else int(self._dataloader_len)
 
     def set_dataloader(
-        self, dataloader: Any = None, dataloader_label: str | None = None, dataloader_len: TimeLike | None = None
+        self, dataloader: object = None, dataloader_label: str | None = None, dataloader_len: TimeLike | None = None
     ) -> None:
         """Set the loader that the loop reads now; its length is asked for unless given."""
         self.dataloader = dataloader
@@ -213,7 +213,7 @@ class State(Context):
         """Return a part of the present batch; `drivetrain.context.batch` says what a key can be."""
         return batch_get(self.batch, key)
 
-    def batch_set_item(self, key: BatchKey, value: Any) -> None:
+    def batch_set_item(self, key: BatchKey, value: object) -> None:
         """Replace a part of the present batch."""
         self.batch = batch_set(self.batch, key, value)
 
@@ -223,7 +223,7 @@ class State(Context):
         return self.outputs
 
     @output.setter
-    def output(self, value: Any) -> None:
+    def output(self, value: object) -> None:
         self.outputs = value
 
     # Device and randomness.
@@ -265,13 +265,13 @@ class State(Context):
         self.rank_zero_seed = broadcast_from_master(self.seed)
         return self.rank_zero_seed
 
-    def _own_kind(self, name: str, item: Any) -> Kind | None:
+    def _own_kind(self, name: str, item: object) -> Kind | None:
         if name in self._holders and (item is None or isinstance(item, list | tuple)):
             return _HELD
         return self._kinds.get(name)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[Any, ...]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 

@@ -26,7 +26,7 @@ class PluginsKind(Kind):
     name = "plugins"
     saves_itself = True
 
-    def save(self, item: Any, saving: "Saving", path: str) -> list[dict[str, Any]]:
+    def save(self, item: object, saving: "Saving", path: str) -> list[dict[str, Any]]:
         return [
             {
                 "name": type(plugin).__name__,
@@ -62,7 +62,7 @@ class PluginsKind(Kind):
                 )
         return keep(item)
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "name, settings and state of each"
 
     def describe(self, item: Any) -> str:
@@ -82,15 +82,15 @@ def _numbered_names(names: list[str], values: list[Any]) -> list[tuple[str, Any]
     return result
 
 
-def _config(plugin: Any) -> dict[str, Any]:
+def _config(plugin: object) -> dict[str, Any]:
     return plugin.config() if hasattr(plugin, "config") else {}
 
 
-def _state(plugin: Any) -> Any:
+def _state(plugin: object) -> Any:
     return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
 
 
-def _is_required(plugin: Any) -> bool:
+def _is_required(plugin: object) -> bool:
     return bool(getattr(plugin, "required_on_load", lambda: False)())
 
 
@@ -115,7 +115,7 @@ class HeldKind(Kind):
             loading.note("unexpected", join_path(path, index))
         return keep(item)
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "nothing there" if item is None else "own state of each"
 
     def describe(self, item: Any) -> str:
@@ -149,7 +149,7 @@ class GeneratorsKind(Kind):
 
         return restore
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "full state of each"
 
 
@@ -157,6 +157,6 @@ def _device_type(state: Any) -> str:
     return torch.device(state["value"]["device"]).type
 
 
-def _is_available(state: Any) -> bool:
+def _is_available(state: object) -> bool:
     kind = _device_type(state)
     return kind == "cpu" or torch.get_device_module(kind).is_available()

@@ -45,7 +45,7 @@ class ModuleKind(Kind):
     name = "module"
     saves_itself = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, nn.Module)
 
     def has_state(self, item: nn.Module) -> bool:
@@ -131,7 +131,7 @@ class OptimizerKind(Kind):
     name = "optimizer"
     saves_itself = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, Optimizer)
 
     def has_state(self, item: Optimizer) -> bool:
@@ -169,7 +169,7 @@ class ContextKind(Kind):
     is_container = True
     saves_itself = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, ItemHolder)
 
     def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
@@ -219,7 +219,7 @@ class ObjectKind(Kind):
     name = "object"
     saves_itself = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         load = None if isinstance(item, type) else getattr(item, "load_state_dict", None)
         # A class method makes a new object, as Timestamp's does; such an item is a value and has no state to restore.
         return (
@@ -228,28 +228,28 @@ class ObjectKind(Kind):
             and not isinstance(getattr(load, "__self__", None), type)
         )
 
-    def has_state(self, item: Any) -> bool:
+    def has_state(self, item: object) -> bool:
         return True
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "own state_dict"
 
-    def device(self, item: Any) -> torch.device | None:
+    def device(self, item: object) -> torch.device | None:
         device = getattr(item, "device", None)
         return device if isinstance(device, torch.device) else None
 
-    def move(self, item: Any, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Any:
         self._follow(item, job)
         return ask(item, "to", job.device)
 
-    def ddp(self, item: Any, job: "DataParallel") -> Any:
+    def ddp(self, item: object, job: "DataParallel") -> Any:
         return ask(item, "ddp")
 
-    def fsdp(self, item: Any, job: "Shard") -> Any:
+    def fsdp(self, item: object, job: "Shard") -> Any:
         self._follow(item, job)
         return ask(item, "ddp")
 
-    def _follow(self, item: Any, job: "Move | Shard") -> None:
+    def _follow(self, item: object, job: "Move | Shard") -> None:
         """A scheduler or the like may be the only one to hold an optimizer."""
         optimizer = getattr(item, "optimizer", None)
         if isinstance(optimizer, Optimizer):

@@ -35,14 +35,14 @@ KINDS: tuple[Kind, ...] = (
 """In the order they are asked."""
 
 
-def kind_of(item: Any) -> Kind:
+def kind_of(item: object) -> Kind:
     """Return the handler of an item."""
     if type(item) in PLAIN:
         return PLAIN_KIND
     return next(kind for kind in KINDS if kind.holds(item))
 
 
-def everything(item: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Kind, Any]]:
+def everything(item: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Kind, Any]]:
     """Yield path, kind and value of an item and of all that is inside it, each object once."""
     if type(item) in PLAIN:
         yield path, PLAIN_KIND, item
@@ -57,17 +57,17 @@ def everything(item: Any, path: str = "", seen: set[int] | None = None) -> Itera
         yield from everything(child, join_path(path, name), seen)
 
 
-def walk(item: Any) -> Iterator[tuple[str, Kind, Any]]:
+def walk(item: object) -> Iterator[tuple[str, Kind, Any]]:
     """Yield path, kind and value of all that is inside an item and is not a container."""
     return (entry for entry in everything(item) if not entry[1].is_container)
 
 
-def holds_state(item: Any) -> bool:
+def holds_state(item: object) -> bool:
     """Return whether something with state of its own is in an item."""
     return any(kind.has_state(part) for _, kind, part in everything(item))
 
 
-def parameter_names(root: Any) -> Names:
+def parameter_names(root: object) -> Names:
     """Return the name of every parameter in the modules of a Context, and of trained tensors that are items themselves."""
     names: dict[int, str] = {}
     for path, kind, item in walk(root):

@@ -27,7 +27,7 @@ class Transform:
         self.followers: list[Optimizer] = []
         self._done: dict[int, tuple[Any, Any]] = {}  # holds on to the originals, so that no identity is used twice
 
-    def act(self, kind: Kind, item: Any) -> Any:
+    def act(self, kind: Kind, item: object) -> Any:
         """Change one item that is not a container."""
         raise NotImplementedError
 
@@ -35,7 +35,7 @@ class Transform:
         """Change a whole Context."""
         self.visit(context)
 
-    def visit(self, item: Any) -> Any:
+    def visit(self, item: object) -> Any:
         """Change an item and everything in it."""
         if type(item) in PLAIN:
             return item
@@ -64,7 +64,7 @@ class Move(Transform):
         for optimizer in self.followers:
             move_optimizer_state(optimizer)
 
-    def act(self, kind: Kind, item: Any) -> Any:
+    def act(self, kind: Kind, item: object) -> Any:
         return kind.move(item, self)
 
 
@@ -75,14 +75,14 @@ class DataParallel(Transform):
         super().__init__()
         self.settings = settings
 
-    def act(self, kind: Kind, item: Any) -> Any:
+    def act(self, kind: Kind, item: object) -> Any:
         return kind.ddp(item, self)
 
 
 class Shard(Transform):
     """The parameters of every module split over the processes, with optimizers rebound to them."""
 
-    def __init__(self, mesh: Any, settings: dict[str, Any]):
+    def __init__(self, mesh: object, settings: dict[str, Any]):
         super().__init__()
         self.mesh, self.settings = mesh, settings
 
@@ -95,7 +95,7 @@ class Shard(Transform):
         for optimizer in dict.fromkeys(self.followers):
             _rebind(optimizer, before, modules)
 
-    def act(self, kind: Kind, item: Any) -> Any:
+    def act(self, kind: Kind, item: object) -> Any:
         return kind.fsdp(item, self)
 
 

@@ -34,12 +34,12 @@ class PlainKind(Kind):
 
     name = "plain"
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         if isinstance(item, np.generic):
             return type(item.item()) in PLAIN
         return type(item) in PLAIN or (isinstance(item, (*NUMBERS, str)) and not isinstance(item, Enum))
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
         if item is None:
             return loading.build(saved, path)
         if not _same_family(item, saved):
@@ -49,7 +49,7 @@ class PlainKind(Kind):
         return lambda: saved
 
 
-def _same_family(item: Any, saved: Any) -> bool:
+def _same_family(item: object, saved: object) -> bool:
     """Numbers interchange, tensors of one element among them: a best loss often begins as `inf` and becomes a tensor."""
     if isinstance(item, (*NUMBERS, np.number, np.bool_)):
         return isinstance(saved, NUMBERS) or (isinstance(saved, Tensor) and saved.numel() == 1)
@@ -61,7 +61,7 @@ class TensorKind(Kind):
 
     name = "tensor"
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return isinstance(item, Tensor)
 
     def move(self, item: Tensor, job: "Move") -> Tensor:
@@ -113,7 +113,7 @@ class CodedKind(Kind):
 
     name = "value"
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return value_coder(item) is not None
 
     def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
@@ -146,20 +146,20 @@ class GeneratorKind(Kind):
 
     name = "generator"
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         coder = value_coder(item)
         return coder is not None and coder.tag in GENERATORS
 
-    def has_state(self, item: Any) -> bool:
+    def has_state(self, item: object) -> bool:
         return True
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "full state"
 
-    def device(self, item: Any) -> torch.device | None:
+    def device(self, item: object) -> torch.device | None:
         return item.device if isinstance(item, torch.Generator) else None
 
-    def move(self, item: Any, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Any:
         if not isinstance(item, torch.Generator) or item.device == job.device:
             return item
         if item.device.type == "cpu" and not isinstance(item, _SentToCpu):
@@ -204,7 +204,7 @@ def _start_again(item: torch.Generator, content: dict[str, Any], path: str) -> t
     return item.manual_seed(content["seed"])
 
 
-def _generator_problem(item: Any, content: dict[str, Any]) -> str | None:
+def _generator_problem(item: object, content: dict[str, Any]) -> str | None:
     """Return why a saved state cannot go into a live generator, or None."""
     bits = getattr(item, "bit_generator", None)
     if bits is not None and content["bit_generator"] != type(bits).__name__:
@@ -218,24 +218,24 @@ class OtherKind(Kind):
     name = "other"
     saves_itself = True
 
-    def holds(self, item: Any) -> bool:
+    def holds(self, item: object) -> bool:
         return True
 
-    def move(self, item: Any, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Any:
         return ask(item, "to", job.device)
 
-    def ddp(self, item: Any, job: "DataParallel") -> Any:
+    def ddp(self, item: object, job: "DataParallel") -> Any:
         return ask(item, "ddp")
 
-    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+    def save(self, item: object, saving: "Saving", path: str) -> Any:
         if not is_known_stateless(item):
             saving.warn_unknown(path, item)
         return tagged(NOT_STATE, None)
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
         return loading.unfit(path, item, saved, "it has no state_dict and load_state_dict to take a state")
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: object) -> str:
         return "no (not state)" if is_known_stateless(item) else "no (has no state_dict and load_state_dict)"
 
 
@@ -250,12 +250,12 @@ _STATELESS = (
 )
 
 
-def is_known_stateless(item: Any) -> bool:
+def is_known_stateless(item: object) -> bool:
     """Return whether no state is expected of an item: functions, classes, modules of code, datasets."""
     return isinstance(item, _STATELESS)
 
 
-def ask(item: Any, verb: str, *args: Any) -> Any:
+def ask(item: object, verb: str, *args: object) -> Any:
     """Let an object do something itself if it has a method for it; a method that returns nothing worked in place."""
     method = None if isinstance(item, type) else getattr(item, verb, None)
     if not callable(method):

@@ -53,7 +53,7 @@ def check_number(
 
 def check_count(
     name: str,
-    value: Any,
+    value: object,
     *,
     at_least: int = 1,
     owner: str = "",
@@ -72,14 +72,14 @@ def check_count(
     return int(value)
 
 
-def check_flag(name: str, value: Any, *, owner: str = "") -> bool:
+def check_flag(name: str, value: object, *, owner: str = "") -> bool:
     """Return a bool; text such as "false" would count as true, so it is an error."""
     if not isinstance(value, bool):
         raise ConfigError(f"{_given(name, value, owner)}: expected True or False.")
     return value
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str], *, owner: str = "") -> str:
+def check_choice(name: str, value: object, choices: Iterable[str], *, owner: str = "") -> str:
     """Return one of the choices, or name the nearest."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
@@ -87,12 +87,12 @@ def check_choice(name: str, value: Any, choices: Iterable[str], *, owner: str = 
     return value
 
 
-def check_fraction(name: str, value: Any, *, owner: str = "") -> float:
+def check_fraction(name: str, value: object, *, owner: str = "") -> float:
     """Return a number from 0 to 1."""
     return check_number(name, value, at_least=0, at_most=1, owner=owner, hint=", a fraction")
 
 
-def check_path(name: str, value: Any) -> Path:
+def check_path(name: str, value: object) -> Path:
     """Return a path from text or a path object.
 
     >>> check_path("checkpoint_dir", "runs/a").name
@@ -104,7 +104,7 @@ def check_path(name: str, value: Any) -> Path:
     return Path(text)
 
 
-def check_callable(name: str, value: Any, example: str, num_arguments: int = 1, *, classes: bool = False) -> None:
+def check_callable(name: str, value: object, example: str, num_arguments: int = 1, *, classes: bool = False) -> None:
     """Reject what cannot be called with so many positional arguments; `example` shows what can.
 
     A class is rejected unless `classes` is set: where a function is expected, an instance was probably meant.
@@ -121,7 +121,7 @@ def check_callable(name: str, value: Any, example: str, num_arguments: int = 1, 
 
 
 @contextmanager
-def naming(name: str, value: Any) -> Iterator[None]:
+def naming(name: str, value: object) -> Iterator[None]:
     """Name the argument in errors that reading its value raises.
 
     Our own errors keep their class. A built-in error means that the value has the wrong type or form.
@@ -138,25 +138,25 @@ def naming(name: str, value: Any) -> Iterator[None]:
         raise ConfigTypeError(f"{_given(name, value)}: {error}") from error
 
 
-def check_numbers(owner: str, at_least: float = 0.0, below: float | None = None, **values: Any) -> None:
+def check_numbers(owner: str, at_least: float = 0.0, below: float | None = None, **values: object) -> None:
     """Check several numbers of one owner against the same limits."""
     for name, value in values.items():
         check_number(name, value, at_least=at_least, below=below, owner=owner)
 
 
-def check_counts(owner: str, at_least: int, **values: Any) -> None:
+def check_counts(owner: str, at_least: int, **values: object) -> None:
     """Check several whole numbers of one owner."""
     for name, value in values.items():
         check_count(name, value, at_least=at_least, owner=owner)
 
 
-def check_fractions(owner: str, **values: Any) -> None:
+def check_fractions(owner: str, **values: object) -> None:
     """Check several fractions of one owner."""
     for name, value in values.items():
         check_fraction(name, value, owner=owner)
 
 
-def _given(name: str, value: Any, owner: str = "") -> str:
+def _given(name: str, value: object, owner: str = "") -> str:
     shown = repr(value)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return f"{owner}({name}={shown})" if owner else f"{name}={shown}"

@@ -51,7 +51,7 @@ class Surroundings:
     host: Callable[[], Any]
 
 
-def phase_of(plugin: Any) -> Phase:
+def phase_of(plugin: object) -> Phase:
     """Return the phase of an event in which `plugin` runs; without one, a plugin with `apply` is an algorithm."""
     phase = getattr(plugin, "phase", "algorithm" if hasattr(plugin, "apply") else "callback")
     if phase not in PHASES:
@@ -59,7 +59,7 @@ def phase_of(plugin: Any) -> Phase:
     return phase
 
 
-def check_plugin(plugin: Any) -> None:
+def check_plugin(plugin: object) -> None:
     """Reject what cannot be a plugin: a class, one that attends no event, one with a mistyped or ill-formed method."""
     if isinstance(plugin, type):
         raise ConfigTypeError(f"{plugin.__name__} is a class; pass an instance: {plugin.__name__}().")
@@ -103,13 +103,13 @@ def bindings_of(plugin: Any, event: Event, around: Surroundings) -> Iterator[Bin
         yield make(act=_hook_call(plugin, method, SPELLINGS[event].arguments, around))
 
 
-def subscribes(plugin: Any, event: Event) -> bool:
+def subscribes(plugin: object, event: Event) -> bool:
     """Return whether `apply` may run at `event`; a plugin that declares only `match` may run anywhere."""
     events = getattr(plugin, "events", ())
     return event in events if events else _defines(plugin, "match")
 
 
-def method_for(plugin: Any, event: Event) -> str | None:
+def method_for(plugin: object, event: Event) -> str | None:
     """Return the method that means `event`, or None; of several spellings the most derived class decides."""
     owner, found = _find(plugin, spellings(event))
     if event.value in found and "_" not in event.value and not _has_form(plugin, event.value, ("state", "logger")):
@@ -122,7 +122,7 @@ def method_for(plugin: Any, event: Event) -> str | None:
     return found[0] if found else None  # of two inherited from one class, the canonical one
 
 
-def call_named(plugin: Any, name: str, host: Any, arguments: dict[str, Any]) -> None:
+def call_named(plugin: object, name: str, host: object, arguments: dict[str, Any]) -> None:
     """Call the plugin's method `name`, if it has one, with the host and those arguments that it names."""
     if _defines(plugin, name):
         method = getattr(plugin, name)
@@ -130,14 +130,14 @@ def call_named(plugin: Any, name: str, host: Any, arguments: dict[str, Any]) -> 
         method(host, **{argument: arguments[argument] for argument in accepted})
 
 
-def call_closing(plugin: Any, method: str, arguments: tuple[Any, ...]) -> None:
+def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> None:
     """Call `close` or `post_close`, if there is one; a trainer callback's `close()` takes no arguments."""
     bound = getattr(plugin, method, None)
     if bound is not None:
         bound(*(arguments if inspect.signature(bound).parameters else ()))
 
 
-def _hook_call(plugin: Any, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], Any]:
+def _hook_call(plugin: object, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], Any]:
     """Return a callable that calls an `on_*` method with the host and the state's present values."""
     bound, host, state = getattr(plugin, method), around.host, around.state
     names = _accepted(plugin, method, carried)
@@ -146,7 +146,7 @@ def _hook_call(plugin: Any, method: str, carried: tuple[str, ...], around: Surro
     return lambda: bound(host(), **{name: getattr(state, name) for name in names})
 
 
-def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, ...]:
+def _accepted(plugin: object, method: str, carried: tuple[str, ...]) -> tuple[str, ...]:
     """Return which of the carried arguments the method takes; one that needs others is rejected."""
     form = f"{method}(self, {', '.join(('trainer', *carried, '**kwargs'))})"
     parameters = _parameters(plugin, method)
@@ -166,7 +166,7 @@ def _accepted(plugin: Any, method: str, carried: tuple[str, ...]) -> tuple[str, 
     return tuple(name for name in carried if takes_all or name in named)
 
 
-def _check_form(plugin: Any, method: str, expected: tuple[str, ...]) -> None:
+def _check_form(plugin: object, method: str, expected: tuple[str, ...]) -> None:
     """Reject a method that cannot be called with the expected arguments, or that names them in another order."""
     if not _has_form(plugin, method, expected):
         raise ConfigTypeError(
@@ -175,7 +175,7 @@ def _check_form(plugin: Any, method: str, expected: tuple[str, ...]) -> None:
         )
 
 
-def _has_form(plugin: Any, method: str, expected: tuple[str, ...]) -> bool:
+def _has_form(plugin: object, method: str, expected: tuple[str, ...]) -> bool:
     parameters = _parameters(plugin, method)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     try:
@@ -185,7 +185,7 @@ def _has_form(plugin: Any, method: str, expected: tuple[str, ...]) -> bool:
     return all(names.index(name) == place for place, name in enumerate(expected) if name in names)
 
 
-def _check_events(plugin: Any) -> None:
+def _check_events(plugin: object) -> None:
     for event in getattr(plugin, "events", ()):
         if event not in _EVENT_NAMES:
             near = nearest_name(event, _EVENT_NAMES)
@@ -193,7 +193,7 @@ def _check_events(plugin: Any) -> None:
             raise ConfigTypeError(f"{plugin_name(plugin)}.events holds {event!r}; expected members of Event.{hint}")
 
 
-def _check_spelling(plugin: Any) -> None:
+def _check_spelling(plugin: object) -> None:
     """Reject a method whose name nearly is an event's: it would silently never be called."""
     known = {*_HOOK_NAMES, *_EVENT_NAMES, *getattr(plugin, "custom_events", ())}
     for owner in type(plugin).__mro__:
@@ -210,7 +210,7 @@ def _check_spelling(plugin: Any) -> None:
                 )
 
 
-def _attends_anything(plugin: Any) -> bool:
+def _attends_anything(plugin: object) -> bool:
     if _defines(plugin, "apply") and any(subscribes(plugin, event) for event in Event):
         return True
     # A placeholder counts: a callback that replaces none of its base's methods is idle, not wrong.
@@ -218,7 +218,7 @@ def _attends_anything(plugin: Any) -> bool:
     return any(name in _CALLED_BY_NAME or name.startswith("on_") for name in names)
 
 
-def _find(plugin: Any, names: tuple[str, ...]) -> tuple[Any, list[str]]:
+def _find(plugin: object, names: tuple[str, ...]) -> tuple[Any, list[str]]:
     """Return the most derived layer of `plugin` (itself, its class, a base) that defines some of `names`, and which."""
     for owner in (plugin, *_own_layers(plugin)):
         namespace = getattr(owner, "__dict__", {})
@@ -228,18 +228,18 @@ def _find(plugin: Any, names: tuple[str, ...]) -> tuple[Any, list[str]]:
     return None, []
 
 
-def _own_layers(plugin: Any) -> tuple[type, ...]:
+def _own_layers(plugin: object) -> tuple[type, ...]:
     return tuple(owner for owner in type(plugin).__mro__ if owner not in _BASES)
 
 
-def _defines(plugin: Any, method: str) -> bool:
+def _defines(plugin: object, method: str) -> bool:
     return bool(_find(plugin, (method,))[1])
 
 
-def _is_method(value: Any) -> bool:
+def _is_method(value: object) -> bool:
     function = getattr(value, "__func__", value)  # what a classmethod or staticmethod wraps
     return callable(function) and getattr(function, "is_placeholder", False) is not True
 
 
-def _parameters(plugin: Any, method: str) -> list[inspect.Parameter]:
+def _parameters(plugin: object, method: str) -> list[inspect.Parameter]:
     return list(inspect.signature(getattr(plugin, method)).parameters.values())

@@ -39,10 +39,11 @@ def replace_fields(value: T, changes: Mapping[str, object]) -> T:
 
 def same_tuple(like: tuple[object, ...], items: list[object]) -> Any:
     """Return a tuple of the type of `like`, which may be a namedtuple, with other items."""
-    return type(like)(*items) if is_namedtuple(like) else type(like)(items)
+    make = cast(Any, type(like))
+    return make(*items) if is_namedtuple(like) else make(items)
 
 
-def map_items(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_items(value: object, change: Callable[[Any], Any]) -> Any:
     """Return a container of the same type with `change` applied to each item; any other value is returned as it is.
 
     >>> map_items({"a": 1, "b": 2}, str), map_items((1, 2), str), map_items("text", str.upper)

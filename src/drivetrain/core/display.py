@@ -39,7 +39,7 @@ def printable_json(text: str) -> str:
     return "\n".join(_HIDDEN.sub(_json_escape, line) for line in text.split("\n"))
 
 
-def spreadsheet_cell(value: Any) -> Any:
+def spreadsheet_cell(value: object) -> Any:
     """Return a value for a CSV file: text that a spreadsheet would compute gets an apostrophe in front, numbers stay numbers.
 
     >>> spreadsheet_cell("=1+1"), spreadsheet_cell(-0.5), spreadsheet_cell("-0.5"), spreadsheet_cell("-loss")

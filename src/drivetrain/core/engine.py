@@ -99,14 +99,14 @@ class Engine:
 
     def __init__(
         self,
-        state: Any,
+        state: object,
         logger: Logger | None = None,
-        plugins: Iterable[Any] = (),
+        plugins: Iterable[object] = (),
         algorithm_passes: PassLike | Sequence[PassLike] | None = None,
         strict: bool = False,
         trace: int = 0,
         *,
-        host: Any = None,
+        host: object = None,
     ) -> None:
         if not isinstance(trace, int) or trace < 0:
             raise ConfigError(f"trace={trace!r}: expected the number of traces to keep, 0 or more.")
@@ -139,7 +139,7 @@ class Engine:
         """Whether `close()` was called."""
         return isinstance(self._calls, _ClosedRunLists)
 
-    def set_plugins(self, plugins: Iterable[Any]) -> None:
+    def set_plugins(self, plugins: Iterable[object]) -> None:
         """Check the plugins, sort every event's list, and attend with these from the next event on."""
         self._require_open()
         plugins = tuple(plugins)
@@ -179,7 +179,7 @@ class Engine:
             traces[key] = trace
         return traces
 
-    def call(self, name: str, **arguments: Any) -> None:
+    def call(self, name: str, **arguments: object) -> None:
         """Call the method `name` of every plugin that has it, with the host and those arguments it names.
 
         This is how hooks outside the loop (`on_exception`) and events of the user's own are called.
@@ -380,5 +380,5 @@ def _describe(binding: Binding, measured: Sequence[float] | None) -> str:
     return "  ".join(words)
 
 
-def _declarations(plugin: Any) -> tuple[tuple[str, Sequence[str]], ...]:
+def _declarations(plugin: object) -> tuple[tuple[str, Sequence[str]], ...]:
     return ("reads", getattr(plugin, "reads", ())), ("writes", getattr(plugin, "writes", ()))

@@ -54,7 +54,7 @@ class OneOf(Algorithm):
         self.find_unused_parameters = any(getattr(one, "find_unused_parameters", False) for one in self.members)
         self.backwards_create_graph = any(getattr(one, "backwards_create_graph", False) for one in self.members)
 
-    def apply(self, event: Event, state: Any, logger: Logger) -> int | None:
+    def apply(self, event: Event, state: object, logger: Logger) -> int | None:
         """Draw when a turn begins, then let the chosen member act, or every member outside of a turn."""
         acting = self.members
         if event in self._turn:
@@ -80,12 +80,12 @@ class OneOf(Algorithm):
         for member, saved in zip(self.members, state["members"]):
             member.load_state_dict(saved)
 
-    def inference_weights(self, state: Any) -> Mapping[str, Any] | None:
+    def inference_weights(self, state: object) -> Mapping[str, Any] | None:
         """Return the weights of the first member that has any."""
         offers = (member.inference_weights(state) for member in self.members)
         return next((weights for weights in offers if weights is not None), None)
 
-    def close(self, state: Any, logger: Logger) -> None:
+    def close(self, state: object, logger: Logger) -> None:
         """Close every member."""
         for member in self.members:
             member.close(state, logger)

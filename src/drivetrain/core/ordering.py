@@ -29,7 +29,7 @@ _FIRST_HALF: dict[Event, Event] = {second: first for first, second in TRUE_PAIRS
 _PER_BATCH = frozenset({"batch", "outputs", "loss"})
 
 
-def refers_to(reference: Any, plugin: Any) -> bool:
+def refers_to(reference: object, plugin: object) -> bool:
     """Return whether `reference` (a class, a class name or a `"#tag"`) means `plugin` or a member of it."""
     if any(refers_to(reference, member) for member in getattr(plugin, "members", ())):
         return True
@@ -42,7 +42,7 @@ def refers_to(reference: Any, plugin: Any) -> bool:
     return any(base.__name__ == reference for base in type(plugin).__mro__)
 
 
-def check_conflicts(plugins: Sequence[Any]) -> None:
+def check_conflicts(plugins: Sequence[object]) -> None:
     """Reject plugins that exclude each other, naming both and a way out."""
     for one, other in combinations(plugins, 2):
         if one is other:
@@ -56,7 +56,7 @@ def check_conflicts(plugins: Sequence[Any]) -> None:
                 _refuse(one, other)
 
 
-def _check_repeated(one: Any, other: Any) -> None:
+def _check_repeated(one: object, other: object) -> None:
     """Reject a second plugin of a class that allows one, also inside a composite; members of one composite may take turns."""
     for first in (one, *getattr(one, "members", ())):
         for second in (other, *getattr(other, "members", ())):
@@ -68,7 +68,7 @@ def _check_repeated(one: Any, other: Any) -> None:
                 )
 
 
-def order_events(plugins: Sequence[Any], attending: Mapping[Event, Sequence[Any]]) -> dict[Event, list[Any]]:
+def order_events(plugins: Sequence[object], attending: Mapping[Event, Sequence[object]]) -> dict[Event, list[Any]]:
     """Return the run order of every event, given in the user's order all plugins and those that attend each event."""
     edges = _edges(plugins)
     orders: dict[Event, list[Any]] = {}
@@ -78,7 +78,7 @@ def order_events(plugins: Sequence[Any], attending: Mapping[Event, Sequence[Any]
     return orders
 
 
-def _order(event: Event, attending: Sequence[Any], first_half: Sequence[Any], edges: Edges) -> list[Any]:
+def _order(event: Event, attending: Sequence[object], first_half: Sequence[object], edges: Edges) -> list[Any]:
     """Return those who attend `event` in the order in which they run."""
     present = {id(plugin) for plugin in attending}
     nested = [one for one in reversed(first_half) if id(one) in present and phase_of(one) == "algorithm"]
@@ -91,7 +91,7 @@ def _order(event: Event, attending: Sequence[Any], first_half: Sequence[Any], ed
     return ordered
 
 
-def _stable_sort(plugins: Sequence[Any], edges: Edges, unwinding: set[int], event: Event) -> list[Any]:
+def _stable_sort(plugins: Sequence[object], edges: Edges, unwinding: set[int], event: Event) -> list[Any]:
     """Sort by declared edges, otherwise keeping the given order; brackets that unwind keep theirs among themselves."""
     waits_for = {
         id(plugin): {one for one in edges[id(plugin)] if not (one in unwinding and id(plugin) in unwinding)}
@@ -110,7 +110,7 @@ def _stable_sort(plugins: Sequence[Any], edges: Edges, unwinding: set[int], even
     return ordered
 
 
-def _circle(left: Mapping[int, Any], waits_for: Mapping[int, set[int]]) -> str:
+def _circle(left: Mapping[int, object], waits_for: Mapping[int, set[int]]) -> str:
     """Return the names of one circle among the plugins that are left, the first repeated at the end."""
     path = [next(iter(left))]
     while True:
@@ -121,7 +121,7 @@ def _circle(left: Mapping[int, Any], waits_for: Mapping[int, set[int]]) -> str:
         path.append(following)
 
 
-def _check_phases(event: Event, ordered: Sequence[Any], edges: Edges) -> None:
+def _check_phases(event: Event, ordered: Sequence[object], edges: Edges) -> None:
     """Reject a declaration that no order can satisfy, because the two run in different phases."""
     seen: list[Any] = []
     for plugin in ordered:
@@ -134,7 +134,7 @@ def _check_phases(event: Event, ordered: Sequence[Any], edges: Edges) -> None:
         seen.append(plugin)
 
 
-def _edges(plugins: Sequence[Any]) -> Edges:
+def _edges(plugins: Sequence[object]) -> Edges:
     edges: dict[int, set[int]] = {id(plugin): set() for plugin in plugins}
     for plugin in plugins:
         for name in ("before", "after"):
@@ -146,7 +146,7 @@ def _edges(plugins: Sequence[Any]) -> Edges:
     return {one: frozenset(others) for one, others in edges.items()}
 
 
-def _declared(plugin: Any, name: str) -> Iterator[tuple[Any, str | None]]:
+def _declared(plugin: object, name: str) -> Iterator[tuple[Any, str | None]]:
     """Yield what `plugin` and its members list under `name`, with the advice given there."""
     references = getattr(plugin, name, ())
     if isinstance(references, str | type):
@@ -157,13 +157,13 @@ def _declared(plugin: Any, name: str) -> Iterator[tuple[Any, str | None]]:
         yield from _declared(member, name)
 
 
-def _refuse(one: Any, other: Any) -> None:
+def _refuse(one: object, other: object) -> None:
     reason = _reason_against(one, other)
     if reason is not None:
         raise PluginConflictError(f"{plugin_name(one)} and {plugin_name(other)} cannot run together: {reason}")
 
 
-def _reason_against(one: Any, other: Any) -> str | None:
+def _reason_against(one: object, other: object) -> str | None:
     """Return why the two cannot run together and what to do, or None; advice, then a tag, then the bare declaration."""
     clashes = [
         (plugin, advice)
@@ -182,7 +182,7 @@ def _reason_against(one: Any, other: Any) -> str | None:
     return f"{plugin_name(clashes[0][0])} declares so. {_way_out(one, other)}" if clashes else None
 
 
-def _way_out(one: Any, other: Any) -> str:
+def _way_out(one: object, other: object) -> str:
     if _take_turns(one, other) and phase_of(one) == phase_of(other) == "algorithm":
         members = [member for plugin in (one, other) for member in getattr(plugin, "members", ()) or (plugin,)]
         names = ", ".join(f"{type(member).__name__}(...)" for member in members)
@@ -190,11 +190,11 @@ def _way_out(one: Any, other: Any) -> str:
     return "Remove one of them."
 
 
-def _take_turns(one: Any, other: Any) -> bool:
+def _take_turns(one: object, other: object) -> bool:
     """Return whether all that both write is gone with the batch."""
     return _PER_BATCH.issuperset((*getattr(one, "writes", ()), *getattr(other, "writes", ())))
 
 
-def _tags(plugin: Any, name: str = "tags") -> frozenset[str]:
+def _tags(plugin: object, name: str = "tags") -> frozenset[str]:
     own = frozenset(getattr(plugin, name, ()))
     return own.union(*(_tags(member, name) for member in getattr(plugin, "members", ())))

@@ -23,26 +23,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Logger(Protocol):
     """Where plugins send metrics, hyperparameters and images; one object behind it feeds history, recorder and sinks."""
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Record named values."""
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Record settings of the run."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Record one image or a batch of them."""
 
 
 class NullLogger:
     """A logger that keeps nothing, so that callers need not check whether there is one."""
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Drop the values."""
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Drop the settings."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Drop the images."""
 
 
@@ -69,7 +69,7 @@ class Plugin:
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Recorded here rather than in __init__, which subclasses replace without calling ours.
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")  # what Python says when there is no __new__
@@ -77,7 +77,7 @@ class Plugin:
         object.__setattr__(plugin, "_arguments", (args, kwargs))
         return plugin
 
-    def match(self, event: Event, state: Any) -> bool:
+    def match(self, event: Event, state: object) -> bool:
         """Return whether to act at `event`; must be pure."""
         return event in self.events
 
@@ -89,7 +89,7 @@ class Plugin:
         """Return what must be saved to continue."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take back what `state_dict` returned."""
 
     def config(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Callback(Plugin):
 
     phase: Phase = "callback"
 
-    def run_event(self, event: Event, state: Any, logger: Logger) -> None:
+    def run_event(self, event: Event, state: object, logger: Logger) -> None:
         """Call this callback's method for `event`, if it has one."""
         method = getattr(self, event.value, None)
         if method is not None:
@@ -164,7 +164,7 @@ def _event_method(event: Event) -> Callable[[Any, Any, Logger], None]:
     """Return a method of the base for one event: it does nothing, and `super().batch_end(state, logger)` finds it."""
 
     @placeholder
-    def method(self: Any, state: Any, logger: Logger) -> None: ...
+    def method(self: object, state: object, logger: Logger) -> None: ...
 
     method.__name__, method.__qualname__ = event.value, f"Callback.{event.value}"
     method.__doc__ = f"Watch {event.name}; does nothing here."
@@ -180,7 +180,7 @@ def plugin_name(plugin: object) -> str:
     return str(plugin) if isinstance(plugin, Plugin) else type(plugin).__name__
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: object) -> Any:
     """Return `value` as JSON can hold it; what JSON cannot hold becomes `{"__repr__": text}`."""
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
@@ -201,7 +201,7 @@ def jsonable(value: Any) -> Any:
     return {"__repr__": repr(value)}
 
 
-def _named_arguments(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Give the arguments a constructor received the names of its parameters, and fill in the defaults."""
     init = cls.__init__  # type: ignore[misc]  # of the class itself, so it is the one that ran
     if init is object.__init__:

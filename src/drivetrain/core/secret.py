@@ -117,7 +117,7 @@ def masked(value: Any, *, is_secret: bool = False) -> Any:
     return value
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Return whether a value that was read back is, or holds, a mask."""
     if isinstance(value, Mapping):
         return any(is_masked(item) for item in value.values())
@@ -177,5 +177,5 @@ def mask_command(words: Iterable[str], names: Iterable[str], secrets: Iterable[s
     return found
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value))

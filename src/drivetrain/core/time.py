@@ -121,7 +121,7 @@ class Timestamp:
         return {name: getattr(self, name) for name in FIELDS}
 
     @classmethod
-    def load_state_dict(cls, state: Mapping[str, Any]) -> "Timestamp":
+    def load_state_dict(cls, state: Mapping[str, object]) -> "Timestamp":
         """Return the moment that `state_dict` described."""
         return cls(**checked_fields(state))
 
@@ -325,7 +325,7 @@ class Clock:
         """Return every counter."""
         return dict(zip(FIELDS, _read_fields(self)))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a saved moment; wall-clock time continues from there."""
         for name, value in checked_fields(state).items():
             setattr(self, name, value)

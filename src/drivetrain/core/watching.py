@@ -26,7 +26,7 @@ _COVERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def watched(act: Callable[[], Any], binding: Binding, state: Any) -> Callable[[], Any]:
+def watched(act: Callable[[], Any], binding: Binding, state: object) -> Callable[[], Any]:
     """Return `act`, which raises if it changes a part of the state that its plugin does not list in `writes`."""
     writes = tuple(getattr(binding.plugin, "writes", ()))
     allowed = {field for name in writes for field in _COVERS.get(name, (name,))}
@@ -48,11 +48,11 @@ def watched(act: Callable[[], Any], binding: Binding, state: Any) -> Callable[[]
     return call
 
 
-def _fields(state: Any) -> Snapshot:
+def _fields(state: object) -> Snapshot:
     return {(name, name): value for name, value in vars(state).items() if not name.startswith("_")}
 
 
-def _versions(state: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+def _versions(state: object) -> Iterator[tuple[tuple[str, str], Any]]:
     """Yield the version of every tensor that a watcher could write in place, under its field and its path."""
     for name in _COUNTED:
         for path, tensor in _tensors(getattr(state, name, None), name):
@@ -65,7 +65,7 @@ def _versions(state: Any) -> Iterator[tuple[tuple[str, str], Any]]:
             yield ("grads", f"model.{name}.grad"), (id(gradient), None if gradient is None else gradient._version)
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _tensors(value: object, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(getattr(value, "_version", None), int):
         yield path, value
     elif isinstance(value, Mapping):

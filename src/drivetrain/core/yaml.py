@@ -124,7 +124,7 @@ def read_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] =
     return YamlFile(data=data, name=name, lines=reader.lines)
 
 
-def dump_yaml(data: Mapping[str, Any]) -> str:
+def dump_yaml(data: Mapping[str, object]) -> str:
     """Write plain values as YAML text that `load_yaml` reads back equal, tuples included.
 
     >>> print(dump_yaml({"lr": 1e-5, "betas": (0.9, 0.98), "name": "1e-3"}), end="")

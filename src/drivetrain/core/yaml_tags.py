@@ -53,7 +53,7 @@ class _Resolver:
         self.active: list[RefTag] = []  # the references being followed, outermost first
         self.depth = 0
 
-    def resolve(self, value: Any) -> Any:
+    def resolve(self, value: object) -> Any:
         """Return a copy of `value` in which no RefTag is left."""
         self._spend(1 + (len(value) if isinstance(value, str) and self.active else 0))
         if not isinstance(value, (RefTag, dict, list, tuple)):
@@ -115,7 +115,7 @@ class _Resolver:
             walked, position = path[: match.end()], match.end()
         return self.resolve(value)
 
-    def _enter(self, reference: RefTag, path: str, walked: str, value: Any, match: re.Match[str]) -> Any:
+    def _enter(self, reference: RefTag, path: str, walked: str, value: object, match: re.Match[str]) -> Any:
         place = f"{walked!r}" if walked else "the file"
         if match[1] is not None:
             key = match[1].strip()

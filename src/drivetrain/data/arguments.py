@@ -30,7 +30,7 @@ TORCH_NAMES = tuple(
 )
 
 
-def check_arguments(dataset: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_arguments(dataset: object, own: Mapping[str, object], given: Mapping[str, object]) -> None:
     """Reject what cannot work: names, values and combinations."""
     for name in given:
         if name not in TORCH_NAMES:
@@ -39,7 +39,7 @@ def check_arguments(dataset: Any, own: Mapping[str, Any], given: Mapping[str, An
     _check_combinations(dataset, own, given)
 
 
-def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_values(own: Mapping[str, object], given: Mapping[str, object]) -> None:
     if own["shuffle"] not in (True, False, None) or type(own["shuffle"]) is int:
         raise ParameterError(
             f"shuffle={own['shuffle']!r}: expected True or False. The second argument is shuffle; the batch size is a keyword: "
@@ -68,7 +68,7 @@ def _check_values(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     check_count("num_workers", given.get("num_workers", 0), at_least=0, error=ParameterError)
 
 
-def _check_combinations(dataset: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _check_combinations(dataset: object, own: Mapping[str, object], given: Mapping[str, object]) -> None:
     if own["global_batch_size"] is not None:
         for name in ("batch_size", "batch_sampler"):
             if name in given or own.get(name) is not None:
@@ -103,7 +103,7 @@ def _check_combinations(dataset: Any, own: Mapping[str, Any], given: Mapping[str
         )
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

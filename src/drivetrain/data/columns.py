@@ -24,7 +24,7 @@ Gather = Callable[[Any], Any]
 class Columns:
     """Tensors whose first dimension is the sample, in the container a batch has."""
 
-    def __init__(self, tree: Any, length: int, subset: Tensor | None = None):
+    def __init__(self, tree: object, length: int, subset: Tensor | None = None):
         self.tree, self.length, self.subset = tree, length, subset
         self.leaves = list(_leaves(tree))
         self.device: torch.device = self.leaves[0].device
@@ -68,7 +68,7 @@ class Columns:
         return Columns(_map_leaves(place, self.tree), self.length)
 
 
-def find_columns(dataset: Any) -> Columns | None:
+def find_columns(dataset: object) -> Columns | None:
     """Return the tensors a dataset consists of, or None if it must be read through its own methods."""
     if type(dataset) is Subset:
         base = find_columns(dataset.dataset)
@@ -94,7 +94,7 @@ def find_columns(dataset: Any) -> Columns | None:
     return Columns(tree, lengths.pop())
 
 
-def _column_tree(dataset: Any) -> Any:
+def _column_tree(dataset: object) -> Any:
     """Return tensors in the container of a batch, or None."""
     if isinstance(dataset, TensorDataset):
         methods = ("__getitem__", "__len__", "__getitems__", "get_batch")
@@ -109,7 +109,7 @@ def _column_tree(dataset: Any) -> Any:
     return None
 
 
-def _is_column(value: Any) -> bool:
+def _is_column(value: object) -> bool:
     if isinstance(value, dict | tuple):
         return bool(value) and all(_is_column(item) for item in _items(value))
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _as_column(value) is not None
@@ -145,11 +145,11 @@ def _items(container: Any) -> list[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
-def _leaves(tree: Any) -> "list[Tensor]":
+def _leaves(tree: object) -> "list[Tensor]":
     return [tree] if isinstance(tree, Tensor) else [leaf for item in _items(tree) for leaf in _leaves(item)]
 
 
-def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
+def _map_leaves(change: Callable[[Any], Any], tree: object) -> Any:
     if isinstance(tree, dict):
         return _like_mapping(tree, {name: _map_leaves(change, item) for name, item in tree.items()})
     if isinstance(tree, tuple):

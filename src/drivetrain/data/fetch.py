@@ -93,13 +93,13 @@ class UserFetch:
         read_many = getattr(self.dataset, "__getitems__", None)
         return self.collate(read_many(keys) if read_many else [self.dataset[key] for key in keys])
 
-    def _seed_sample(self, key: Any, info: BatchInfo, number: int, seed: int) -> None:
+    def _seed_sample(self, key: object, info: BatchInfo, number: int, seed: int) -> None:
         # A key that is not a number is seeded by its position in the global order.
         place = key if isinstance(key, int) else info.first + number
         seed_generators(derive_seed(seed, "sample", info.epoch, place))
 
 
-def has_get_batch(dataset: Any) -> bool:
+def has_get_batch(dataset: object) -> bool:
     """Whether a dataset builds whole batches itself."""
     return callable(getattr(dataset, "get_batch", None))
 
@@ -137,7 +137,7 @@ def dataset_length(dataset: Any, columns: Columns | None) -> int:
         ) from None
 
 
-def sized_length(dataset: Any, columns: Columns | None) -> int | None:
+def sized_length(dataset: object, columns: Columns | None) -> int | None:
     """Return the number of samples, or None if the dataset does not say; a sampler then decides what is read."""
     if columns is not None:
         return columns.length

@@ -107,7 +107,7 @@ def mark_last(pairs: Pairs) -> Pairs:
         held = following
 
 
-def gathered_stream_state(own: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
+def gathered_stream_state(own: object, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
     """Return what a state holds about the stream; for `sharded` a collective that brings the parts of all ranks together."""
     if mode == "filter":
         return own

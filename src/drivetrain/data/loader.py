@@ -143,7 +143,7 @@ class SmartDataLoader(DataLoader[T_co]):
             local_batch_size(global_batch_size, num_data_ranks())
 
     @classmethod
-    def from_loader(cls, loader: DataLoader[Any], **changes: Any) -> "SmartDataLoader[Any]":
+    def from_loader(cls, loader: DataLoader[Any], **changes: object) -> "SmartDataLoader[Any]":
         """Return a SmartDataLoader over the same data as a plain torch loader, shuffled if that one is."""
         if isinstance(loader, SmartDataLoader):
             return loader.rebuild(**changes)
@@ -348,7 +348,7 @@ class SmartDataLoader(DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Return the place: valid between any two batches, the batch in hand counts as used."""
         cursor = self._cursor
-        state = {
+        state: dict[str, Any] = {
             "seed": self._seed,
             "epoch": cursor.epoch,
             "position": cursor.position,

@@ -175,7 +175,7 @@ class IndexOrder(Sampler[int]):
 class SamplerOrder:
     """A user's sampler: rank 0's stream is the global order of the epoch."""
 
-    def __init__(self, sampler: Iterable[Any], rows: int | None):
+    def __init__(self, sampler: Iterable[object], rows: int | None):
         self.sampler = sampler
         self.rows = rows
         """Rows of the tensors that are gathered; None where a dataset's own methods get the keys as they are."""
@@ -236,7 +236,7 @@ def _on_all_replicas(info: BatchInfo, rank: int, world: int) -> BatchInfo:
 class BatchOrder:
     """A user's `batch_sampler`: its batches go round the ranks."""
 
-    def __init__(self, batch_sampler: Iterable[Any]):
+    def __init__(self, batch_sampler: Iterable[object]):
         self.batch_sampler = batch_sampler
         _sized_length(batch_sampler, "batch_sampler")
         inner = getattr(batch_sampler, "sampler", None)
@@ -292,7 +292,7 @@ def _deal(lists: list[list[Any]], epoch: int, start: int, place: int, rank: int,
         place += total
 
 
-def draw_stream(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+def draw_stream(sampler: Iterable[object], seed: int, epoch: int) -> list[Any]:
     """Return the whole stream of a sampler for one epoch.
 
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
@@ -324,7 +324,7 @@ def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[Any]:
     return indices
 
 
-def _sized_length(stream: Iterable[Any], name: str) -> int:
+def _sized_length(stream: Iterable[object], name: str) -> int:
     if not isinstance(stream, Sized):
         raise ParameterError(
             f"{name}: {type(stream).__name__} has no __len__, so the length of an epoch is unknown. Give it one, or write the "

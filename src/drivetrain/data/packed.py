@@ -78,7 +78,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
 
     def __init__(
         self,
-        documents: Iterable[Any],
+        documents: Iterable[object],
         max_length: int,
         strategy: PackingStrategy = "best_fit",
         buffer: int = 1000,
@@ -124,7 +124,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         """Return the place after the last row given out."""
         return dict(self._place)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Make the next iteration start at a saved place."""
         if set(state) != set(BEGINNING):
             raise StateError(

@@ -10,7 +10,7 @@ predicted from the end of another one. Attention is allowed between two places o
 import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def cut_pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
 
 
 def pack_documents(
-    documents: Sequence[Any],
+    documents: Sequence[object],
     max_length: int,
     strategy: PackingStrategy = "best_fit",
     *,
@@ -151,7 +151,7 @@ def fill_row(
     return row
 
 
-def read_document(document: Any) -> tuple[Tensor, Tensor]:
+def read_document(document: object) -> tuple[Tensor, Tensor]:
     """Return tokens and labels of a document in any of the forms it may have."""
     if isinstance(document, Mapping):
         if "input_ids" not in document:

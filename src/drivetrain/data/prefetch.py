@@ -71,7 +71,7 @@ class _SideStream:
         return moved
 
 
-def pin(batch: Any) -> Any:
+def pin(batch: object) -> Any:
     """Return the batch in page-locked memory; one that is there, or on a device already, is returned as it is."""
     tensors = tensors_of(batch)
     if all(tensor.is_pinned() for tensor in tensors) or any(tensor.device.type != "cpu" for tensor in tensors):
@@ -79,7 +79,7 @@ def pin(batch: Any) -> Any:
     return pin_memory(batch)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: object) -> list[Tensor]:
     """Return every tensor of a batch.
 
     >>> len(tensors_of({"x": torch.zeros(1), "pair": (torch.zeros(2), "text")}))
@@ -90,7 +90,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _collect(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, list | tuple):

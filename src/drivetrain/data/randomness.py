@@ -52,7 +52,7 @@ class _NumpyExchange:
         self.level += 1
         return own, held
 
-    def take_back(self, own: Any, held: float | None) -> None:
+    def take_back(self, own: object, held: float | None) -> None:
         self.level -= 1
         numpy_random.set_bit_generator(own)
         if held is not None:

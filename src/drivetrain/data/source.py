@@ -37,7 +37,7 @@ class BatchSource:
 
 
 def stream_source(
-    dataset: Any, collate: Collate | None, batched: bool, rng: RngMode, mode: IterableMode
+    dataset: object, collate: Collate | None, batched: bool, rng: RngMode, mode: IterableMode
 ) -> BatchSource:
     """Return the source of an iterable dataset."""
     kind = FilterReader if mode == "filter" else ShardedReader
@@ -84,7 +84,7 @@ class Cursor:
 
     __slots__ = ("before", "epoch", "info", "sampler", "start", "started", "stream")
 
-    def __init__(self, epoch: int = 0, start: int = 0, *, stream: Any = None, before: BatchInfo | None = None):
+    def __init__(self, epoch: int = 0, start: int = 0, *, stream: object = None, before: BatchInfo | None = None):
         self.epoch, self.start = epoch, start
         self.started = False
         """Whether an iterator has claimed this position; the next one then begins the next epoch."""
@@ -103,7 +103,7 @@ class Cursor:
         return self.start if self.info is None else self.info.end
 
 
-def check_state(state: Any, length: int | None, last: int | None, strict: bool) -> dict[str, Any]:
+def check_state(state: object, length: int | None, last: int | None, strict: bool) -> dict[str, Any]:
     """Return a saved state that fits data of `length` samples and an epoch of `last` samples, or raise a `StateError`."""
     if not isinstance(state, Mapping):
         raise StateError(f"loader state: got a {type(state).__name__}, expected a mapping as state_dict() returns it.")

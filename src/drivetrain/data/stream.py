@@ -126,7 +126,7 @@ class StreamReader:
         return {"state": None, "ended": True} if ended else None
 
 
-def _keeps_state(part: Any) -> bool:
+def _keeps_state(part: object) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 

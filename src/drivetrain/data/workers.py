@@ -25,11 +25,11 @@ class WorkerSide(Dataset[Any]):
     It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
     """
 
-    def __init__(self, dataset: Any, answer: Callable[[Any], Any]):
+    def __init__(self, dataset: object, answer: Callable[[Any], Any]):
         own = self.__dict__
         own["dataset"], own["answer"] = dataset, answer
 
-    def __getitem__(self, job: Any) -> Any:
+    def __getitem__(self, job: object) -> Any:
         return self.__dict__["answer"](job)
 
     def __getattr__(self, name: str) -> Any:
@@ -37,7 +37,7 @@ class WorkerSide(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.__dict__["dataset"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.__dict__["dataset"], name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,5 +124,5 @@ def _recorded(jobs: Iterator[Any], sent: deque[Any]) -> Iterator[Any]:
         yield job
 
 
-def _as_it_is(answer: Any) -> Any:
+def _as_it_is(answer: object) -> Any:
     return answer

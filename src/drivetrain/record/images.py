@@ -109,7 +109,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
     )
 
 
-def check_figure(figure: Any) -> Any:
+def check_figure(figure: object) -> Any:
     """Return a matplotlib Figure, or say what was given instead."""
     matplotlib = sys.modules.get("matplotlib.figure")  # a Figure cannot exist before it is loaded
     if matplotlib is None or not isinstance(figure, matplotlib.Figure):

@@ -98,7 +98,7 @@ class JsonlSink(FileSink):
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def _add(self, kind: str, tag: str, value: Any, step: int, time: float) -> None:
+    def _add(self, kind: str, tag: str, value: object, step: int, time: float) -> None:
         row = {"step": step, "time": round(time, 3), "kind": kind, "tag": tag, "value": _spelled(value)}
         self._waiting.append(json.dumps(row, allow_nan=False) + "\n")
 
@@ -178,7 +178,7 @@ def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _spelled(value: Any) -> Any:
+def _spelled(value: object) -> Any:
     """Return a plain value with NaN and infinity as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -70,7 +70,7 @@ class MlflowSink:
         """Take a text."""
         self._client.log_text(self.run_id, text, f"texts/{safe_name(tag)}/{step}.txt")
 
-    def params(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def params(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take the settings of the run; one that has another value already is kept as a tag."""
         from mlflow.entities import Param, RunTag
 
@@ -80,7 +80,7 @@ class MlflowSink:
         changed = [RunTag(name, text) for name, text in texts.items() if known.get(name, text) != text]
         self._client.log_batch(self.run_id, params=new, tags=changed)
 
-    def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run: numbers as metrics, the rest as tags."""
         from mlflow.entities import RunTag
 

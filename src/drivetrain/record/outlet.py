@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.record.sink import SINK_METHODS, Resume, Row
@@ -23,7 +22,7 @@ _LONGEST_REST = 3600.0
 class Outlet:
     """One sink, opened when there is something for it, and guarded."""
 
-    def __init__(self, sink: Any):
+    def __init__(self, sink: object):
         self.sink = sink
         self.name: str = getattr(sink, "name", None) or type(sink).__name__
         self._methods: dict[str, Callable[..., None]] = {
@@ -114,7 +113,7 @@ class Outlet:
         if values and together is not None:
             together(values, at, when)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         method = self._methods.get(name)
         if method is not None:
             method(*arguments)

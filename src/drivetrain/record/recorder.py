@@ -69,7 +69,7 @@ class Recorder:
         file: bool = True,
         console: bool = False,
         *,
-        sinks: Iterable[Any] = (),
+        sinks: Iterable[object] = (),
         flush_every: str | float | timedelta = "5s",
     ):
         journal = JsonlSink()
@@ -126,7 +126,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ recording
 
-    def scalar(self, tag: str, value: Any) -> None:
+    def scalar(self, tag: str, value: object) -> None:
         """Record one number; a tensor is copied on its device and read later."""
         if tag not in self._tags:
             self._tags.add(check_tag(tag))
@@ -136,26 +136,26 @@ class Recorder:
             value = _number(tag, value)
         self._add("scalar", tag, value)
 
-    def scalars(self, values: Mapping[str, Any]) -> None:
+    def scalars(self, values: Mapping[str, object]) -> None:
         """Record several numbers."""
         for tag, value in values.items():
             self.scalar(tag, value)
 
-    def figure(self, tag: str, fig: Any) -> None:
+    def figure(self, tag: str, fig: object) -> None:
         """Record a matplotlib Figure as it looks now."""
         check_tag(tag)
         check_figure(fig)
         if self._stream.writes():
             self._add("figure", tag, encode_figure(fig))
 
-    def image(self, tag: str, image: Any) -> None:
+    def image(self, tag: str, image: object) -> None:
         """Record an image: PIL, or a tensor or array (H, W), (C, H, W), (H, W, C) of bytes or of floats in [0, 1]."""
         check_tag(tag)
         checked = check_image(image)
         if self._stream.writes():
             self._add("image", tag, kept(self._stream.buffer, checked))
 
-    def histogram(self, tag: str, values: Any, bins: int = 64) -> None:
+    def histogram(self, tag: str, values: object, bins: int = 64) -> None:
         """Record how the values of a tensor or array are spread; counted on its device."""
         check_tag(tag)
         values = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
@@ -170,12 +170,12 @@ class Recorder:
             raise ConfigTypeError(f"text({tag!r}) was given a {type(text).__name__}; expected a str.")
         self._add("text", tag, text)
 
-    def params(self, params: Mapping[str, Any]) -> None:
+    def params(self, params: Mapping[str, object]) -> None:
         """Record the settings of the run."""
         values, run = _plain_mapping("params", params), current_run()
         self._add("params", "params", masked(values) if run is None else run.shown(values))
 
-    def summary(self, values: Mapping[str, Any]) -> None:
+    def summary(self, values: Mapping[str, object]) -> None:
         """Record results of the run; tensors are read at once, which waits for their device."""
         self._add("summary", "summary", _plain_mapping("summary", values))
 
@@ -194,13 +194,13 @@ class Recorder:
 
     # ------------------------------------------------------------------ what loggers of a Trainer are called
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Record numbers at a step."""
         if step is not None:
             self.count = step
         self.scalars(metrics)
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Record the settings of the run."""
         self.params(hyperparameters)
 
@@ -274,7 +274,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ within
 
-    def _add(self, kind: str, tag: str, value: Any) -> None:
+    def _add(self, kind: str, tag: str, value: object) -> None:
         stream, now = self._stream, time.monotonic()
         if stream.is_closed:
             raise ExperimentError(
@@ -304,7 +304,7 @@ class Recorder:
         return self._stream.buffer.put(value)
 
 
-def _number(tag: str, value: Any) -> float | int:
+def _number(tag: str, value: object) -> float | int:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -318,7 +318,7 @@ def _number(tag: str, value: Any) -> float | int:
     raise ConfigTypeError(f"scalar({tag!r}) was given {given}; expected one number.")
 
 
-def _plain_mapping(name: str, values: Any) -> dict[str, Any]:
+def _plain_mapping(name: str, values: object) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigTypeError(f"{name}() was given a {type(values).__name__}; expected a dict of names and values.")
     return plain(values)
@@ -332,7 +332,7 @@ def _wants_tensorboard(tensorboard: object) -> bool:
     return tensorboard
 
 
-def _made_sinks(sinks: Any) -> list[Any]:
+def _made_sinks(sinks: object) -> list[Any]:
     if isinstance(sinks, str) or not isinstance(sinks, Iterable):
         raise ConfigTypeError(f"sinks={sinks!r} is not possible; expected a list or tuple, such as sinks=({sinks!r},).")
     made = []
@@ -345,7 +345,7 @@ def _made_sinks(sinks: Any) -> list[Any]:
     return made
 
 
-def _seconds(flush_every: Any) -> float:
+def _seconds(flush_every: object) -> float:
     if isinstance(flush_every, str | timedelta):
         seconds = float(Time.from_timedelta(flush_every).value)
     elif isinstance(flush_every, int | float) and not isinstance(flush_every, bool):

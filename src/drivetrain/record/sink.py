@@ -54,10 +54,10 @@ class Sink(Protocol):
     def text(self, tag: str, text: str, step: int, time: float) -> None:
         """Take a text."""
 
-    def params(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def params(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take the settings of the run."""
 
-    def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run."""
 
     def direction(self, tag: str, good: str, step: int, time: float) -> None:
@@ -86,7 +86,7 @@ class Row(NamedTuple):
     time: float
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a copy that consists of what JSON knows; anything else becomes its text. Tensors of one element are read."""
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -81,11 +81,11 @@ class TensorBoardSink:
         metadata = self._summary.SummaryMetadata(plugin_data=plugin)
         self._add([self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
 
-    def params(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def params(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take the settings of the run, as a table of text."""
         self.text("params", _table(values), step, time)
 
-    def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run, as a table of text."""
         self.text("summary", _table(values), step, time)
 
@@ -104,6 +104,6 @@ class TensorBoardSink:
         self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary.Summary(value=values)))
 
 
-def _table(values: Mapping[str, Any]) -> str:
+def _table(values: Mapping[str, object]) -> str:
     rows = [f"| {name} | {value} |".replace("\n", " ") for name, value in values.items()]
     return "\n".join(["| name | value |", "|---|---|", *rows])

@@ -27,7 +27,9 @@ class WandbSink:
 
     remote = True
 
-    def __init__(self, package: Literal["wandb", "trackio"] = "wandb", *, project: str | None = None, **settings: Any):
+    def __init__(
+        self, package: Literal["wandb", "trackio"] = "wandb", *, project: str | None = None, **settings: object
+    ):
         if package not in _PACKAGES:
             raise ConfigError(unknown_name("tracker", package, _PACKAGES))
         if importlib.util.find_spec(package) is None:
@@ -76,12 +78,12 @@ class WandbSink:
         """Take a text."""
         self._log({tag: text}, step)
 
-    def params(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def params(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take the settings of the run."""
         config = self._run.config
         config.update(dict(values), **({"allow_val_change": True} if self.name == "wandb" else {}))
 
-    def summary(self, values: Mapping[str, Any], step: int, time: float) -> None:
+    def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run; a tracker without a summary gets them as last values."""
         if hasattr(self._run, "summary"):
             self._run.summary.update(dict(values))

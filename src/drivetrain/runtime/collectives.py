@@ -88,7 +88,7 @@ def start_agree_any(flag: bool) -> Callable[[], bool]:
     return result
 
 
-def all_gather_values(value: Any) -> list[Any]:
+def all_gather_values(value: object) -> list[Any]:
     """Return the plain values of all ranks, in rank order, on every rank."""
     group = control_group()
     if group is None:
@@ -96,7 +96,7 @@ def all_gather_values(value: Any) -> list[Any]:
     return gather_objects(value, group)
 
 
-def gather_objects(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
+def gather_objects(value: object, group: "dist.ProcessGroup | None") -> list[Any]:
     """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, _sendable(value), group=group)
@@ -106,7 +106,7 @@ def gather_objects(value: Any, group: "dist.ProcessGroup | None") -> list[Any]:
     return gathered
 
 
-def broadcast_from_master(value: Any) -> Any:
+def broadcast_from_master(value: object) -> Any:
     """Return rank 0's value on every rank: the kind it was given, tensors on the same kind of device.
 
     Numbers, strings, None and nested dicts, lists and tuples of them travel as they are; tensors may be anywhere
@@ -200,7 +200,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _take_tensors(value: Any, found: list[Tensor]) -> Any:
+def _take_tensors(value: object, found: list[Tensor]) -> Any:
     """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or hasattr(value, "full_tensor"):
@@ -210,7 +210,7 @@ def _take_tensors(value: Any, found: list[Tensor]) -> Any:
     return map_items(value, lambda item: _take_tensors(item, found))
 
 
-def _put_tensors(value: Any) -> Any:
+def _put_tensors(value: object) -> Any:
     """Return `value` with each slot replaced by the tensor that is received for it."""
     if isinstance(value, _TensorSlot):
         # Without a number, an accelerator's name means this process's current device.
@@ -218,7 +218,7 @@ def _put_tensors(value: Any) -> Any:
     return map_items(value, _put_tensors)
 
 
-def _sendable(value: Any, prepare: Callable[[Any], Any] = lambda value: value) -> Any:
+def _sendable(value: object, prepare: Callable[[Any], Any] = lambda value: value) -> Any:
     """Return the prepared value, or a note for all ranks that it cannot travel."""
     try:
         prepared = prepare(value)

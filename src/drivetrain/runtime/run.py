@@ -64,7 +64,7 @@ class Run:
         """Seconds spent in this run, earlier parts included."""
         return self.elapsed_before + time.monotonic() - self.started
 
-    def shown(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def shown(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Return settings without secrets: parameters of this run as declared, other names by what they look like."""
         own = {
             name: masked(value, is_secret=name in self.secrets) for name, value in values.items() if name in self.params

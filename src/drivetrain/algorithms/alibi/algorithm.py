@@ -133,7 +133,7 @@ class _FirstPass:
 
     handle: Any = None
 
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():
             return
         self.handle.remove()
@@ -178,7 +178,7 @@ class Alibi(ModelSurgery):
         return {}
 
 
-def scale_sequences(batch: Any, scaling: float) -> Any:
+def scale_sequences(batch: object, scaling: float) -> Any:
     """Return a batch with sequences of another length and as many more rows, each tensor (B, S, ...) as (B / s, S s, ...)."""
     if isinstance(batch, Mapping):
         scaled = {name: _scaled(value, scaling, repr(name)) for name, value in batch.items()}
@@ -190,7 +190,7 @@ def scale_sequences(batch: Any, scaling: float) -> Any:
     return _scaled(batch, scaling, "itself")
 
 
-def _scaled(value: Any, scaling: float, name: str) -> Any:
+def _scaled(value: object, scaling: float, name: str) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.ndim < 2:

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -31,7 +30,7 @@ class PolicyRegistry(dict[type[nn.Module], Policy]):
 
         return enter
 
-    def _check(self, policy: Policy, modules: tuple[Any, ...]) -> None:
+    def _check(self, policy: Policy, modules: tuple[object, ...]) -> None:
         name = getattr(policy, "__name__", repr(policy))
         if not callable(policy):
             raise ConfigTypeError(f"policy_registry.register: {policy!r} is no function.")

@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, *transforms: Transform):
         self.transforms = list(transforms)
 
-    def __call__(self, image: Any) -> Any:
+    def __call__(self, image: object) -> Any:
         for transform in self.transforms:
             image = transform(image)
         return image
@@ -63,11 +63,11 @@ class TransformedDataset(Dataset[Any]):
         return self.transform(sample)
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     return is_pil(value) or (isinstance(value, Tensor) and value.ndim == 3)
 
 
-def with_transform(dataset: Any, transform: Transform) -> Any:
+def with_transform(dataset: object, transform: Transform) -> Any:
     """Return a dataset whose images also pass through `transform`; the one given stays as it is.
 
     The transform is placed before the first step that makes tensors, in a copy of the dataset's own.
@@ -103,7 +103,7 @@ def _extended(old: Any, transform: Transform) -> Any:
     return changed
 
 
-def change_dataset(loader: Any, dataset: Any, who: str) -> None:
+def change_dataset(loader: object, dataset: object, who: str) -> None:
     """Let a loader read another dataset of the same length from its next iteration on; order, place and seed stay."""
     loader = getattr(loader, "dl", loader)  # a limited loader is a slice of one
     if isinstance(loader, SmartDataLoader):
@@ -124,7 +124,7 @@ def change_dataset(loader: Any, dataset: Any, who: str) -> None:
         )
 
 
-def rebuild_in_place(loader: SmartDataLoader[Any], **changes: Any) -> None:
+def rebuild_in_place(loader: SmartDataLoader[Any], **changes: object) -> None:
     """Give a loader other arguments, as `rebuild` does, without those who hold it having to change theirs."""
     changed = loader.rebuild(**changes)
     vars(loader).clear()
@@ -139,7 +139,7 @@ def join_dataset(state: State, transform: Transform, who: str) -> None:
         change_dataset(loader, with_transform(dataset, transform), who)
 
 
-def _carries(dataset: Any, transform: Transform) -> bool:
+def _carries(dataset: object, transform: Transform) -> bool:
     if isinstance(dataset, Subset):
         return _carries(dataset.dataset, transform)
     held = getattr(dataset, "transform", None)

@@ -14,7 +14,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ConfigTypeError, PluginConflictError
 
 
-def logits_of(outputs: Any, who: str) -> Tensor:
+def logits_of(outputs: object, who: str) -> Tensor:
     """Return the model's logits: its outputs, or what they hold under that name."""
     logits = outputs if isinstance(outputs, Tensor) else _named_logits(outputs)
     if not isinstance(logits, Tensor):
@@ -25,7 +25,7 @@ def logits_of(outputs: Any, who: str) -> Tensor:
     return logits
 
 
-def logits_for(outputs: Any, targets: Any, who: str) -> Any:
+def logits_for(outputs: object, targets: object, who: str) -> Any:
     """Return logits with targets: one tensor, or one for each of several targets."""
     if not isinstance(targets, list | tuple):
         return logits_of(outputs, who)
@@ -34,11 +34,11 @@ def logits_for(outputs: Any, targets: Any, who: str) -> Any:
     return [logits_of(outputs, who)] * len(targets)
 
 
-def _named_logits(outputs: Any) -> Any:
+def _named_logits(outputs: object) -> Any:
     return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
 
 
-def loss_with_targets(state: State, target_key: BatchKey, targets: Any) -> Tensor:
+def loss_with_targets(state: State, target_key: BatchKey, targets: object) -> Tensor:
     """Return the loss of the present outputs for other targets; the batch keeps its own."""
     own = state.batch_get_item(target_key)
     state.batch_set_item(target_key, targets)
@@ -49,7 +49,7 @@ def loss_with_targets(state: State, target_key: BatchKey, targets: Any) -> Tenso
         state.batch_set_item(target_key, own)
 
 
-def _loss(state: State, targets: Any) -> Any:
+def _loss(state: State, targets: object) -> Any:
     if state.loss_fn is not None:
         return state.loss_fn(_predictions(state), targets)
     loss = own_loss(state)

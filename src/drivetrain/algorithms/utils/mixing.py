@@ -42,7 +42,7 @@ class PairMixing(Algorithm):
         """Replace the inputs by mixed ones; return the weight of each sample's own target, and the other samples' rows."""
         raise NotImplementedError
 
-    def mix_targets(self, logits: Any, targets: Any) -> Any:
+    def mix_targets(self, logits: object, targets: object) -> Any:
         """Return targets mixed as the inputs were."""
         own = self._own_weight
 

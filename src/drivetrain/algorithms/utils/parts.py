@@ -21,7 +21,7 @@ def map_tensors(function: Callable[..., Any], part: Any, *others: Any) -> Any:
     )
 
 
-def tensors_of(part: Any) -> Iterator[Tensor]:
+def tensors_of(part: object) -> Iterator[Tensor]:
     """Yield every tensor of a part or of a model's outputs, however nested; anything else is passed over."""
     if isinstance(part, Tensor):
         yield part
@@ -33,7 +33,7 @@ def tensors_of(part: Any) -> Iterator[Tensor]:
             yield from tensors_of(item)
 
 
-def first_tensor(part: Any, who: str) -> Tensor:
+def first_tensor(part: object, who: str) -> Tensor:
     """Return the first tensor of a part."""
     found = next(tensors_of(part), None)
     if found is None:
@@ -43,12 +43,12 @@ def first_tensor(part: Any, who: str) -> Tensor:
     return found
 
 
-def take_rows(part: Any, index: Tensor) -> Any:
+def take_rows(part: object, index: Tensor) -> Any:
     """Return the rows that `index` names, of every tensor."""
     return map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
 
 
-def check_images(x: Any, who: str) -> None:
+def check_images(x: object, who: str) -> None:
     """Reject what is no batch of images: height and width are the last two dimensions."""
     if not isinstance(x, Tensor) or x.ndim < 3:
         shape = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -64,6 +64,6 @@ def check_floating(x: Tensor, who: str) -> None:
         )
 
 
-def is_image_like(target: Any, image: Tensor) -> bool:
+def is_image_like(target: object, image: Tensor) -> bool:
     """Return whether a target has the height and width of the images, as segmentation masks do."""
     return isinstance(target, Tensor) and target.ndim > 2 and target.shape[-2:] == image.shape[-2:]

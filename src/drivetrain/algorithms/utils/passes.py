@@ -30,7 +30,7 @@ def bare_model(state: State) -> nn.Module:
     return unwrap(state.model, keep_compile=True)
 
 
-def call_model(state: State, batch: Any) -> Any:
+def call_model(state: State, batch: object) -> Any:
     """Return the model's outputs for a batch, which meets the model as it does in the loop.
 
     Algorithms that give the model more than the loader does (`prepare_batch(state, batch) -> batch`, which changes nothing else) do
@@ -65,7 +65,7 @@ def accepted_names(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _taken(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _taken(model: nn.Module, batch: Mapping[str, object]) -> dict[str, Any]:
     names = accepted_names(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
@@ -91,7 +91,7 @@ def without_trace(state: State) -> Iterator[None]:
                 buffers[name] = buffer if buffer is None or before is None else buffer.copy_(before)
 
 
-def run_and_forget(state: State, batch: Any) -> None:
+def run_and_forget(state: State, batch: object) -> None:
     """Run a batch forward and backward once, so that its memory is reserved; parameters and gradients stay as they are."""
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     is_sharded = any(hasattr(p, "device_mesh") for p in parameters)

@@ -33,7 +33,7 @@ def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augme
     """Turn `(operations, image, level, generator)` into a function of an image of any kind."""
 
     @wraps(operate)
-    def augment(image: Any, level: float, generator: Generator = None) -> Any:
+    def augment(image: object, level: float, generator: Generator = None) -> Any:
         if is_pil(image):
             return operate(pil_ops, image, level, generator)
         if not isinstance(image, Tensor) or image.ndim != 3:
@@ -198,7 +198,9 @@ def find_set(given: AugmentationSet, who: str) -> Sequence[Augmentation]:
     return given
 
 
-def apply_one_of(augmentations: Sequence[Augmentation], image: Any, level: float, generator: Generator = None) -> Any:
+def apply_one_of(
+    augmentations: Sequence[Augmentation], image: object, level: float, generator: Generator = None
+) -> Any:
     """Return the image after one augmentation drawn from the list; functions from elsewhere draw from generators of their own."""
     chosen = augmentations[draw_integer(0, len(augmentations), generator)]
     return chosen(image, level, generator) if hasattr(chosen, "draws_from_generator") else chosen(image, level)
@@ -213,7 +215,7 @@ def shown_set(given: AugmentationSet) -> str:
     )
 
 
-def check_image(image: Any, who: str) -> None:
+def check_image(image: object, who: str) -> None:
     """Reject tensors that are no images, and float ones on the host that have been normalised already."""
     if not isinstance(image, Tensor):
         return
@@ -230,20 +232,20 @@ def check_image(image: Any, who: str) -> None:
             )
 
 
-def each_image(augment: Callable[[Any], Any], images: Any) -> Any:
+def each_image(augment: Callable[[Any], Any], images: object) -> Any:
     """Apply a function to one image, or to each image of a batch on its own."""
     if isinstance(images, Tensor) and images.ndim == 4:
         return torch.stack([augment(image) for image in images]) if len(images) else images
     return augment(images)
 
 
-def is_pil(image: Any) -> bool:
+def is_pil(image: object) -> bool:
     """Return whether this is a PIL image; a program that has not imported PIL has none."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(image, module.Image)
 
 
-def as_tensor(image: Any) -> Tensor:
+def as_tensor(image: object) -> Tensor:
     """Return a PIL image as a tensor (C, H, W) of its own values."""
     import numpy as np
     import torch

@@ -25,7 +25,7 @@ def own_optimizer(state: State, who: str) -> Optimizer:
     )
 
 
-def make_optimizer(state: State, name: str, groups: Any, **settings: Any) -> Optimizer:
+def make_optimizer(state: State, name: str, groups: object, **settings: object) -> Optimizer:
     """Return a new optimizer of that name from the factory that the Trainer installed."""
     if state.make_optimizer is None:
         raise ConfigError(
