@@ -17,6 +17,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import StateDict
 
 Rule = Literal["sqrt", "linear", "none"]
 RULES = ("sqrt", "linear", "none")
@@ -104,7 +105,7 @@ class BatchSizeWarmup(Algorithm):
                 self._rates.append((group, group["lr"]))
                 group["lr"] = group["lr"] * factor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the length of the window in progress."""
         return {"length": self._length}
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
+from drivetrain.core.types import Settings
 from drivetrain.module.layout import channels_last_input, to_channels_last
 
 
@@ -27,7 +28,7 @@ def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None
         model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
 
 
-def _convert_inputs(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _convert_inputs(module: nn.Module, args: tuple[object, ...], kwargs: Settings) -> tuple[Any, Any]:
     return tree_map_only(Tensor, channels_last_input, (args, kwargs))
 
 

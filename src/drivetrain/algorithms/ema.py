@@ -18,6 +18,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.clean_state import clean_state_dict, load_clean_state_dict
 from drivetrain.module.wrapping import unwrap
@@ -183,7 +184,7 @@ class EMA(Algorithm):
         if self._average is not None and self._average.is_swapped:
             self._average.swap(model_of(state, str(self)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the average and when it was last updated."""
         average = self._restored if self._average is None else self._average.state_dict()
         return {"average": average, "done_at": self._rhythm.done_at}

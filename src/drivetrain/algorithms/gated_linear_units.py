@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, leave_fused_paths, warn_no_effect
 from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.types import Settings
 from drivetrain.module.classes import written_class
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 
@@ -253,7 +254,7 @@ class GatedLinearUnits(ModelSurgery):
         self.act_fn: Activation | None = act_fn
         self.gated_layer_bias, self.non_gated_layer_bias = gated_layer_bias, non_gated_layer_bias
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """Return the arguments; an activation of torch.nn.functional by its name, which a file can hold."""
         name = getattr(self.act_fn, "__name__", "")
         known = {"act_fn": name} if name and getattr(F, name, None) is self.act_fn else {}

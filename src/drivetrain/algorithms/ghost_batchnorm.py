@@ -18,6 +18,7 @@ from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
+from drivetrain.core.types import Settings
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
 from drivetrain.runtime.ranks import num_data_ranks
 
@@ -58,7 +59,7 @@ class _GhostNorm(_BatchNorm):
     @classmethod
     def from_batchnorm(cls, module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostNorm":
         """Return the layer that takes the place of a batch norm and uses its very parameters and buffers."""
-        settings: dict[str, Any] = {"affine": module.affine, "track_running_stats": module.track_running_stats}
+        settings: Settings = {"affine": module.affine, "track_running_stats": module.track_running_stats}
         new = cls(module.num_features, module.eps, module.momentum, **settings, device="meta")
         new.ghost_batch_size = ghost_batch_size
         return share_tensors(new, module)

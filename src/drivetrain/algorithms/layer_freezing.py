@@ -16,6 +16,7 @@ from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import StateDict
 from drivetrain.module.ddp import rewrap_ddp
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
@@ -104,7 +105,7 @@ class LayerFreezing(Algorithm):
         if newly:
             state.model = rewrap_ddp(state.model)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return how many layers are frozen."""
         return {"frozen": self._frozen}
 

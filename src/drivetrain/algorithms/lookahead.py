@@ -15,6 +15,7 @@ from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 
 _LARGEST_DECAY = 0.95**5
@@ -83,7 +84,7 @@ class Lookahead(Algorithm):
         done = state.clock.batch
         return min(1.0, elapsed_fraction(state, str(self)) * (done + 1) / done) if done else 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the slow weights and the number of steps."""
         return {"slow": self._restored if self._slow is None else self._slow.state_dict(), "steps": self._steps}
 

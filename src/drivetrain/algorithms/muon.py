@@ -5,7 +5,7 @@ stays with AdamW. With `adjust_lr="match_rms_adamw"` both take steps of one size
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -16,6 +16,7 @@ from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import Settings
 from drivetrain.module.params import MuonGroups, muon_groups
 
 _OTHERS = ("adamw",)
@@ -79,7 +80,7 @@ class Muon(Algorithm):
         counts = {f"muon/{side}_tensors": len(getattr(self.split, side)) for side in ("muon", "other")}
         logger.log_hyperparameters(counts)
 
-    def _settings(self, group: Mapping[str, object], replaced: Optimizer) -> dict[str, Any]:
+    def _settings(self, group: Mapping[str, object], replaced: Optimizer) -> Settings:
         """Return the settings of a group of the replaced optimizer, in MuonHybrid's words."""
         lr = group["lr"] if self.lr is None else self.lr
         other = {"lr": lr, **{name: group[name] for name in _OTHER_SETTINGS[1:] if name in group}, **self.other_kwargs}

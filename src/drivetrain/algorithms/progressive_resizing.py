@@ -15,6 +15,7 @@ from drivetrain.core.arguments import check_choice, check_counts, check_fraction
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import StateDict
 
 Mode = Literal["resize", "crop"]
 MODES = ("resize", "crop")
@@ -166,7 +167,7 @@ class ProgressiveResizing(Algorithm):
             sizes = {"height": height, "width": width, "scale_factor": scale}
             logger.log_metrics({f"progressive_resizing/{name}": value for name, value in sizes.items()})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the size that was logged last."""
         return {"logged": self._logged}
 

@@ -13,6 +13,7 @@ from drivetrain.algorithms.catalogue import ALGORITHMS, offered
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 from drivetrain.core.one_of import OneOf
 from drivetrain.core.plugin import Plugin
+from drivetrain.core.types import Settings
 
 P = TypeVar("P", bound=type[Plugin])
 
@@ -61,7 +62,7 @@ def create(name: str, config: Mapping[str, object]) -> Plugin:
     cls = find(name)
     parameters = inspect.signature(cls).parameters
     args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    kwargs: Settings = {}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for argument, value in config.items():
         if argument not in parameters and not takes_any:

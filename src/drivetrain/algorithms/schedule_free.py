@@ -18,6 +18,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import unwrap
 
 _KINDS = {"adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
@@ -90,9 +91,7 @@ class ScheduleFree(Algorithm):
             {"params": group["params"], "lr": group["lr"] if self.lr is None else self.lr}
             for group in named_groups(replaced, model_of(state, str(self)))
         ]
-        settings: dict[str, Any] = (
-            {"betas": (self.beta, self.beta2)} if self.kind == "adamw" else {"momentum": self.beta}
-        )
+        settings: Settings = {"betas": (self.beta, self.beta2)} if self.kind == "adamw" else {"momentum": self.beta}
         settings |= {"weight_decay": self.weight_decay, "warmup_steps": int(self.warmup.value)}
         settings |= {"r": self.r, "weight_lr_power": self.weight_lr_power}
         state.optimizers = (make_optimizer(state, _KINDS[self.kind], groups, **settings),)

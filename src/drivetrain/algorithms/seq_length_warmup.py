@@ -16,6 +16,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import TimeUnit
+from drivetrain.core.types import StateDict
 
 
 def set_batch_sequence_length(
@@ -187,7 +188,7 @@ class SeqLengthWarmup(Algorithm):
         is_single = isinstance(batch_get(batch, self.input_key), Tensor)
         return batch_set(copy.copy(batch), self.input_key, short[0] if is_single else short)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what was logged last."""
         return {"logged": self._logged}
 

@@ -21,6 +21,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
 from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
 from drivetrain.module.probing import keeps_shape
@@ -85,7 +86,7 @@ class StochasticBottleneck(Skippable):
     """The bottleneck of a ResNet: only its branch is skipped, so that a block that changes the shape can be skipped too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        part: Any = self
+        part: object = self
         identity = x if part.downsample is None else part.downsample(x)
         if self.is_skipped():
             return x if part.downsample is None else part.relu(identity)
@@ -264,12 +265,12 @@ class StochasticDepth(ModelSurgery):
             done = float(state.timestamp.get(warmup.unit).value)
         return min(1.0, done / warmup.value)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """Return the arguments; a class by its name, which a file can hold."""
         target = self.target_layer_name
         return {**super().config(), "target_layer_name": target.__name__ if isinstance(target, type) else target}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"generator": self._generator.get_state(), "warmed_up": self._warmed_up}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

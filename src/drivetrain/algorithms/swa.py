@@ -21,6 +21,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 
 _STRATEGIES = ("linear", "cos")
@@ -183,7 +184,7 @@ class SWA(Algorithm):
             self._average.load_state_dict(self._restored)
             self._restored = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the mean and how far it has come."""
         return {
             "average": self._restored if self._average is None else self._average.state_dict(),
@@ -218,10 +219,10 @@ class _Resting:
         """Return the rates as they are."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of the scheduler at rest."""
         return self.scheduler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Give it its state back."""
         self.scheduler.load_state_dict(state)

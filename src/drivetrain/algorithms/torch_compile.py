@@ -15,6 +15,7 @@ from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import Settings
 from drivetrain.module.compilation import compile_module, set_recompile_limit
 from drivetrain.module.wrappers import wrapping_of
 
@@ -68,7 +69,7 @@ class TorchCompile(Algorithm):
                 stacklevel=2,
             )
         scope: Any = {"auto": "auto", True: "block", False: "model"}[self.regional]
-        settings: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
+        settings: Settings = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode != "default":
             settings["mode"] = self.mode
         compile_module(model, scope, **settings)

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self, get_args
 
 from drivetrain.core.errors import CheckpointError, ConfigError, unknown_name
 from drivetrain.core.files import is_regular, open_to_read, read_limited
+from drivetrain.core.types import StateDict
 
 FORMAT = "drivetrain-checkpoint"
 VERSION = 1
@@ -146,7 +147,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the text of `manifest.json`, which ends with the hash of all before it."""
-        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content: StateDict = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["metrics"] = {
             name: value if math.isfinite(value) else repr(value) for name, value in self.metrics.items()
         }
@@ -176,7 +177,7 @@ class Manifest:
         return cls._checked(content)
 
     @classmethod
-    def _checked(cls, content: dict[str, Any]) -> Self:
+    def _checked(cls, content: StateDict) -> Self:
         """The hash only says that the text is whole; a forged manifest has a good one, so every field is looked at."""
         names = {item.name for item in fields(cls)}
         unknown = set(content) - names - {"format", "version"}

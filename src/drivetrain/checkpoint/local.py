@@ -26,6 +26,7 @@ from drivetrain.checkpoint.tree import IsLocal, flatten, parse_structure, unflat
 from drivetrain.context.codec import is_packed_generator, pack, unpack
 from drivetrain.context.coders import tag_of
 from drivetrain.core.errors import CheckpointError, ResumeError
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.seeds import capture_rng, derive_seed, restore_rng, set_seed
 
 _KEY = "drivetrain"
@@ -114,7 +115,7 @@ def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifes
     )
 
 
-def _fresh_generator(packed: dict[str, Any], seed: int) -> Any:
+def _fresh_generator(packed: StateDict, seed: int) -> Any:
     """Return the packed state of a generator of the same kind that starts from `seed`."""
     if tag_of(packed) == "generator":
         try:

@@ -18,6 +18,7 @@ from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Time, TimeUnit
+from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import restore_rng
@@ -153,7 +154,7 @@ class Restored:
     """None for a file of another program, which says nothing about itself."""
     rejected: tuple[Rejected, ...] = ()
     """Newer checkpoints that were passed over, each with the reason."""
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: Settings = field(default_factory=dict)
     """Parameters of the run that wrote it, empty outside a run."""
     rng: dict[str, Any] | None = field(default=None, repr=False)
     """This rank's random states."""

@@ -24,6 +24,7 @@ from drivetrain.checkpoint.tree import FlatState, flatten
 from drivetrain.checkpoint.writer import Snapshot, WriteFailedError
 from drivetrain.context.codec import pack
 from drivetrain.core.errors import CheckpointError, ConfigError, StateError
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.run import current_run
 
 
@@ -161,7 +162,7 @@ def _seed_of(source: object) -> int:
     return torch.initial_seed() if run is None else run.seed
 
 
-def _run_state() -> dict[str, Any] | None:
+def _run_state() -> StateDict | None:
     """The run around the Context: its parameters, its generator of new seeds, the time it took so far."""
     run = current_run()
     if run is None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, did_you_mean
+from drivetrain.core.types import Batch
 
 BatchKey = int | str | Callable[[Any], Any] | Sequence[Any]
 """Where a part of a batch is: index, name, list of those, function, or `(getter, setter)`."""
 
 
-def batch_get(batch: Any, key: BatchKey) -> Any:
+def batch_get(batch: Batch, key: BatchKey) -> Batch:
     """Return the part of `batch` that `key` names; a list of keys gives a list of parts.
 
     >>> batch_get({"x": 1, "y": 2}, ["y", "x"])
@@ -58,7 +59,7 @@ def batch_set(batch: object, key: BatchKey, value: object) -> Any:
     return _set_one(batch, key, value)
 
 
-def _set_many(batch: Any, keys: Sequence[Any], values: Any) -> Any:
+def _set_many(batch: Batch, keys: Sequence[Any], values: Any) -> Batch:
     if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != len(keys):
         found = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
         raise ValueError(f"batch keys {list(keys)!r} need one value each, {len(keys)} in all; got {found}.")
@@ -67,7 +68,7 @@ def _set_many(batch: Any, keys: Sequence[Any], values: Any) -> Any:
     return batch
 
 
-def _set_one(batch: Any, key: Any, value: Any) -> Any:
+def _set_one(batch: Batch, key: Any, value: Any) -> Batch:
     if isinstance(batch, tuple):
         return _set_in_tuple(batch, key, value)
     try:

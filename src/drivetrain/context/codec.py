@@ -42,6 +42,7 @@ from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple
 from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, Timestamp, TimeUnit
+from drivetrain.core.types import StateDict
 
 DEPTH_LIMIT = 100
 """Levels of nesting in the JSON form."""
@@ -227,7 +228,7 @@ class Unpacker:
         finally:
             self._depth -= 1
 
-    def _open(self, key: str, packed: dict[str, Any], path: str) -> Any:
+    def _open(self, key: str, packed: StateDict, path: str) -> Any:
         try:
             return self._unpack_tagged(key, packed, path)
         except _DAMAGE as error:
@@ -286,7 +287,7 @@ class Unpacker:
             f"a {type(packed).__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
         )
 
-    def _unpack_tagged(self, key: str, packed: dict[str, Any], path: str) -> Any:
+    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> Any:
         tag = packed[key]
         if tag == NOT_STATE:
             return None
@@ -321,10 +322,10 @@ class JsonUnpacker(Unpacker):
     def _leaves_out(self, packed: object) -> bool:
         return False
 
-    def _tag_key(self, packed: dict[str, Any]) -> str | None:
+    def _tag_key(self, packed: StateDict) -> str | None:
         return next((key for key in packed if key.startswith("$")), None)
 
-    def _unpack_tagged(self, key: str, packed: dict[str, Any], path: str) -> Any:
+    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> Any:
         if key in self._given:
             return self._given[key](packed)
         if key == "$ordered":

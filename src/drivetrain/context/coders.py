@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple
 from drivetrain.core.errors import StateError, unknown_name
+from drivetrain.core.types import StateDict
 
 if TYPE_CHECKING:
     from drivetrain.context.codec import Packer, Unpacker
@@ -168,7 +169,7 @@ def _numpy_bits(content: Content) -> Any:
     return getattr(np.random, kind)()
 
 
-def _random_state(value: random.Random) -> dict[str, Any]:
+def _random_state(value: random.Random) -> StateDict:
     version, words, gauss = value.getstate()
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 

@@ -19,6 +19,7 @@ from drivetrain.core.containers import (
     replace_fields,
     same_tuple,
 )
+from drivetrain.core.types import Item, Saved
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
@@ -43,7 +44,7 @@ class DictKind(Kind):
             item[key] = change(child)
         return item
 
-    def fit(self, item: dict[Any, Any], saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: dict[Any, Any], saved: Saved, loading: "Loading", path: str) -> Restore:
         entries = _open_dict(saved, loading)
         if entries is None:
             return loading.unfit(path, item, saved)
@@ -68,7 +69,7 @@ class DictKind(Kind):
         return restore
 
 
-def _open_dict(saved: Any, loading: "Loading") -> dict[Any, Any] | None:
+def _open_dict(saved: Saved, loading: "Loading") -> dict[Any, Any] | None:
     """Return the entries of a saved dict with their values still packed, or None when it is something else."""
     if type(saved) is OrderedDict or (type(saved) is dict and TAG not in saved):
         return dict(saved)
@@ -86,15 +87,15 @@ class ListKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, list | deque)
 
-    def children(self, item: Any) -> Iterable[tuple[int, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[int, Any]]:
         return list(enumerate(item))
 
-    def rebuild(self, item: Any, change: Change) -> Any:
+    def rebuild(self, item: Item, change: Change) -> Item:
         for index, child in self.children(item):
             item[index] = change(child)
         return item
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         elements = _open_sequence(saved)
         if elements is None:
             return loading.unfit(path, item, saved)
@@ -124,7 +125,7 @@ class TupleKind(Kind):
     def rebuild(self, item: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
         return _same_or_new(item, [change(child) for child in item])
 
-    def fit(self, item: tuple[Any, ...], saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: tuple[Any, ...], saved: Saved, loading: "Loading", path: str) -> Restore:
         elements = _open_sequence(saved)
         if elements is None:
             return loading.unfit(path, item, saved)
@@ -141,13 +142,13 @@ class NamedTupleKind(Kind):
     def holds(self, item: object) -> bool:
         return is_namedtuple(item)
 
-    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
         return item._asdict().items()
 
-    def rebuild(self, item: Any, change: Change) -> Any:
+    def rebuild(self, item: Item, change: Change) -> Item:
         return _same_or_new(item, [change(child) for child in item])
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         restores = _fit_fields(item, item._asdict(), "namedtuple", saved, loading, path)
         if restores is None:
             return keep(item)
@@ -166,7 +167,7 @@ class DataclassKind(Kind):
     def children(self, item: object) -> Iterable[tuple[Any, Any]]:
         return field_values(item).items()
 
-    def rebuild(self, item: object, change: Change) -> Any:
+    def rebuild(self, item: object, change: Change) -> Item:
         return _set_fields(item, {name: change(child) for name, child in field_values(item).items()})
 
     def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
@@ -184,10 +185,10 @@ class SetKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, set | frozenset)
 
-    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
         return enumerate(item)
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if tag_of(saved) not in ("set", "frozenset"):
             return loading.unfit(path, item, saved)
         elements = loading.unpack(saved["value"])
@@ -202,7 +203,7 @@ class SetKind(Kind):
         return restore
 
 
-def _open_sequence(saved: Any) -> list[Any] | None:
+def _open_sequence(saved: Saved) -> list[Any] | None:
     """Return the elements of a saved list, tuple or deque, still packed, or None when it is something else."""
     if type(saved) in (list, tuple):
         return list(saved)
@@ -231,7 +232,7 @@ def _fit_elements(live: list[Any], saved: list[Any], loading: "Loading", path: s
 
 
 def _fit_fields(
-    item: Any, live: dict[str, Any], tag: str, saved: Any, loading: "Loading", path: str
+    item: Item, live: dict[str, Any], tag: str, saved: Saved, loading: "Loading", path: str
 ) -> dict[str, Restore] | None:
     """Fit fields by name; None when the saved value is something else, which is noted."""
     if tag_of(saved) != tag:
@@ -246,13 +247,13 @@ def _fit_fields(
     return {name: loading.fit(live[name], child, join_path(path, name)) for name, child in fields.items()}
 
 
-def _same_or_new(item: Any, children: list[Any]) -> Any:
+def _same_or_new(item: Item, children: list[Any]) -> Any:
     if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
         return item
     return same_tuple(item, children)
 
 
-def _set_fields(item: Any, values: dict[str, Any]) -> Any:
+def _set_fields(item: Item, values: dict[str, Item]) -> Item:
     changes = {name: value for name, value in values.items() if value is not getattr(item, name)}
     if not changes:
         return item

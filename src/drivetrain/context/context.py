@@ -17,6 +17,7 @@ from drivetrain.context.saving import Saving
 from drivetrain.context.table import OTHER_KIND, kind_of, walk
 from drivetrain.context.transforms import DataParallel, Move, Shard, Transform
 from drivetrain.core.errors import ConfigError, DistributedError, ExperimentError, ResumeError, unknown_name
+from drivetrain.core.types import Item, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world
@@ -33,7 +34,7 @@ class StateLayout(Protocol):
     def save(self, context: "Context", full: bool) -> dict[str, Any]:
         """Return the state of every item."""
 
-    def own_part(self, context: "Context", state: dict[str, Any]) -> dict[str, Any]:
+    def own_part(self, context: "Context", state: StateDict) -> StateDict:
         """Return what this rank takes of a saved state."""
 
 
@@ -108,7 +109,7 @@ class Context(ItemHolder):
         follow_run(self)
         return self
 
-    def state_dict(self, *, full: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, full: bool = False) -> StateDict:
         """Return the state of every item, in plain containers and tensors that `torch.load(weights_only=True)` accepts.
 
         Tensors are those of the session, not copies. `full` gathers sharded tensors on the CPU of rank 0: call it on all ranks; the
@@ -117,7 +118,7 @@ class Context(ItemHolder):
         state = Saving(self, full).pack(self, "") if self._layout is None else self._layout.save(self, full)
         return {} if full and not is_master() else state
 
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
+    def load_state_dict(self, state: StateDict, strict: bool = True) -> LoadReport:
         """Restore a saved state.
 
         With `strict`, everything that is missing, unexpected or does not fit is raised in one StateError before anything is
@@ -157,14 +158,14 @@ class Context(ItemHolder):
 
     # What the kinds and the walks ask.
 
-    def _items(self) -> dict[str, Any]:
+    def _items(self) -> dict[str, Item]:
         """Return the registered items by name."""
         self._check_names()
         return {
             name: item for name, item in vars(self).items() if not name.startswith("_") and name not in self.transient
         }
 
-    def _saved_items(self) -> dict[str, Any]:
+    def _saved_items(self) -> dict[str, Item]:
         return {name: item for name, item in self._items().items() if name not in self._excluded}
 
     def _seed(self) -> int:

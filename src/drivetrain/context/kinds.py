@@ -9,6 +9,8 @@ handlers.
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.types import Item, Saved
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,51 +34,51 @@ class Kind:
         """Return whether an item is of this kind."""
         raise NotImplementedError
 
-    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
         """Return names and values of what a container holds."""
         return ()
 
-    def rebuild(self, item: Any, change: Callable[[Any], Any]) -> Any:
+    def rebuild(self, item: Item, change: Callable[[Any], Any]) -> Item:
         """Change every child of a container and return it: the same object where it can be changed in place."""
         raise NotImplementedError
 
-    def has_state(self, item: Any) -> bool:
+    def has_state(self, item: Item) -> bool:
         """Return whether the item holds state of its own, which must not be dropped or invented."""
         return False
 
-    def move(self, item: Any, job: "Move") -> Any:
+    def move(self, item: Item, job: "Move") -> Item:
         """Return the item on the job's device."""
         return item
 
-    def ddp(self, item: Any, job: "DataParallel") -> Any:
+    def ddp(self, item: Item, job: "DataParallel") -> Item:
         """Return the item made ready for several processes."""
         return item
 
-    def fsdp(self, item: Any, job: "Shard") -> Any:
+    def fsdp(self, item: Item, job: "Shard") -> Item:
         """Return the item with its parameters split over the processes."""
         return item
 
-    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+    def save(self, item: Item, saving: "Saving", path: str) -> Saved:
         """Return the item's state as plain data and tensors."""
         raise NotImplementedError
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         """Compare a saved state with the item, note what is wrong, and return what restores it; changes nothing."""
         raise NotImplementedError
 
-    def describe(self, item: Any) -> str:
+    def describe(self, item: Item) -> str:
         """Name the item for `explain`."""
         return type(item).__name__
 
-    def wrapper(self, item: Any) -> str | None:
+    def wrapper(self, item: Item) -> str | None:
         """Name what the item is wrapped in, or None."""
         return None
 
-    def saved_as(self, item: Any) -> str:
+    def saved_as(self, item: Item) -> str:
         """Return whether and how the item is saved, for `explain`."""
         return "entry by entry" if self.is_container else "value"
 
-    def device(self, item: Any) -> "torch.device | None":
+    def device(self, item: Item) -> "torch.device | None":
         """Return where the item is, or None when that has no meaning."""
         return None
 
@@ -93,11 +95,11 @@ class ItemHolder:
     _warned: frozenset[str] = frozenset()
     """Paths that a warning has named already."""
 
-    def _items(self) -> dict[str, Any]:
+    def _items(self) -> dict[str, Item]:
         """Return the registered items by name."""
         raise NotImplementedError
 
-    def _saved_items(self) -> dict[str, Any]:
+    def _saved_items(self) -> dict[str, Item]:
         """Return those items that are part of the state."""
         raise NotImplementedError
 

@@ -28,6 +28,7 @@ from drivetrain.context.table import (
     parameter_names,
 )
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
+from drivetrain.core.types import Item, Saved
 from drivetrain.module.clean_state import FaultKind
 
 
@@ -75,7 +76,7 @@ class _Fault(NamedTuple):
 
 class _SelfLoad(NamedTuple):
     path: str
-    item: Any
+    item: Item
     state: Any
 
 
@@ -161,7 +162,7 @@ class Loading:
             self.note("missing", path)
         return found
 
-    def is_stateless(self, item: Any) -> bool:
+    def is_stateless(self, item: Item) -> bool:
         """Return whether an item needs no saved state: functions, datasets, modules without parameters or buffers."""
         kind = kind_of(item)
         return kind is OTHER_KIND or (kind is MODULE_KIND and not kind.has_state(item))
@@ -254,7 +255,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _leave_out(item: object, path: str) -> Any:
+def _leave_out(item: object, path: str) -> Saved:
     return tagged(NOT_STATE, None) if kind_of(item).saves_itself else NotImplemented
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import nearest_name
+from drivetrain.core.types import Settings
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
 
 Names = Mapping[int, str]
@@ -115,7 +116,7 @@ def _load(
             _restore_types(optimizer.state.get(parameter, {}), fresh.get(numbers[key], {}))
 
 
-def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> dict[str, Any]:
+def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settings:
     """Return a group's saved settings; tuples that went through JSON become tuples again, live extras stay."""
     result = {name: value for name, value in live.items() if name not in ("params", "param_names")}
     for name, value in saved.items():

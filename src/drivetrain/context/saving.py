@@ -2,7 +2,6 @@
 
 import warnings
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -11,6 +10,7 @@ from drivetrain.context.kinds import ItemHolder
 from drivetrain.context.optimizers import Names
 from drivetrain.context.table import kind_of, parameter_names
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import Saved
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.ranks import is_master
 
@@ -28,7 +28,7 @@ class Saving:
         """Names of all parameters in the Context, by identity."""
         return parameter_names(self._root)
 
-    def save_named(self, context: ItemHolder, name: str, item: object, path: str) -> Any:
+    def save_named(self, context: ItemHolder, name: str, item: object, path: str) -> Saved:
         """Save one item of a Context, in the way the Context has for that name."""
         kind = context._own_kind(name, item)
         return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
@@ -50,7 +50,7 @@ class Saving:
             stacklevel=2,
         )
 
-    def _special(self, item: object, path: str) -> Any:
+    def _special(self, item: object, path: str) -> Saved:
         kind = kind_of(item)
         return kind.save(item, self, path) if kind.saves_itself else NotImplemented
 

@@ -17,6 +17,7 @@ from drivetrain.context.kinds import Kind
 from drivetrain.context.loading import LoadReport
 from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
+from drivetrain.core.types import Batch, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank
@@ -95,8 +96,8 @@ class State(Context):
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
 
-    batch: Any
-    outputs: Any
+    batch: Batch
+    outputs: Batch
     loss: Any
     losses: Any
     batch_output: Any
@@ -149,13 +150,13 @@ class State(Context):
 
     _before_load: Callable[[dict[str, Any]], None] | None = None  # a driver may bring the session into the saved shape
 
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> LoadReport:
+    def load_state_dict(self, state: StateDict, strict: bool = True) -> LoadReport:
         """Restore a saved state; what drives this State may first add what the saved model was made with."""
         if self._before_load is not None:
             self._before_load(state)
         return super().load_state_dict(state, strict)
 
-    _side_file: Any = None  # an item that checkpoints refer to instead of holding it, see `checkpoint.side_file`
+    _side_file: Any = None  # an item that checkpoints refer to instead of holding it, see `checkpoint.snapshot`
 
     # Time.
 

@@ -14,6 +14,7 @@ import torch
 from drivetrain.context.kinds import Kind, Restore, keep
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import Item, Saved, Settings
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading
@@ -37,7 +38,7 @@ class PluginsKind(Kind):
             for name, plugin in _numbered(item)
         ]
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         entries = dict(_numbered_names([entry["name"] for entry in saved], saved))
         live = dict(_numbered(item))
         for name, plugin in live.items():
@@ -65,7 +66,7 @@ class PluginsKind(Kind):
     def saved_as(self, item: object) -> str:
         return "name, settings and state of each"
 
-    def describe(self, item: Any) -> str:
+    def describe(self, item: Item) -> str:
         return ", ".join(type(plugin).__name__ for plugin in item) or "none"
 
 
@@ -82,7 +83,7 @@ def _numbered_names(names: list[str], values: list[Any]) -> list[tuple[str, Any]
     return result
 
 
-def _config(plugin: object) -> dict[str, Any]:
+def _config(plugin: object) -> Settings:
     return plugin.config() if hasattr(plugin, "config") else {}
 
 
@@ -103,7 +104,7 @@ class HeldKind(Kind):
 
     name = "held"
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if item is None:
             loading.note("unexpected", path, "it was saved with a state, but is None here")
             return keep(None)
@@ -118,7 +119,7 @@ class HeldKind(Kind):
     def saved_as(self, item: object) -> str:
         return "nothing there" if item is None else "own state of each"
 
-    def describe(self, item: Any) -> str:
+    def describe(self, item: Item) -> str:
         return ", ".join(type(element).__name__ for element in item or ()) or "none"
 
 
@@ -127,7 +128,7 @@ class GeneratorsKind(Kind):
 
     name = "generators"
 
-    def fit(self, item: dict[str, torch.Generator], saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: dict[str, torch.Generator], saved: Saved, loading: "Loading", path: str) -> Restore:
         absent = [key for key, state in saved.items() if not _is_available(state)]
         if absent:
             warnings.warn(

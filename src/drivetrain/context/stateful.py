@@ -22,6 +22,7 @@ from drivetrain.context.optimizers import fit_optimizer, save_optimizer
 from drivetrain.context.values import ask
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DeviceError, DistributedError
+from drivetrain.core.types import Item, Saved
 from drivetrain.module.clean_state import state_faults
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import (
@@ -104,10 +105,10 @@ class ModuleKind(Kind):
         shard_fully(shell, job.mesh, **job.settings)  # in place, so torch.compile's shell stays on
         return shell
 
-    def save(self, item: nn.Module, saving: "Saving", path: str) -> Any:
+    def save(self, item: nn.Module, saving: "Saving", path: str) -> Saved:
         return saving.pack(clean_state_dict(item), path)
 
-    def fit(self, item: nn.Module, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: nn.Module, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
             return loading.unfit(path, item, saved, "expected the state of a module")
         state = with_metadata(loading.unpack(saved), saved)
@@ -148,10 +149,10 @@ class OptimizerKind(Kind):
         job.followers.append(item)
         return item
 
-    def save(self, item: Optimizer, saving: "Saving", path: str) -> Any:
+    def save(self, item: Optimizer, saving: "Saving", path: str) -> Saved:
         return saving.pack(save_optimizer(item, saving.parameter_names), path)
 
-    def fit(self, item: Optimizer, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Optimizer, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
             return loading.unfit(path, item, saved, "expected the state of an optimizer")
         problems, load = fit_optimizer(item, loading.unpack(saved), loading.parameter_names)
@@ -172,23 +173,23 @@ class ContextKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, ItemHolder)
 
-    def children(self, item: Any) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
         return item._items().items()
 
-    def rebuild(self, item: Any, change: Callable[[Any], Any]) -> Any:
+    def rebuild(self, item: Item, change: Callable[[Any], Any]) -> Item:
         for name, child in item._items().items():
             changed = change(child)
             if changed is not child:
                 setattr(item, name, changed)
         return item
 
-    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+    def save(self, item: Item, saving: "Saving", path: str) -> Saved:
         return {
             name: saving.save_named(item, name, child, join_path(path, name))
             for name, child in item._saved_items().items()
         }
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Mapping) or tag_of(saved) is not None:
             return loading.unfit(path, item, saved, "expected a mapping of names to states")
         live = item._saved_items()
@@ -238,14 +239,14 @@ class ObjectKind(Kind):
         device = getattr(item, "device", None)
         return device if isinstance(device, torch.device) else None
 
-    def move(self, item: object, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Item:
         self._follow(item, job)
         return ask(item, "to", job.device)
 
-    def ddp(self, item: object, job: "DataParallel") -> Any:
+    def ddp(self, item: object, job: "DataParallel") -> Item:
         return ask(item, "ddp")
 
-    def fsdp(self, item: object, job: "Shard") -> Any:
+    def fsdp(self, item: object, job: "Shard") -> Item:
         self._follow(item, job)
         return ask(item, "ddp")
 
@@ -255,10 +256,10 @@ class ObjectKind(Kind):
         if isinstance(optimizer, Optimizer):
             job.followers.append(optimizer)
 
-    def save(self, item: Any, saving: "Saving", path: str) -> Any:
+    def save(self, item: Item, saving: "Saving", path: str) -> Saved:
         return saving.pack(item.state_dict(), path)
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         state = loading.unpack(saved, item.state_dict)
         loading.try_to_load(path, item, state)
         return keep(item)

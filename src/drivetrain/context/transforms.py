@@ -14,6 +14,7 @@ from drivetrain.context.coders import PLAIN
 from drivetrain.context.kinds import Kind
 from drivetrain.context.moving import move_optimizer_state
 from drivetrain.context.table import MODULE_KIND, kind_of, walk
+from drivetrain.core.types import Item, Settings
 from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Transform:
         self.followers: list[Optimizer] = []
         self._done: dict[int, tuple[Any, Any]] = {}  # holds on to the originals, so that no identity is used twice
 
-    def act(self, kind: Kind, item: object) -> Any:
+    def act(self, kind: Kind, item: object) -> Item:
         """Change one item that is not a container."""
         raise NotImplementedError
 
@@ -35,7 +36,7 @@ class Transform:
         """Change a whole Context."""
         self.visit(context)
 
-    def visit(self, item: object) -> Any:
+    def visit(self, item: object) -> Item:
         """Change an item and everything in it."""
         if type(item) in PLAIN:
             return item
@@ -64,25 +65,25 @@ class Move(Transform):
         for optimizer in self.followers:
             move_optimizer_state(optimizer)
 
-    def act(self, kind: Kind, item: object) -> Any:
+    def act(self, kind: Kind, item: object) -> Item:
         return kind.move(item, self)
 
 
 class DataParallel(Transform):
     """Every trainable module into DDP."""
 
-    def __init__(self, settings: dict[str, Any]):
+    def __init__(self, settings: Settings):
         super().__init__()
         self.settings = settings
 
-    def act(self, kind: Kind, item: object) -> Any:
+    def act(self, kind: Kind, item: object) -> Item:
         return kind.ddp(item, self)
 
 
 class Shard(Transform):
     """The parameters of every module split over the processes, with optimizers rebound to them."""
 
-    def __init__(self, mesh: object, settings: dict[str, Any]):
+    def __init__(self, mesh: object, settings: Settings):
         super().__init__()
         self.mesh, self.settings = mesh, settings
 
@@ -95,7 +96,7 @@ class Shard(Transform):
         for optimizer in dict.fromkeys(self.followers):
             _rebind(optimizer, before, modules)
 
-    def act(self, kind: Kind, item: object) -> Any:
+    def act(self, kind: Kind, item: object) -> Item:
         return kind.fsdp(item, self)
 
 

@@ -19,6 +19,7 @@ from drivetrain.context.coders import GENERATORS, NOT_STATE, PLAIN, enum_member,
 from drivetrain.context.kinds import Kind, Restore
 from drivetrain.context.moving import move_tensor
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class TensorKind(Kind):
     def describe(self, item: Tensor) -> str:
         return f"{type(item).__name__} {tuple(item.shape)}"
 
-    def fit(self, item: Tensor, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Tensor, saved: Saved, loading: "Loading", path: str) -> Restore:
         if not isinstance(saved, Tensor):
             return (
                 (lambda: saved)
@@ -116,7 +117,7 @@ class CodedKind(Kind):
     def holds(self, item: object) -> bool:
         return value_coder(item) is not None
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         coder = value_coder(item)
         assert coder is not None
         if type(saved) is type(item):
@@ -159,7 +160,7 @@ class GeneratorKind(Kind):
     def device(self, item: object) -> torch.device | None:
         return item.device if isinstance(item, torch.Generator) else None
 
-    def move(self, item: object, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Item:
         if not isinstance(item, torch.Generator) or item.device == job.device:
             return item
         if item.device.type == "cpu" and not isinstance(item, _SentToCpu):
@@ -170,7 +171,7 @@ class GeneratorKind(Kind):
             moved.set_state(item.get_state())
         return moved
 
-    def fit(self, item: Any, saved: Any, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         coder = value_coder(item)
         assert coder is not None
         if tag_of(saved) != coder.tag:
@@ -194,7 +195,7 @@ class _SentToCpu(torch.Generator):
     """A generator of an accelerator that a move made again on the CPU; the move back makes it again there."""
 
 
-def _start_again(item: torch.Generator, content: dict[str, Any], path: str) -> torch.Generator:
+def _start_again(item: torch.Generator, content: StateDict, path: str) -> torch.Generator:
     warnings.warn(
         f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it starts again from "
         f"its seed {content['seed']}.",
@@ -204,7 +205,7 @@ def _start_again(item: torch.Generator, content: dict[str, Any], path: str) -> t
     return item.manual_seed(content["seed"])
 
 
-def _generator_problem(item: object, content: dict[str, Any]) -> str | None:
+def _generator_problem(item: object, content: StateDict) -> str | None:
     """Return why a saved state cannot go into a live generator, or None."""
     bits = getattr(item, "bit_generator", None)
     if bits is not None and content["bit_generator"] != type(bits).__name__:
@@ -221,13 +222,13 @@ class OtherKind(Kind):
     def holds(self, item: object) -> bool:
         return True
 
-    def move(self, item: object, job: "Move") -> Any:
+    def move(self, item: object, job: "Move") -> Item:
         return ask(item, "to", job.device)
 
-    def ddp(self, item: object, job: "DataParallel") -> Any:
+    def ddp(self, item: object, job: "DataParallel") -> Item:
         return ask(item, "ddp")
 
-    def save(self, item: object, saving: "Saving", path: str) -> Any:
+    def save(self, item: object, saving: "Saving", path: str) -> Saved:
         if not is_known_stateless(item):
             saving.warn_unknown(path, item)
         return tagged(NOT_STATE, None)
@@ -255,7 +256,7 @@ def is_known_stateless(item: object) -> bool:
     return isinstance(item, _STATELESS)
 
 
-def ask(item: object, verb: str, *args: object) -> Any:
+def ask(item: object, verb: str, *args: object) -> Item:
     """Let an object do something itself if it has a method for it; a method that returns nothing worked in place."""
     method = None if isinstance(item, type) else getattr(item, verb, None)
     if not callable(method):

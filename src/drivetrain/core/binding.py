@@ -13,6 +13,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name
 from drivetrain.core.event import EVENT_OF_HOOK, OCCASIONAL_HOOKS, SPELLINGS, Event, spellings
 from drivetrain.core.plugin import PHASES, Algorithm, Callback, Logger, Phase, Plugin, plugin_name
+from drivetrain.core.types import Settings
 
 _BASES: frozenset[type] = frozenset({object, Plugin, Algorithm, Callback})
 _OWN_NAMES = frozenset(name for base in _BASES for name in vars(base))
@@ -122,7 +123,7 @@ def method_for(plugin: object, event: Event) -> str | None:
     return found[0] if found else None  # of two inherited from one class, the canonical one
 
 
-def call_named(plugin: object, name: str, host: object, arguments: dict[str, Any]) -> None:
+def call_named(plugin: object, name: str, host: object, arguments: Settings) -> None:
     """Call the plugin's method `name`, if it has one, with the host and those arguments that it names."""
     if _defines(plugin, name):
         method = getattr(plugin, name)

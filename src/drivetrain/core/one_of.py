@@ -14,6 +14,7 @@ from drivetrain.core.binding import subscribes
 from drivetrain.core.errors import ConfigError, ConfigTypeError, StateError, did_you_mean
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger, Plugin, plugin_name
+from drivetrain.core.types import StateDict
 
 _ORDER = {event: place for place, event in enumerate(Event)}
 
@@ -67,7 +68,7 @@ class OneOf(Algorithm):
                 exit_code = member.apply(event, state, logger)
         return exit_code
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return whose turn it is, and every member's state."""
         members = [member.state_dict() for member in self.members]
         return {"chosen": self._chosen, "epoch": self._drawn_in_epoch, "members": members}

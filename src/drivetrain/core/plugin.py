@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from drivetrain.core.event import Event
+from drivetrain.core.types import Settings, StateDict
 
 Phase = Literal["algorithm", "callback", "sink"]
 PHASES: tuple[Phase, ...] = ("algorithm", "callback", "sink")
@@ -85,14 +86,14 @@ class Plugin:
         """Act; the number returned, if any, is kept in the trace."""
         raise NotImplementedError(f"{type(self).__name__} declares events but defines no apply(event, state, logger)")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what must be saved to continue."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take back what `state_dict` returned."""
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Settings:
         """Return the constructor's arguments as JSON-able values, defaults included."""
         args, kwargs = self._arguments
         return {name: jsonable(value) for name, value in _named_arguments(type(self), args, kwargs).items()}
@@ -201,7 +202,7 @@ def jsonable(value: object) -> Any:
     return {"__repr__": repr(value)}
 
 
-def _named_arguments(cls: type, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named_arguments(cls: type, args: tuple[object, ...], kwargs: Settings) -> Settings:
     """Give the arguments a constructor received the names of its parameters, and fill in the defaults."""
     init = cls.__init__  # type: ignore[misc]  # of the class itself, so it is the one that ran
     if init is object.__init__:

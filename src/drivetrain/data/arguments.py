@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import ParameterError, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.data.iterable import IterableMode
 from drivetrain.data.randomness import RngMode
 
@@ -125,7 +126,7 @@ def local_batch_size(global_batch_size: int, world: int) -> int:
 
 def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments that make a loader like a plain torch one."""
-    arguments: dict[str, Any] = {
+    arguments: Settings = {
         "dataset": loader.dataset,
         "collate_fn": None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn,
         **{

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
+from drivetrain.core.types import StateDict
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
 from drivetrain.data.columns import Columns
 from drivetrain.data.fetch import GatherFetch
@@ -345,10 +346,10 @@ class SmartDataLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ place and device
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the place: valid between any two batches, the batch in hand counts as used."""
         cursor = self._cursor
-        state: dict[str, Any] = {
+        state: StateDict = {
             "seed": self._seed,
             "epoch": cursor.epoch,
             "position": cursor.position,
@@ -369,7 +370,7 @@ class SmartDataLoader(DataLoader[T_co]):
                 state["stream"] = stream
         return state
 
-    def load_state_dict(self, state: dict[str, Any] | None, strict: bool = True) -> None:
+    def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
         """Go to a saved place: the next iteration continues there. `strict=False` warns where it would reject."""
         if state is None:
             warnings.warn("the loader's saved state is None: it keeps its own place.", DrivetrainWarning, stacklevel=2)

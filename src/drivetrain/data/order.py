@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, Sampler
 
 from drivetrain.core.errors import ParameterError, ResumeError
+from drivetrain.core.types import Batch
 from drivetrain.data.randomness import SeededGenerators
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.seeds import derive_seed
@@ -298,7 +299,7 @@ def draw_stream(sampler: Iterable[object], seed: int, epoch: int) -> list[Any]:
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
-    part: Any = sampler
+    part: Batch = sampler
     while part is not None:
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain.core.errors import ParameterError, StateError
+from drivetrain.core.types import StateDict
 from drivetrain.data.packing import (
     PackingStrategy,
     Piece,
@@ -120,7 +121,7 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
         if callable(getattr(self.documents, "set_epoch", None)):
             self.documents.set_epoch(epoch)  # type: ignore[attr-defined]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the place after the last row given out."""
         return dict(self._place)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
 
 
@@ -53,7 +54,7 @@ class _SideStream:
         self.queued = module.Event()
         self.spare: list[Any] = []
 
-    def send(self, batch: Any) -> tuple[Any, Any]:
+    def send(self, batch: Batch) -> tuple[Any, Any]:
         """Start the copy of a batch; return it with the event that says when it has arrived."""
         pinned = pin(batch)
         sent = self.spare.pop() if self.spare else self.new_event()

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, default_collate, default_convert
 
 from drivetrain.core.errors import DrivetrainWarning, ResumeError, StateError
+from drivetrain.core.types import StateDict
 from drivetrain.data.columns import Columns, ColumnSamples, find_columns
 from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length, sized_length
 from drivetrain.data.iterable import IterableMode
@@ -103,7 +104,7 @@ class Cursor:
         return self.start if self.info is None else self.info.end
 
 
-def check_state(state: object, length: int | None, last: int | None, strict: bool) -> dict[str, Any]:
+def check_state(state: object, length: int | None, last: int | None, strict: bool) -> StateDict:
     """Return a saved state that fits data of `length` samples and an epoch of `last` samples, or raise a `StateError`."""
     if not isinstance(state, Mapping):
         raise StateError(f"loader state: got a {type(state).__name__}, expected a mapping as state_dict() returns it.")

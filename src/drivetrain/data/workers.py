@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from drivetrain.core.types import StateDict
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
 from drivetrain.data.worker_processes import WorkerStart, end_workers, start_iterator
@@ -40,10 +41,10 @@ class WorkerSide(Dataset[Any]):
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.__dict__["dataset"], name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return dict(self.__dict__)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__dict__.update(state)
 
 

@@ -81,11 +81,11 @@ class JsonlSink(FileSink):
         """Take a text."""
         self._add("text", tag, text, step, time)
 
-    def params(self, values: dict[str, Any], step: int, time: float) -> None:
+    def params(self, values: Settings, step: int, time: float) -> None:
         """Take the settings of the run."""
         self._add("params", "params", values, step, time)
 
-    def summary(self, values: dict[str, Any], step: int, time: float) -> None:
+    def summary(self, values: Settings, step: int, time: float) -> None:
         """Take results of the run."""
         self._add("summary", "summary", values, step, time)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError, StateError, unknown_name
 from drivetrain.core.secret import masked
 from drivetrain.core.time import Time
+from drivetrain.core.types import StateDict
 from drivetrain.record.console import ConsoleSink
 from drivetrain.record.csv_files import CsvSink
 from drivetrain.record.histogram import count_values
@@ -247,7 +248,7 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return count, last values, place in the journal and ids of external runs; everything recorded is written first."""
         if not self._stream.is_closed:
             self.flush()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.record.histogram import Histogram
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
@@ -96,7 +97,7 @@ class WandbSink:
             run, self._run = self._run, None
             run.finish()
 
-    def _log(self, values: dict[str, Any], step: int) -> None:
+    def _log(self, values: Settings, step: int) -> None:
         if self._has_axis:
             self._run.log({STEP: step, **values})
         else:

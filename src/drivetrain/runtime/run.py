@@ -15,6 +15,7 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.secret import masked
+from drivetrain.core.types import Settings
 
 
 @dataclass(kw_only=True, eq=False)
@@ -23,7 +24,7 @@ class Run:
 
     folder: Path
     seed: int
-    params: dict[str, Any] = field(default_factory=dict, repr=False)
+    params: Settings = field(default_factory=dict, repr=False)
     name: str = ""
 
     origins: dict[str, str] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, StateError, unknown_name
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
 
@@ -96,7 +97,7 @@ def _seed_python_and_numpy(seed: int) -> None:
 def capture_rng() -> dict[str, Any]:
     """Return the state of all shared generators of this process, in plain values and tensors."""
     version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
+    state: StateDict = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }

@@ -12,6 +12,7 @@ from drivetrain.algorithms.utils.passes import autocast_of, own_loss
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, ConfigTypeError, PluginConflictError
+from drivetrain.core.types import Batch
 
 
 def logits_of(outputs: object, who: str) -> Tensor:
@@ -78,7 +79,7 @@ def check_loss_is_outside(state: State, who: str) -> None:
         )
 
 
-def check_soft_targets(state: State, logits: Any, targets: Any, who: str) -> None:
+def check_soft_targets(state: State, logits: Batch, targets: Batch, who: str) -> None:
     """Reject a loss that only takes class indices, by a trial with two rows."""
     check_loss_is_outside(state, who)
     if state.loss_fn is None or not isinstance(logits, Tensor):
@@ -128,7 +129,7 @@ def losses_of_samples(state: State, who: str) -> Callable[[Any, Any], Tensor]:
     return lambda outputs, targets: _total(of_batch(outputs, state.batch))
 
 
-def _unreduced(module: Any, outputs: Any, targets: Any) -> Tensor:
+def _unreduced(module: Any, outputs: Batch, targets: Batch) -> Tensor:
     reduction = module.reduction
     module.reduction = "none"
     try:

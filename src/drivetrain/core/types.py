@@ -1,0 +1,14 @@
+"""Types that many folders share: names for values whose form only a user's own code knows."""
+
+from typing import Any
+
+StateDict = dict[str, Any]
+"""A state as `state_dict()` returns it: plain values, containers and tensors by name."""
+Settings = dict[str, Any]
+"""Keyword arguments, parameters or configuration by name; whoever receives them checks each value."""
+Batch = Any
+"""What a loader yields and a model takes: a tensor, or any container of them."""
+Item = Any
+"""One object of a session: a module, an optimizer, a number, a container, or an object of the user's."""
+Saved = Any
+"""The saved form of an item, read from a file: nothing is known of it before it is checked."""
