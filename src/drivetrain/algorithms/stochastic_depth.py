@@ -86,7 +86,7 @@ class StochasticBottleneck(Skippable):
     """The bottleneck of a ResNet: only its branch is skipped, so that a block that changes the shape can be skipped too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        part: object = self
+        part: Any = self
         identity = x if part.downsample is None else part.downsample(x)
         if self.is_skipped():
             return x if part.downsample is None else part.relu(identity)
