@@ -268,14 +268,14 @@ def load_state(state: State, folder: Any) -> dict[str, Any]:
 
     Loader and scheduler are made by `train()`, which restores them then, from the same folder.
     """
-    from drivetrain.checkpoint.reader import find_place
-    from drivetrain.checkpoint.side_file import reading_from
+    from drivetrain.checkpoint.reader import find_checkpoint_path
+    from drivetrain.checkpoint.snapshot import reading_from
     from drivetrain.checkpoint.store import load_checkpoint as read
 
     path = Path(folder)
     if not path.exists():
         raise FileNotFoundError(f"no training state at {folder}: the path does not exist.")
-    saved, place = read(path), find_place(path)
+    saved, place = read(path), find_checkpoint_path(path)
     with reading_from(state, place.path if place.kind == "directory" else place.path.parent):
         state.load_state_dict(saved, strict=False)
     return dict(saved.get("custom_entries") or {})
