@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import load_json, open_to_read
+from drivetrain.core.types import Settings
 from drivetrain.record.append_file import AppendFile, FileSink
 
 if TYPE_CHECKING:  # they need torch, and whoever only reads metrics does not
