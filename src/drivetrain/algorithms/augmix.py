@@ -45,7 +45,7 @@ def augmix_image(
     check_image(img, "augmix_image")
     augmentations = find_set(augmentation_set, "augmix_image")
 
-    def augment(image: object) -> Any:
+    def augment(image: object) -> object:
         weights = draw_weights(width, alpha, generator)
         mixing = draw_beta(alpha, generator)
         total = (1 - mixing) * _values(image)

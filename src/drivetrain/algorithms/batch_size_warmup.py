@@ -47,7 +47,7 @@ class BatchSizeWarmup(Algorithm):
         check_choice("lr_rule", lr_rule, RULES, owner="BatchSizeWarmup")
         self.initial, self.duration, self.lr_rule = initial, ensure_time(duration, TimeUnit.BATCH), lr_rule
         self._length: int | None = None
-        self._rates: list[tuple[dict[str, Any], Any]] = []
+        self._rates: list[tuple[dict[str, object], object]] = []
 
     def length_at(self, state: State) -> int:
         """Return how many batches the window that opens now has."""

@@ -110,7 +110,7 @@ class EMA(Algorithm):
         self.events = frozenset({Event.INIT, self._update_event}) | _STARTS | _ENDS
         self._rhythm = Rhythm(self.update_interval)
         self._average: AveragedWeights | None = None
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: Mapping[str, object] | None = None
         self._model: weakref.ref[nn.Module] | None = None
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -1,7 +1,5 @@
 """Label smoothing (Szegedy et al., 2015, arXiv 1512.00567): spread a little of each target over all classes."""
 
-from typing import Any
-
 from torch import Tensor
 
 from drivetrain.algorithms.utils.losses import check_soft_targets, logits_for
@@ -40,7 +38,7 @@ class LabelSmoothing(Algorithm):
     def __init__(self, smoothing: float = 0.1, target_key: BatchKey = 1):
         check_fractions("LabelSmoothing", smoothing=smoothing)
         self.smoothing, self.target_key = smoothing, target_key
-        self._true: Any = None
+        self._true: object = None
         self._is_checked = False
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

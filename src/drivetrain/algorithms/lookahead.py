@@ -49,7 +49,7 @@ class Lookahead(Algorithm):
             check_choice("schedule", schedule, ("cubic",), owner="Lookahead")
         self.k, self.alpha, self.schedule = k, alpha, schedule
         self._slow: AveragedWeights | None = None
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: Mapping[str, object] | None = None
         self._steps = 0
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

@@ -37,7 +37,7 @@ def randaugment_image(
     check_image(img, "randaugment_image")
     augmentations = find_set(augmentation_set, "randaugment_image")
 
-    def augment(image: object) -> Any:
+    def augment(image: object) -> object:
         for _ in range(depth):
             image = apply_one_of(augmentations, image, severity, generator)
         return image

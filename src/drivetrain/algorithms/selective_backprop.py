@@ -37,7 +37,7 @@ def should_selective_backprop(
 def select_using_loss(
     input: object,
     target: object,
-    model: Callable[[Any], Any],
+    model: Callable[[Any], object],
     loss_fun: object,
     keep: float = 0.5,
     scale_factor: float = 1,
@@ -146,7 +146,7 @@ class SelectiveBackprop(Algorithm):
         state.batch_set_item(self.input_key, take_rows(inputs, chosen))
         state.batch_set_item(self.target_key, take_rows(targets, chosen))
 
-    def _outputs(self, state: State, inputs: object) -> Any:
+    def _outputs(self, state: State, inputs: object) -> object:
         """Return what the loss compares, for other inputs than the batch's."""
         batch = state.batch
         if self.scale_factor != 1:

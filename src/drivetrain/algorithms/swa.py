@@ -75,7 +75,7 @@ class SWA(Algorithm):
         self.events = frozenset({Event.INIT, Event.FIT_START, self._update_event, Event.FIT_END})
         self._first_at: int | None = None  # the batch or epoch of the first member; the others are counted from it
         self._average: AveragedWeights | None = None
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: Mapping[str, object] | None = None
         self._first_rates: list[float] | None = None
         self.swa_completed = False
         self._state: State | None = None

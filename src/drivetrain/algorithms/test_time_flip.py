@@ -5,7 +5,6 @@ count, in the weighting of Jordan's airbench (2024, arXiv 2404.00498): the two u
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class TestTimeFlip(Algorithm):
                 state.batch_set_item(self.input_key, images)
         state.outputs = total
 
-    def _outputs(self, state: State) -> Any:
+    def _outputs(self, state: State) -> object:
         """Return the model's outputs for the batch as it is, of the same size as before, so that nothing is compiled again."""
         with torch.no_grad(), autocast_of(state):
             return call_model(state, state.batch)

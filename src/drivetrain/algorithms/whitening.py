@@ -60,7 +60,7 @@ class Whitening(Algorithm):
 
     def _images(self, state: State) -> Tensor:
         """Return training images from all over the data, which may be sorted by class."""
-        loader: Any = state.train_dataloader
+        loader: object = state.train_dataloader
         columns: Any = getattr(loader, "columns", None)
         dataset: Any = getattr(loader, "dataset", None)
         if columns is None and not hasattr(dataset, "__getitem__"):

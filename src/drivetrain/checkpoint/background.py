@@ -88,7 +88,7 @@ class BackgroundJob:
         error, self._error = self._error, None
         return error
 
-    def _run(self, job: Callable[[], Any], name: str) -> None:
+    def _run(self, job: Callable[[], object], name: str) -> None:
         try:
             job()
         except Exception as error:

@@ -50,14 +50,14 @@ class RankExchange:
             return [value]
         return gather_objects(value, self.group)
 
-    def first(self, ask: Callable[[], Any]) -> Any:
+    def first(self, ask: Callable[[], object]) -> Any:
         """Return rank 0's answer on every rank, or raise its error on every rank: its view of the files counts."""
         outcome = self.attempt(lambda: ask() if self.rank == 0 else None)
         if outcome.problems:
             raise outcome.own or CheckpointError(outcome.explain())
         return outcome.results[0]
 
-    def attempt(self, action: Callable[[], Any]) -> "AttemptResults":
+    def attempt(self, action: Callable[[], object]) -> "AttemptResults":
         """Run `action` on every rank and report to all of them how it went.
 
         A disk error or a CheckpointError is an outcome, to be judged by the caller. Any other error of one rank is

@@ -115,7 +115,7 @@ def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifes
     )
 
 
-def _fresh_generator(packed: StateDict, seed: int) -> Any:
+def _fresh_generator(packed: StateDict, seed: int) -> object:
     """Return the packed state of a generator of the same kind that starts from `seed`."""
     if tag_of(packed) == "generator":
         try:
@@ -132,7 +132,7 @@ def _fresh_generator(packed: StateDict, seed: int) -> Any:
     return pack(np.random.Generator(type(unpack(packed).bit_generator)(seed)))
 
 
-def _fresh_rng(seed: int) -> dict[str, Any]:
+def _fresh_rng(seed: int) -> dict[str, object]:
     """Return the state the process's generators have after seeding, without changing them."""
     before = capture_rng()
     try:

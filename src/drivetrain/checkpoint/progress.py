@@ -42,7 +42,7 @@ class Progress:
             self.load(_continued.get(source, {}))
 
     @property
-    def _clock(self) -> Any:
+    def _clock(self) -> object:
         return getattr(self._source, "clock", None)
 
     @property

@@ -112,7 +112,7 @@ def find_layouts(names: set[str], structure: object, live: object) -> dict[str, 
 
 def _optimizer_parameters(structure: object) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the path of each saved optimizer and the names of its parameters by their numbers in the state."""
-    waiting: list[tuple[str, Any]] = [("", structure)]
+    waiting: list[tuple[str, object]] = [("", structure)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, dict) and "param_groups" in value and "state" in value:
@@ -128,7 +128,7 @@ def _optimizer_parameters(structure: object) -> Iterator[tuple[str, dict[str, st
             waiting += [(join_path(path, index), item) for index, item in enumerate(value)]
 
 
-def _members(path: str, inner: list[Any]) -> list[tuple[str, Any]]:
+def _members(path: str, inner: list[object]) -> list[tuple[str, object]]:
     """Return the members of a tagged tuple or of a tagged mapping (a list of pairs)."""
     pairs = [pair for pair in inner if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int)]
     if len(pairs) == len(inner):

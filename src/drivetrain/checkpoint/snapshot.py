@@ -124,7 +124,7 @@ def _written_here(sharded: Mapping[str, Tensor], exchange: RankExchange) -> dict
     return {name: tensor for name, tensor in sharded.items() if first[name] == own[name]}
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """Return metrics as plain numbers; a one-element tensor is read (which waits for its device)."""
     numbers: dict[str, float] = {}
     for name, value in (metrics or {}).items():
@@ -174,7 +174,7 @@ def _run_state() -> StateDict | None:
     }
 
 
-def _packed_or_text(value: object) -> Any:
+def _packed_or_text(value: object) -> object:
     try:
         return pack(value)
     except StateError:
@@ -203,7 +203,7 @@ def referring(source: object, folder: Path | None, exchange: RankExchange) -> It
         return
     write: Callable[[], None] | None = None
 
-    def prepare() -> Any:
+    def prepare() -> object:
         nonlocal write
         if exchange.rank:
             return None

@@ -65,7 +65,7 @@ def save_checkpoint(
     return write_checkpoint(directory, id, snapshot, exchange, best=None if metric is None else Best("metric"))
 
 
-def load_checkpoint(path: str | Path, *, map_location: Any = "cpu", verify: str = "full") -> dict[str, Any]:
+def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: str = "full") -> dict[str, Any]:
     """Return the state that was saved. Each rank reads for itself; tensors that were split over ranks come whole.
 
     Args:

@@ -103,7 +103,7 @@ def tensor_names(structure: object) -> set[str]:
     return names
 
 
-def unflatten(structure: object, tensors: Mapping[str, Tensor], local: Mapping[str, Any] | None = None) -> Any:
+def unflatten(structure: object, tensors: Mapping[str, Tensor], local: Mapping[str, object] | None = None) -> Any:
     """Build the state again; `local` gives the values of this rank by name."""
     return _Builder(tensors, local or {}).decode(structure)
 
@@ -132,10 +132,10 @@ class _Flattener:
         self._alive: list[Tensor] = []  # a freed tensor's address may be given out again during the walk
         self._names: set[str] = set()
 
-    def encode(self, state: object) -> Any:
+    def encode(self, state: object) -> object:
         return JsonPacker(self._local if self._is_local is not None else None, self._tensor).pack(state, "")
 
-    def _local(self, value: object, path: str) -> Any:
+    def _local(self, value: object, path: str) -> object:
         assert self._is_local is not None
         if not self._is_local(path, value):
             return NotImplemented
@@ -212,7 +212,7 @@ class _Builder:
         self._tensors, self._local = tensors, local
         self._views: dict[tuple[str, str], Tensor] = {}
 
-    def decode(self, structure: object) -> Any:
+    def decode(self, structure: object) -> object:
         return JsonUnpacker({"$tensor": self._tensor, "$local": self._own}).unpack(structure)
 
     def _own(self, reference: dict[str, Any]) -> Any:

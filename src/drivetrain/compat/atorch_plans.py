@@ -20,7 +20,7 @@ _BUILTINS |= {"int": int, "float": float, "str": str, "bool": bool, "bytes": byt
 class _Inert(str):
     """The name of something that is not loaded."""
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         raise StrategyFormatError(f"the pickle calls {str(self)!r}, which is not allowed. It is not a plan.")
 
 
@@ -33,7 +33,7 @@ class _LegacyStrategy:
 class _PlanUnpickler(pickle.Unpickler):
     """Resolves the few names that a plan needs."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module.startswith("atorch.") and name == "Strategy":
             return _LegacyStrategy
         if module == "builtins" and name in _BUILTINS:
@@ -58,7 +58,7 @@ def read_legacy_pickle(data: bytes) -> list[Any]:
     return [_decoded(item) for item in value]
 
 
-def _decoded(item: object) -> Any:
+def _decoded(item: object) -> object:
     """Return one method; ATorch pickles the configuration inside its pickle once more."""
     if not isinstance(item, tuple | list) or len(item) < 2 or not isinstance(item[1], bytes):
         return tuple(item) if isinstance(item, list) else item

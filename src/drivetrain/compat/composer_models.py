@@ -97,7 +97,7 @@ class ComposerClassifier(ComposerModel):
         self.module, self.num_classes, self._loss_fn = module, num_classes, loss_fn
         self.train_metrics, self.val_metrics = self._named(train_metrics), self._named(val_metrics)
 
-    def _named(self, metrics: object) -> dict[str, Any]:
+    def _named(self, metrics: object) -> dict[str, object]:
         if metrics is None:
             if self.num_classes is None:
                 return {}

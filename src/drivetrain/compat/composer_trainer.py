@@ -76,7 +76,7 @@ class Trainer(NativeTrainer):
         autoresume: bool = False,
         **others: Any,
     ):
-        self._for_train: dict[str, Any] = {}
+        self._for_train: dict[str, object] = {}
         for name in [name for name in others if name in _FOR_TRAIN]:
             value = others.pop(name)
             if value is not None and value != -1:
@@ -128,7 +128,7 @@ class Trainer(NativeTrainer):
         given = {"train_dataset": _loader(train_dataloader), "max_duration": duration}
         return self.train(**{name: value for name, value in given.items() if value is not None}, **kwargs)
 
-    def eval(self, eval_dataloader: Any = None, **kwargs: Any) -> Any:
+    def eval(self, eval_dataloader: object = None, **kwargs: Any) -> Any:
         """Evaluate on the given data, or on that of the constructor."""
         given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
@@ -140,7 +140,7 @@ class Trainer(NativeTrainer):
             return super().get_metric_inputs(batch, batch_output)
         return model.eval_forward(batch, batch_output["model_outputs"]), batch
 
-    def _scheduler(self) -> Any:
+    def _scheduler(self) -> object:
         (given,) = self._schedulers
         if isinstance(given, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
             return given
@@ -158,11 +158,11 @@ def _watches(logger: object) -> bool:
     return type(logger).close is not Callback.close or any(method_for(logger, event) for event in Event)
 
 
-def _loader(data: object) -> Any:
+def _loader(data: object) -> object:
     return data.loader() if isinstance(data, DataSpec) else data
 
 
-def _evaluation(data: object) -> Any:
+def _evaluation(data: object) -> object:
     """Return one loader, or several by name."""
     if data is None or not isinstance(data, Evaluator | DataSpec | list | tuple):
         return data
@@ -193,5 +193,5 @@ class _Updated:
         """Let the model take a batch into the metric."""
         self._model.update_metric(batch, outputs, self._metric)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._metric, name)

@@ -54,7 +54,7 @@ class Serializable:
 
 
 def get_precision_context(
-    precision: str | Precision, precision_config: Mapping[str, Any] | None = None, fp8_autocast_enabled: bool = True
+    precision: str | Precision, precision_config: Mapping[str, object] | None = None, fp8_autocast_enabled: bool = True
 ) -> AbstractContextManager[object]:
     """Return a context in which operations run in a precision, on the device of this process."""
     if precision_config:
@@ -79,10 +79,10 @@ class DataSpec:
         dataloader: Iterable[object],
         num_samples: int | None = None,
         num_tokens: int | None = None,
-        device_transforms: Callable[[Any], Any] | None = None,
-        batch_transforms: Callable[[Any], Any] | None = None,
-        microbatch_transforms: Callable[[Any], Any] | None = None,
-        split_batch: Callable[..., Any] | None = None,
+        device_transforms: Callable[[Any], object] | None = None,
+        batch_transforms: Callable[[Any], object] | None = None,
+        microbatch_transforms: Callable[[Any], object] | None = None,
+        split_batch: Callable[..., object] | None = None,
         get_num_samples_in_batch: Callable[[Any], int] | None = None,
         get_num_tokens_in_batch: Callable[[Any], int] | None = None,
     ):
@@ -162,7 +162,7 @@ def ensure_tuple(x: object) -> tuple[Any, ...]:
     return tuple(x.values()) if isinstance(x, Mapping) else tuple(x)
 
 
-def map_collection(collection: object, map_fn: Callable[[Any], Any]) -> Any:
+def map_collection(collection: object, map_fn: Callable[[Any], object]) -> Any:
     """Apply a function to every leaf of nested lists, tuples and dicts, and keep their types."""
     if isinstance(collection, tuple) and hasattr(collection, "_fields"):
         return type(collection)(*(map_collection(item, map_fn) for item in collection))
@@ -193,8 +193,8 @@ class InMemoryLogger(LoggerDestination):
 
     def __init__(self) -> None:
         self.data: dict[str, list[tuple[int | None, Any]]] = {}
-        self.most_recent_values: dict[str, Any] = {}
-        self.hyperparameters: dict[str, Any] = {}
+        self.most_recent_values: dict[str, object] = {}
+        self.hyperparameters: dict[str, object] = {}
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Keep values; tensors stay where they are until they are read."""

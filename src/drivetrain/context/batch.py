@@ -68,7 +68,7 @@ def _set_many(batch: Batch, keys: Sequence[Any], values: Any) -> Batch:
     return batch
 
 
-def _set_one(batch: Batch, key: Any, value: Any) -> Batch:
+def _set_one(batch: Batch, key: object, value: object) -> Batch:
     if isinstance(batch, tuple):
         return _set_in_tuple(batch, key, value)
     try:
@@ -106,7 +106,7 @@ def _parts_of(batch: object, key: object) -> str:
     )
 
 
-def _as_pair(key: object) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _as_pair(key: object) -> tuple[Callable[..., object], Callable[..., object]] | None:
     """Return `(getter, setter)` when the key is one; a sequence of functions of another length is an error."""
     if not _is_many(key) or not any(callable(one) for one in key):
         return None

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def pack(
-    value: object, *, path: str = "", special: Special | None = None, tensor: Callable[[Tensor], Any] | None = None
+    value: object, *, path: str = "", special: Special | None = None, tensor: Callable[[Tensor], object] | None = None
 ) -> Any:
     """Return `value` as plain tagged containers and tensors; tensors are detached, not copied.
 
@@ -87,7 +87,7 @@ class Packer:
     plain: ClassVar[frozenset[type]] = PLAIN
     depth_limit: ClassVar[int] = sys.maxsize
 
-    def __init__(self, special: Special | None, tensor: Callable[[Tensor], Any]):
+    def __init__(self, special: Special | None, tensor: Callable[[Tensor], object]):
         self.special, self.tensor = special, tensor
         self._inside: set[int] = set()
 
@@ -116,17 +116,17 @@ class Packer:
         """Return the entries of a mapping whose keys are kept as they are, packed."""
         return {key: self.pack(item, join_path(path, key)) for key, item in value.items()}
 
-    def pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+    def pairs(self, value: Mapping[object, object], path: str) -> list[Any]:
         """Return the entries of a mapping as pairs, keys and values packed."""
         return [(self.pack(key, path), self.pack(item, join_path(path, key))) for key, item in value.items()]
 
     def _too_deep(self, value: object, path: str) -> Exception:
         return StateError(f"{path or 'the value'}: a {type(value).__name__} contains itself and cannot be saved.")
 
-    def _pack_tensor(self, tensor: Tensor, path: str) -> Any:
+    def _pack_tensor(self, tensor: Tensor, path: str) -> object:
         return self.tensor(tensor)
 
-    def _pack_known(self, value: object, path: str) -> Any:
+    def _pack_known(self, value: object, path: str) -> object:
         if type(value) is list:
             return self.items(value, path)
         if coder := next((coder for coder in CODERS if coder.holds(value)), None):
@@ -158,7 +158,7 @@ class JsonPacker(Packer):
     plain = frozenset({type(None), bool, str})
     depth_limit = DEPTH_LIMIT
 
-    def __init__(self, special: Special | None, tensor: Callable[[Tensor, str], Any]):
+    def __init__(self, special: Special | None, tensor: Callable[[Tensor, str], object]):
         super().__init__(special, Tensor.detach)
         self._name_tensor = tensor
 
@@ -174,7 +174,7 @@ class JsonPacker(Packer):
     def _too_deep(self, value: object, path: str) -> Exception:
         return CheckpointError(f"{path[:60]}...: nested more than {DEPTH_LIMIT} levels deep, or containing itself.")
 
-    def _pack_tensor(self, tensor: Tensor, path: str) -> Any:
+    def _pack_tensor(self, tensor: Tensor, path: str) -> object:
         return self._name_tensor(tensor, path)
 
     def _pack_known(self, value: Any, path: str) -> Any:
@@ -228,7 +228,7 @@ class Unpacker:
         finally:
             self._depth -= 1
 
-    def _open(self, key: str, packed: StateDict, path: str) -> Any:
+    def _open(self, key: str, packed: StateDict, path: str) -> object:
         try:
             return self._unpack_tagged(key, packed, path)
         except _DAMAGE as error:
@@ -276,7 +276,7 @@ class Unpacker:
         """Return the key that marks a dict as the packed form of another value, or None."""
         return TAG if TAG in packed else None
 
-    def _unpack_other(self, packed: object, path: str) -> Any:
+    def _unpack_other(self, packed: object, path: str) -> object:
         if isinstance(packed, Tensor):
             return packed if self._tensor is None else self._tensor(packed)
         if type(packed) is tuple:
@@ -287,7 +287,7 @@ class Unpacker:
             f"a {type(packed).__name__} is not a packed value; expected plain containers, tensors and tagged dicts."
         )
 
-    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> Any:
+    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> object:
         tag = packed[key]
         if tag == NOT_STATE:
             return None
@@ -325,7 +325,7 @@ class JsonUnpacker(Unpacker):
     def _tag_key(self, packed: StateDict) -> str | None:
         return next((key for key in packed if key.startswith("$")), None)
 
-    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> Any:
+    def _unpack_tagged(self, key: str, packed: StateDict, path: str) -> object:
         if key in self._given:
             return self._given[key](packed)
         if key == "$ordered":

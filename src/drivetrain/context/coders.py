@@ -67,7 +67,7 @@ def value_coder(value: object) -> Coder | None:
     return next((coder for coder in VALUE_CODERS if coder.holds(value)), None)
 
 
-def _simple(tag: str, cls: type, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> Coder:
+def _simple(tag: str, cls: type, write: Callable[[Any], object], read: Callable[[Any], object]) -> Coder:
     """Return the row of a class whose values become plain data by one function and come back by another."""
     return Coder(
         tag,
@@ -86,7 +86,7 @@ def enum_member(cls: type[Enum], content: Content) -> Enum:
     return cls[content["name"]]
 
 
-def _pack_enum(value: Enum, packer: "Packer", path: str) -> dict[str, Any]:
+def _pack_enum(value: Enum, packer: "Packer", path: str) -> dict[str, object]:
     # Members are known by name, combinations of flags only by value.
     stored = {"value": packer.pack(value.value, path)} if isinstance(value, Flag) else {"name": value.name}
     return {"class": class_name(type(value)), **stored}
@@ -99,7 +99,7 @@ def _unpack_enum(content: Content, unpacker: "Unpacker", path: str) -> Enum:
     return enum_member(cls, unpacker.unpack(content, path))
 
 
-def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> Any:
+def _pack_array(value: np.ndarray, packer: "Packer", path: str) -> object:
     try:
         owned = value.flags.writeable and min(value.strides, default=0) >= 0
         return packer.pack(torch.from_numpy(value if owned else value.copy()), path)
@@ -205,7 +205,7 @@ GENERATORS: dict[str, Generators] = {
 
 
 def _generator_coder(tag: str, kind: Generators) -> Coder:
-    def unpack_generator(content: Content, unpacker: "Unpacker", path: str) -> Any:
+    def unpack_generator(content: Content, unpacker: "Unpacker", path: str) -> object:
         content = unpacker.unpack(content, path)
         generator = kind.make(content)
         kind.restore(generator, content)
@@ -219,7 +219,7 @@ def _pack_fields(value: Any, packer: "Packer", path: str) -> dict[str, Any]:
     return {"class": class_name(type(value)), "fields": packer.entries(fields, path)}
 
 
-def _unpack_namedtuple(content: Content, unpacker: "Unpacker", path: str) -> Any:
+def _unpack_namedtuple(content: Content, unpacker: "Unpacker", path: str) -> object:
     cls = unpacker.find_class(content["class"], "namedtuple")
     return cls(**{name: unpacker.unpack(item, path) for name, item in content["fields"].items()})
 
@@ -237,7 +237,7 @@ def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> Any:
     return value
 
 
-def _pack_set(value: "set[Any] | frozenset[Any]", packer: "Packer", path: str) -> list[Any]:
+def _pack_set(value: "set[Any] | frozenset[Any]", packer: "Packer", path: str) -> list[object]:
     # Sorted, because the order of a set differs from process to process and equal states should give equal files.
     return packer.items(sorted(value, key=repr), path)
 

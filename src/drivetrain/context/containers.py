@@ -36,19 +36,19 @@ class DictKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, dict)
 
-    def children(self, item: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: dict[object, object]) -> Iterable[tuple[Any, Any]]:
         return list(item.items())
 
-    def rebuild(self, item: dict[Any, Any], change: Change) -> dict[Any, Any]:
+    def rebuild(self, item: dict[object, object], change: Change) -> dict[Any, Any]:
         for key, child in self.children(item):
             item[key] = change(child)
         return item
 
-    def fit(self, item: dict[Any, Any], saved: Saved, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: dict[object, object], saved: Saved, loading: "Loading", path: str) -> Restore:
         entries = _open_dict(saved, loading)
         if entries is None:
             return loading.unfit(path, item, saved)
-        restores: dict[Any, Restore] = {}
+        restores: dict[object, Restore] = {}
         for key, child in entries.items():
             where = join_path(path, key)
             if key in item:
@@ -59,7 +59,7 @@ class DictKind(Kind):
             if key not in entries and (loading.lacks_state(child, join_path(path, key)) or loading.is_stateless(child)):
                 restores[key] = keep(child)
 
-        def restore() -> dict[Any, Any]:
+        def restore() -> dict[object, object]:
             restored = {key: put() for key, put in restores.items()}
             item.clear()
             for key, child in restored.items():  # one by one: Counter.update would add up
@@ -69,7 +69,7 @@ class DictKind(Kind):
         return restore
 
 
-def _open_dict(saved: Saved, loading: "Loading") -> dict[Any, Any] | None:
+def _open_dict(saved: Saved, loading: "Loading") -> dict[object, object] | None:
     """Return the entries of a saved dict with their values still packed, or None when it is something else."""
     if type(saved) is OrderedDict or (type(saved) is dict and TAG not in saved):
         return dict(saved)
@@ -101,7 +101,7 @@ class ListKind(Kind):
             return loading.unfit(path, item, saved)
         restore_elements = _fit_elements(list(item), elements, loading, path)
 
-        def restore() -> Any:
+        def restore() -> object:
             restored = restore_elements()
             item.clear()
             item.extend(restored)
@@ -119,13 +119,13 @@ class TupleKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, tuple) and not is_namedtuple(item)
 
-    def children(self, item: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: tuple[object, ...]) -> Iterable[tuple[Any, Any]]:
         return enumerate(item)
 
     def rebuild(self, item: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
         return _same_or_new(item, [change(child) for child in item])
 
-    def fit(self, item: tuple[Any, ...], saved: Saved, loading: "Loading", path: str) -> Restore:
+    def fit(self, item: tuple[object, ...], saved: Saved, loading: "Loading", path: str) -> Restore:
         elements = _open_sequence(saved)
         if elements is None:
             return loading.unfit(path, item, saved)
@@ -193,7 +193,7 @@ class SetKind(Kind):
             return loading.unfit(path, item, saved)
         elements = loading.unpack(saved["value"])
 
-        def restore() -> Any:
+        def restore() -> object:
             if isinstance(item, frozenset):
                 return type(item)(elements)
             item.clear()
@@ -203,14 +203,14 @@ class SetKind(Kind):
         return restore
 
 
-def _open_sequence(saved: Saved) -> list[Any] | None:
+def _open_sequence(saved: Saved) -> list[object] | None:
     """Return the elements of a saved list, tuple or deque, still packed, or None when it is something else."""
     if type(saved) in (list, tuple):
         return list(saved)
     return list(saved["value"]["items"]) if tag_of(saved) == "deque" else None
 
 
-def _fit_elements(live: list[Any], saved: list[Any], loading: "Loading", path: str) -> Callable[[], list[Any]]:
+def _fit_elements(live: list[object], saved: list[object], loading: "Loading", path: str) -> Callable[[], list[object]]:
     """Fit position by position; further saved elements are built, further live ones must be without state."""
     elements = list(saved)
     pending: dict[int, Restore] = {}  # a long history of numbers needs no step of its own for each of them
@@ -223,7 +223,7 @@ def _fit_elements(live: list[Any], saved: list[Any], loading: "Loading", path: s
         if type(live[index]) not in PLAIN and loading.lacks_state(live[index], join_path(path, index)):
             elements.append(live[index])
 
-    def restore() -> list[Any]:
+    def restore() -> list[object]:
         for index, put in pending.items():
             elements[index] = put()
         return elements
@@ -232,7 +232,7 @@ def _fit_elements(live: list[Any], saved: list[Any], loading: "Loading", path: s
 
 
 def _fit_fields(
-    item: Item, live: dict[str, Any], tag: str, saved: Saved, loading: "Loading", path: str
+    item: Item, live: dict[str, object], tag: str, saved: Saved, loading: "Loading", path: str
 ) -> dict[str, Restore] | None:
     """Fit fields by name; None when the saved value is something else, which is noted."""
     if tag_of(saved) != tag:
@@ -247,7 +247,7 @@ def _fit_fields(
     return {name: loading.fit(live[name], child, join_path(path, name)) for name, child in fields.items()}
 
 
-def _same_or_new(item: Item, children: list[Any]) -> Any:
+def _same_or_new(item: Item, children: list[object]) -> Any:
     if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
         return item
     return same_tuple(item, children)

@@ -220,7 +220,7 @@ def follow_run(context: "Context") -> None:
         restore_rng(random_states)
 
 
-def _restore(context: "Context", run: Run) -> Mapping[str, Any] | None:
+def _restore(context: "Context", run: Run) -> Mapping[str, object] | None:
     restorer: Restorer | None = getattr(run, "restore", None)
     if restorer is None:
         if run.params.get("checkpoint") is not None:

@@ -38,7 +38,7 @@ class Kind:
         """Return names and values of what a container holds."""
         return ()
 
-    def rebuild(self, item: Item, change: Callable[[Any], Any]) -> Item:
+    def rebuild(self, item: Item, change: Callable[[Any], object]) -> Item:
         """Change every child of a container and return it: the same object where it can be changed in place."""
         raise NotImplementedError
 

@@ -89,7 +89,7 @@ class Loading:
         self._faults: list[_Fault] = []
         self._without_state: list[str] = []
         self._self_loads: list[_SelfLoad] = []
-        self.modules: list[Callable[[], Any]] = []
+        self.modules: list[Callable[[], object]] = []
         self.optimizers: list[Callable[[], Any]] = []
 
     @cached_property

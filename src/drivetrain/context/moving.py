@@ -79,7 +79,7 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 _move_entries(state, parameter.device, on_device)
 
 
-def _move_entries(state: dict[Any, Any], device: torch.device, step_on_device: bool) -> None:
+def _move_entries(state: dict[object, object], device: torch.device, step_on_device: bool) -> None:
     for key, value in state.items():
         # torch keeps the step count on the CPU unless a fused or captured kernel reads it.
         target = torch.device("cpu") if key == "step" and not step_on_device else device

@@ -130,7 +130,7 @@ def _settings(saved: Mapping[str, object], live: Mapping[str, object]) -> Settin
     return result
 
 
-def _copy_for(value: object, parameter: Tensor, name: object) -> Any:
+def _copy_for(value: object, parameter: Tensor, name: object) -> object:
     """Return a copy of a state value where its parameter is: on its device, and sharded as it is if of its shape."""
     if isinstance(value, dict):
         return {key: _copy_for(item, parameter, key) for key, item in value.items()}
@@ -147,7 +147,7 @@ def _copy_for(value: object, parameter: Tensor, name: object) -> Any:
     return value.to(parameter.device, copy=True)
 
 
-def _restore_types(state: dict[Any, Any], fresh: Mapping[object, object]) -> None:
+def _restore_types(state: dict[object, object], fresh: Mapping[object, object]) -> None:
     for name, value in fresh.items():
         current = state.get(name)
         if (

@@ -16,6 +16,7 @@ from drivetrain.context.context import Context
 from drivetrain.context.kinds import Kind
 from drivetrain.context.loading import LoadReport
 from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
+from drivetrain.core.plugin import Algorithm
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.core.types import Batch, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -92,7 +93,7 @@ class State(Context):
     gradients: Any
     loggers: list[Any]
     custom_entries: Any
-    _rank_local: dict[str, Callable[..., Any]]
+    _rank_local: dict[str, Callable[..., object]]
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
 
@@ -127,7 +128,7 @@ class State(Context):
         self.rank_zero_seed, self.run_name = (rank_zero_seed if seed is None else seed), run_name
         self.clock = Clock()
         self.generators: dict[str, torch.Generator] = {}
-        self.algorithms: list[Any] = []
+        self.algorithms: list[Algorithm] = []
         self.callbacks: list[Any] = []
         self.device, self.max_duration = device, max_duration
 
@@ -156,7 +157,7 @@ class State(Context):
             self._before_load(state)
         return super().load_state_dict(state, strict)
 
-    _side_file: Any = None  # an item that checkpoints refer to instead of holding it, see `checkpoint.snapshot`
+    _side_file: object = None  # an item that checkpoints refer to instead of holding it, see `checkpoint.snapshot`
 
     # Time.
 
@@ -272,7 +273,7 @@ class State(Context):
         return self._kinds.get(name)
 
 
-def _as_tuple(value: object) -> tuple[Any, ...]:
+def _as_tuple(value: object) -> tuple[object, ...]:
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
 
 

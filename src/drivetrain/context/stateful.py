@@ -176,7 +176,7 @@ class ContextKind(Kind):
     def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
         return item._items().items()
 
-    def rebuild(self, item: Item, change: Callable[[Any], Any]) -> Item:
+    def rebuild(self, item: Item, change: Callable[[Any], object]) -> Item:
         for name, child in item._items().items():
             changed = change(child)
             if changed is not child:
@@ -204,7 +204,7 @@ class ContextKind(Kind):
             if name not in live and name not in item._excluded and tag_of(state) != NOT_STATE:
                 loading.note("unexpected", join_path(path, name), valid=live)
 
-        def restore() -> Any:
+        def restore() -> object:
             for name, put in restores.items():
                 restored = put()
                 if restored is not live[name]:

@@ -4,7 +4,7 @@ Each is one walk over all items. An object that appears in several places is cha
 Optimizers come last, when their parameters are where they will be.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ class Transform:
 
     def __init__(self) -> None:
         self.followers: list[Optimizer] = []
-        self._done: dict[int, tuple[Any, Any]] = {}  # holds on to the originals, so that no identity is used twice
+        self._done: dict[
+            int, tuple[object, object]
+        ] = {}  # holds on to the originals, so that no identity is used twice
 
     def act(self, kind: Kind, item: object) -> Item:
         """Change one item that is not a container."""

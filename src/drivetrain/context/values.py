@@ -9,7 +9,7 @@ import types
 import warnings
 from enum import Enum
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -184,7 +184,7 @@ class GeneratorKind(Kind):
         if coder.tag == "generator" and torch.device(content["device"]).type != item.device.type:
             return lambda: _start_again(item, content, path)
 
-        def restore() -> Any:
+        def restore() -> object:
             GENERATORS[coder.tag].restore(item, content)
             return item
 

@@ -138,7 +138,7 @@ def call_closing(plugin: object, method: str, arguments: tuple[object, ...]) -> 
         bound(*(arguments if inspect.signature(bound).parameters else ()))
 
 
-def _hook_call(plugin: object, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], Any]:
+def _hook_call(plugin: object, method: str, carried: tuple[str, ...], around: Surroundings) -> Callable[[], object]:
     """Return a callable that calls an `on_*` method with the host and the state's present values."""
     bound, host, state = getattr(plugin, method), around.host, around.state
     names = _accepted(plugin, method, carried)
@@ -219,7 +219,7 @@ def _attends_anything(plugin: object) -> bool:
     return any(name in _CALLED_BY_NAME or name.startswith("on_") for name in names)
 
 
-def _find(plugin: object, names: tuple[str, ...]) -> tuple[Any, list[str]]:
+def _find(plugin: object, names: tuple[str, ...]) -> tuple[object, list[str]]:
     """Return the most derived layer of `plugin` (itself, its class, a base) that defines some of `names`, and which."""
     for owner in (plugin, *_own_layers(plugin)):
         namespace = getattr(owner, "__dict__", {})

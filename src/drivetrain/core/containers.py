@@ -43,7 +43,7 @@ def same_tuple(like: tuple[object, ...], items: list[object]) -> Any:
     return make(*items) if is_namedtuple(like) else make(items)
 
 
-def map_items(value: object, change: Callable[[Any], Any]) -> Any:
+def map_items(value: object, change: Callable[[Any], object]) -> Any:
     """Return a container of the same type with `change` applied to each item; any other value is returned as it is.
 
     >>> map_items({"a": 1, "b": 2}, str), map_items((1, 2), str), map_items("text", str.upper)

@@ -45,14 +45,14 @@ _CLOSED = "The engine is closed."
 class _RunLists(dict[Event, tuple[Callable[[], Any], ...]]):
     """The callables of every event; an event may also be named by a string."""
 
-    def __missing__(self, event: str) -> tuple[Callable[[], Any], ...]:
+    def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
         return self[Event(event)]
 
 
 class _ClosedRunLists(_RunLists):
     """What a closed engine holds instead."""
 
-    def __missing__(self, event: str) -> tuple[Callable[[], Any], ...]:
+    def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
         raise EngineError(f"{_CLOSED} {event} cannot be fired any more.")
 
 
@@ -68,15 +68,15 @@ class Fire:
     def __getattr__(self, name: str) -> Callable[[], Any]:
         raise AttributeError(unknown_name("event", name, self.__slots__))
 
-    def set(self, event: Event, calls: tuple[Callable[[], Any], ...]) -> None:
+    def set(self, event: Event, calls: tuple[Callable[[], object], ...]) -> None:
         """Set what is called at an event."""
         setattr(self, event.value, _NOTHING if not calls else calls[0] if len(calls) == 1 else partial(_walk, calls))
 
 
-_NOTHING: Callable[[], Any] = [].clear  # a built-in without arguments: the cheapest call there is
+_NOTHING: Callable[[], object] = [].clear  # a built-in without arguments: the cheapest call there is
 
 
-def _walk(calls: tuple[Callable[[], Any], ...]) -> None:
+def _walk(calls: tuple[Callable[[], object], ...]) -> None:
     for call in calls:
         call()
 
@@ -118,13 +118,13 @@ class Engine:
         self._timed = False
         self._measured: dict[tuple[Event, int], list[float]] = {}
         self._passes: list[AlgorithmPass] = []
-        self._plugins: tuple[Any, ...] = ()
+        self._plugins: tuple[object, ...] = ()
         self._found: dict[Event, tuple[Binding, ...]] = {}
         self._bindings: dict[Event, tuple[Binding, ...]] = {}
         self._calls: _RunLists = _RunLists()
         self.on = Fire()
         """The events as methods, for a loop to hold; kept up to date when plugins change."""
-        self._guarded: list[tuple[Fire, Callable[[Callable[[], Any]], Any]]] = []
+        self._guarded: list[tuple[Fire, Callable[[Callable[[], Any]], object]]] = []
         for one in _pass_list(algorithm_passes):
             self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
         self.set_plugins(plugins)
@@ -259,7 +259,7 @@ class Engine:
             for fire, guard in self._guarded:
                 fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
 
-    def guarded(self, guard: Callable[[Callable[[], Any]], Any]) -> Fire:
+    def guarded(self, guard: Callable[[Callable[[], Any]], object]) -> Fire:
         """Return the events as methods that run their plugins through `guard(run)`, which may catch what they raise.
 
         Those that an earlier call returned are not kept up to date any more.
@@ -269,10 +269,10 @@ class Engine:
         self._compile()
         return fire
 
-    def _call(self, binding: Binding, order: int) -> Callable[[], Any]:
+    def _call(self, binding: Binding, order: int) -> Callable[[], object]:
         return partial(self._run_traced, binding, order) if self.traces.maxlen else binding.call()
 
-    def _instrumented(self, binding: Binding) -> Callable[[], Any]:
+    def _instrumented(self, binding: Binding) -> Callable[[], object]:
         """Return what the plugin does, timed and watched where that was asked for."""
         act = binding.act
         if self._timed:
@@ -297,9 +297,9 @@ class Engine:
             raise ConfigError(f"{algorithm_pass!r} is not an algorithm pass: expected a function (algorithms, event).")
         self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
 
-    def _pass(self, order: list[Any], event: Event) -> list[Any]:
+    def _pass(self, order: list[object], event: Event) -> list[object]:
         """Let the user's passes rearrange or drop the algorithms of an event."""
-        algorithms: list[Any] = [plugin for plugin in order if phase_of(plugin) == "algorithm"]
+        algorithms: list[object] = [plugin for plugin in order if phase_of(plugin) == "algorithm"]
         if not algorithms:
             return order
         given = {id(plugin) for plugin in algorithms}
@@ -318,7 +318,7 @@ class Engine:
             raise EngineError(f"{_CLOSED} Build a new Trainer to run again.")
 
 
-def _weakly(host: Any) -> Callable[[], Any]:
+def _weakly(host: object) -> Callable[[], object]:
     """Return a function that gives the host without keeping it alive, where its type allows that."""
     try:
         return weakref.ref(host)
@@ -326,10 +326,10 @@ def _weakly(host: Any) -> Callable[[], Any]:
         return lambda: host
 
 
-def _timed(act: Callable[[], Any], measured: list[float]) -> Callable[[], Any]:
+def _timed(act: Callable[[], object], measured: list[float]) -> Callable[[], object]:
     """Return `act` with its calls and seconds added to `measured`; work queued on a device is not waited for."""
 
-    def call() -> Any:
+    def call() -> object:
         start = perf_counter()
         try:
             return act()

@@ -30,7 +30,7 @@ def lazy_exports(
     quiet = _homes(unlisted or {})
     home = {**_homes(exports), **quiet, **_homes(added.EXPORTS.get(package, {}) if added else {})}
 
-    def getattr_(name: str) -> Any:
+    def getattr_(name: str) -> object:
         if name in submodules:
             return importlib.import_module(f".{name}", package)
         if name not in home:

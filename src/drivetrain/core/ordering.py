@@ -71,19 +71,19 @@ def _check_repeated(one: object, other: object) -> None:
 def order_events(plugins: Sequence[object], attending: Mapping[Event, Sequence[object]]) -> dict[Event, list[Any]]:
     """Return the run order of every event, given in the user's order all plugins and those that attend each event."""
     edges = _edges(plugins)
-    orders: dict[Event, list[Any]] = {}
+    orders: dict[Event, list[object]] = {}
     for event in Event:
         first = _FIRST_HALF.get(event)
         orders[event] = _order(event, attending[event], orders[first] if first is not None else (), edges)
     return orders
 
 
-def _order(event: Event, attending: Sequence[object], first_half: Sequence[object], edges: Edges) -> list[Any]:
+def _order(event: Event, attending: Sequence[object], first_half: Sequence[object], edges: Edges) -> list[object]:
     """Return those who attend `event` in the order in which they run."""
     present = {id(plugin) for plugin in attending}
     nested = [one for one in reversed(first_half) if id(one) in present and phase_of(one) == "algorithm"]
     unwinding = {id(plugin) for plugin in nested}
-    ordered: list[Any] = []
+    ordered: list[object] = []
     for phase in PHASES:
         group = [one for one in attending if phase_of(one) == phase and id(one) not in unwinding]
         ordered += _stable_sort([*nested, *group] if phase == "algorithm" else group, edges, unwinding, event)
@@ -91,14 +91,14 @@ def _order(event: Event, attending: Sequence[object], first_half: Sequence[objec
     return ordered
 
 
-def _stable_sort(plugins: Sequence[object], edges: Edges, unwinding: set[int], event: Event) -> list[Any]:
+def _stable_sort(plugins: Sequence[object], edges: Edges, unwinding: set[int], event: Event) -> list[object]:
     """Sort by declared edges, otherwise keeping the given order; brackets that unwind keep theirs among themselves."""
     waits_for = {
         id(plugin): {one for one in edges[id(plugin)] if not (one in unwinding and id(plugin) in unwinding)}
         for plugin in plugins
     }
     left = {id(plugin): plugin for plugin in plugins}
-    ordered: list[Any] = []
+    ordered: list[object] = []
     while left:
         ready = next((one for one in left if waits_for[one].isdisjoint(left)), None)
         if ready is None:
@@ -123,7 +123,7 @@ def _circle(left: Mapping[int, object], waits_for: Mapping[int, set[int]]) -> st
 
 def _check_phases(event: Event, ordered: Sequence[object], edges: Edges) -> None:
     """Reject a declaration that no order can satisfy, because the two run in different phases."""
-    seen: list[Any] = []
+    seen: list[object] = []
     for plugin in ordered:
         for earlier in seen:
             if id(plugin) in edges[id(earlier)] and phase_of(earlier) != phase_of(plugin):
@@ -146,7 +146,7 @@ def _edges(plugins: Sequence[object]) -> Edges:
     return {one: frozenset(others) for one, others in edges.items()}
 
 
-def _declared(plugin: object, name: str) -> Iterator[tuple[Any, str | None]]:
+def _declared(plugin: object, name: str) -> Iterator[tuple[object, str | None]]:
     """Yield what `plugin` and its members list under `name`, with the advice given there."""
     references = getattr(plugin, name, ())
     if isinstance(references, str | type):

@@ -68,7 +68,7 @@ class Plugin:
     """`on_*` methods that are events of the user's own although their names resemble one of ours."""
     phase: Phase = "algorithm"
 
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    _arguments: tuple[tuple[object, ...], dict[str, object]]
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Recorded here rather than in __init__, which subclasses replace without calling ours.
@@ -210,7 +210,7 @@ def _named_arguments(cls: type, args: tuple[object, ...], kwargs: Settings) -> S
     bound = inspect.signature(init).bind(None, *args, **kwargs)
     bound.apply_defaults()
     _, *parameters = bound.signature.parameters.values()
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for parameter in parameters:
         value = bound.arguments[parameter.name]
         named.update(value if parameter.kind is parameter.VAR_KEYWORD else {parameter.name: value})

@@ -48,12 +48,12 @@ def resolve_references(data: dict[str, Any], *, limit: int) -> dict[str, Any]:
 
 
 class _Resolver:
-    def __init__(self, root: dict[str, Any], limit: int):
+    def __init__(self, root: dict[str, object], limit: int):
         self.root, self.left = root, limit
         self.active: list[RefTag] = []  # the references being followed, outermost first
         self.depth = 0
 
-    def resolve(self, value: object) -> Any:
+    def resolve(self, value: object) -> object:
         """Return a copy of `value` in which no RefTag is left."""
         self._spend(1 + (len(value) if isinstance(value, str) and self.active else 0))
         if not isinstance(value, (RefTag, dict, list, tuple)):
@@ -79,7 +79,7 @@ class _Resolver:
         if self.left < 0:
             raise ReferenceProblem(self._line(), "references expand to more than a configuration can need.")
 
-    def _follow(self, reference: RefTag) -> Any:
+    def _follow(self, reference: RefTag) -> object:
         if reference in self.active:
             chain = self.active[self.active.index(reference) :] + [reference]
             raise ReferenceProblem(
@@ -96,7 +96,7 @@ class _Resolver:
         finally:
             self.active.pop()
 
-    def _look_up(self, reference: RefTag, path: str) -> Any:
+    def _look_up(self, reference: RefTag, path: str) -> object:
         """Walk `a.b[0]` from the top of the file."""
         value: Any = self.root
         position, walked = 0, ""
@@ -115,7 +115,7 @@ class _Resolver:
             walked, position = path[: match.end()], match.end()
         return self.resolve(value)
 
-    def _enter(self, reference: RefTag, path: str, walked: str, value: object, match: re.Match[str]) -> Any:
+    def _enter(self, reference: RefTag, path: str, walked: str, value: object, match: re.Match[str]) -> object:
         place = f"{walked!r}" if walked else "the file"
         if match[1] is not None:
             key = match[1].strip()
@@ -143,7 +143,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), f"the value {str(value)[:40]!r}")
 
 
-def parse_brackets(text: str, plain: Callable[[str], Any]) -> list[Any]:
+def parse_brackets(text: str, plain: Callable[[str], object]) -> list[Any]:
     """Read `(a, b, (c, d))` or `[a, b]`: quoted items are text, others what `plain` makes of them.
 
     >>> parse_brackets("(1, (2, x), [])", str)
@@ -177,7 +177,9 @@ def _tokens(text: str) -> list[tuple[str, str]]:
     return tokens
 
 
-def _items(tokens: list[tuple[str, str]], start: int, plain: Callable[[str], Any], depth: int) -> tuple[list[Any], int]:
+def _items(
+    tokens: list[tuple[str, str]], start: int, plain: Callable[[str], object], depth: int
+) -> tuple[list[object], int]:
     """Read the items of the bracket that opens at `start`; return them and the position after its end."""
     opening = tokens[start][0]
     closing = ")" if opening == "(" else "]"

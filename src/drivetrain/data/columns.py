@@ -94,7 +94,7 @@ def find_columns(dataset: object) -> Columns | None:
     return Columns(tree, lengths.pop())
 
 
-def _column_tree(dataset: object) -> Any:
+def _column_tree(dataset: object) -> object:
     """Return tensors in the container of a batch, or None."""
     if isinstance(dataset, TensorDataset):
         methods = ("__getitem__", "__len__", "__getitems__", "get_batch")
@@ -158,7 +158,7 @@ def _map_leaves(change: Callable[[Any], Any], tree: object) -> Any:
     return change(tree)
 
 
-def _like_mapping(example: dict[Any, Any], items: dict[Any, Any]) -> Any:
+def _like_mapping(example: dict[object, object], items: dict[object, object]) -> object:
     """Return the items in a mapping of the same type and with the same extra properties."""
     if type(example) is dict:
         return items

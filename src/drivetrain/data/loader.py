@@ -279,7 +279,7 @@ class SmartDataLoader(DataLoader[T_co]):
             yield batch
         self._close(cursor)
 
-    def _published(self, cursor: Cursor, pairs: Pairs) -> Iterator[Any]:
+    def _published(self, cursor: Cursor, pairs: Pairs) -> Iterator[object]:
         """Hand out batches that were read ahead; only what is handed out counts."""
         for info, batch in pairs:
             cursor.info = info
@@ -305,7 +305,7 @@ class SmartDataLoader(DataLoader[T_co]):
         for (info, _), batch in pool.run(fetch_jobs(infos, seed), base_seed):
             yield info, batch
 
-    def _workers(self, answer: Callable[[Any], Any]) -> WorkerPool:
+    def _workers(self, answer: Callable[[Any], object]) -> WorkerPool:
         if self._pool is None:
             names = (
                 "num_workers",
@@ -326,7 +326,7 @@ class SmartDataLoader(DataLoader[T_co]):
         wanted = self.pin_memory or (device is not None and device.type != "cpu")
         return wanted and torch.accelerator.is_available()
 
-    def _choose_fetch(self, device: torch.device | None) -> tuple[Any, bool]:
+    def _choose_fetch(self, device: torch.device | None) -> tuple[object, bool]:
         """Return how batches are made, and whether they are then where they should be."""
         assert self._order is not None
         fetch, arrived = self._fetch, False

@@ -15,7 +15,7 @@ REFRESH_SECONDS = 0.1
 _shown = False  # a terminal has room for one live display; a loop inside a loop goes without
 
 
-def with_bar(batches: Iterator[Any], start: int, total: int | None, text: str) -> Iterator[Any]:
+def with_bar(batches: Iterator[object], start: int, total: int | None, text: str) -> Iterator[Any]:
     """Yield the batches, and show how many of `total` are done; `start` of them were done before."""
     global _shown
     if _shown or not bar_is_wanted():

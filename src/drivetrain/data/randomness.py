@@ -40,10 +40,10 @@ class _NumpyExchange:
     """
 
     def __init__(self) -> None:
-        self.spare: list[Any] = []  # one to lend per level: a fetch may itself read from a loader
+        self.spare: list[object] = []  # one to lend per level: a fetch may itself read from a loader
         self.level = 0
 
-    def lend(self) -> tuple[Any, float | None]:
+    def lend(self) -> tuple[object, float | None]:
         own = numpy_random.get_bit_generator()
         held = self._held_normal(own)
         if self.level == len(self.spare):

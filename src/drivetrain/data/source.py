@@ -91,7 +91,7 @@ class Cursor:
         """Whether an iterator has claimed this position; the next one then begins the next epoch."""
         self.info: BatchInfo | None = None
         """The batch in hand."""
-        self.sampler: Any = None
+        self.sampler: object = None
         """What the user's sampler needs to draw the stream of this epoch again."""
         self.stream = stream
         """What a state says about the position of an iterable dataset at `start`."""

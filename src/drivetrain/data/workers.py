@@ -26,7 +26,7 @@ class WorkerSide(Dataset[Any]):
     It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
     """
 
-    def __init__(self, dataset: object, answer: Callable[[Any], Any]):
+    def __init__(self, dataset: object, answer: Callable[[Any], object]):
         own = self.__dict__
         own["dataset"], own["answer"] = dataset, answer
 
@@ -72,7 +72,7 @@ class _JobSampler:
     """The sampler of the inner DataLoader: whatever jobs the next iteration has."""
 
     def __init__(self) -> None:
-        self.jobs: Iterator[Any] = iter(())
+        self.jobs: Iterator[object] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self.jobs
@@ -94,7 +94,7 @@ class WorkerPool:
             **{**options, "worker_init_fn": WorkerStart(options["worker_init_fn"])},
         )
 
-    def run(self, jobs: Iterator[Any], base_seed: int) -> Iterator[tuple[Any, Any]]:
+    def run(self, jobs: Iterator[object], base_seed: int) -> Iterator[tuple[Any, Any]]:
         """Yield each job with its answer, in the order of jobs."""
         if self._busy and self._inner.persistent_workers:  # another iterator is using them
             yield from WorkerPool(self._side, {**self._options, "persistent_workers": False}).run(jobs, base_seed)
@@ -119,11 +119,11 @@ class WorkerPool:
             end_workers([self._inner._iterator])
 
 
-def _recorded(jobs: Iterator[Any], sent: deque[Any]) -> Iterator[Any]:
+def _recorded(jobs: Iterator[object], sent: deque[object]) -> Iterator[object]:
     for job in jobs:
         sent.append(job)
         yield job
 
 
-def _as_it_is(answer: object) -> Any:
+def _as_it_is(answer: object) -> object:
     return answer

@@ -34,7 +34,7 @@ class MlflowSink:
         self.run_id: str | None = None
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
-        self._metrics: list[Any] = []
+        self._metrics: list[object] = []
 
     def open(self, folder: Path, resume: Resume | None) -> None:
         """Start a run, or continue the one that was saved."""

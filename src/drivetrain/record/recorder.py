@@ -34,7 +34,7 @@ from drivetrain.record.wandb import WandbSink
 from drivetrain.runtime.ranks import is_master
 from drivetrain.runtime.run import current_run
 
-_NAMED_SINKS: dict[str, Callable[[], Any]] = {
+_NAMED_SINKS: dict[str, Callable[[], object]] = {
     "wandb": WandbSink,
     "trackio": lambda: WandbSink("trackio"),
     "mlflow": MlflowSink,
@@ -286,7 +286,7 @@ class Recorder:
         if now >= stream.due:
             stream.turn()
 
-    def _taken(self, tag: str, value: Tensor) -> Any:
+    def _taken(self, tag: str, value: Tensor) -> object:
         """Return the number of a CPU tensor, or a copy of a device tensor that is read later."""
         if value.numel() != 1:
             raise ConfigError(
@@ -319,7 +319,7 @@ def _number(tag: str, value: object) -> float | int:
     raise ConfigTypeError(f"scalar({tag!r}) was given {given}; expected one number.")
 
 
-def _plain_mapping(name: str, values: object) -> dict[str, Any]:
+def _plain_mapping(name: str, values: object) -> dict[str, object]:
     if not isinstance(values, Mapping):
         raise ConfigTypeError(f"{name}() was given a {type(values).__name__}; expected a dict of names and values.")
     return plain(values)
@@ -333,7 +333,7 @@ def _wants_tensorboard(tensorboard: object) -> bool:
     return tensorboard
 
 
-def _made_sinks(sinks: object) -> list[Any]:
+def _made_sinks(sinks: object) -> list[object]:
     if isinstance(sinks, str) or not isinstance(sinks, Iterable):
         raise ConfigTypeError(f"sinks={sinks!r} is not possible; expected a list or tuple, such as sinks=({sinks!r},).")
     made = []

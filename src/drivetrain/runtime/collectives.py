@@ -98,7 +98,7 @@ def all_gather_values(value: object) -> list[Any]:
 
 def gather_objects(value: object, group: "dist.ProcessGroup | None") -> list[Any]:
     """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, _sendable(value), group=group)
     for rank, item in enumerate(gathered):
         if isinstance(item, _Unsendable):
@@ -200,7 +200,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _take_tensors(value: object, found: list[Tensor]) -> Any:
+def _take_tensors(value: object, found: list[Tensor]) -> object:
     """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or hasattr(value, "full_tensor"):
@@ -210,7 +210,7 @@ def _take_tensors(value: object, found: list[Tensor]) -> Any:
     return map_items(value, lambda item: _take_tensors(item, found))
 
 
-def _put_tensors(value: object) -> Any:
+def _put_tensors(value: object) -> object:
     """Return `value` with each slot replaced by the tensor that is received for it."""
     if isinstance(value, _TensorSlot):
         # Without a number, an accelerator's name means this process's current device.
@@ -218,7 +218,7 @@ def _put_tensors(value: object) -> Any:
     return map_items(value, _put_tensors)
 
 
-def _sendable(value: object, prepare: Callable[[Any], Any] = lambda value: value) -> Any:
+def _sendable(value: object, prepare: Callable[[Any], object] = lambda value: value) -> object:
     """Return the prepared value, or a note for all ranks that it cannot travel."""
     try:
         prepared = prepare(value)

@@ -56,7 +56,7 @@ class WorkerFailed(DistributedError):
 
 
 def launch(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     nproc_per_node: int | Literal["auto"] = 1,
     *,
     args: Sequence[object] = (),
@@ -127,7 +127,7 @@ def launch(
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     args: Sequence[object] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
@@ -188,7 +188,7 @@ def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_resta
         raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to end at the first failure.")
 
 
-def _start_method(function: Callable[..., Any], args: Sequence[object]) -> Literal["spawn", "fork"]:
+def _start_method(function: Callable[..., object], args: Sequence[object]) -> Literal["spawn", "fork"]:
     """Choose spawn where a new interpreter can find the function; else fork (notebooks, closures), where it is safe."""
     reason = _why_not_spawn(function, args)
     if reason is None:
@@ -204,7 +204,7 @@ def _start_method(function: Callable[..., Any], args: Sequence[object]) -> Liter
     return "fork"
 
 
-def _why_not_spawn(function: Callable[..., Any], args: Sequence[object]) -> str | None:
+def _why_not_spawn(function: Callable[..., object], args: Sequence[object]) -> str | None:
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     name = getattr(function, "__qualname__", repr(function))
     if getattr(function, "__module__", None) == "__main__" and (main_file is None or not Path(main_file).exists()):

@@ -31,7 +31,7 @@ KILL_GRACE = 10.0
 """Seconds a failing worker, and after it the others of its group, have to end by themselves."""
 
 
-def run_worker(function: Callable[..., Any], args: tuple[object, ...], pids: Path, num_workers: int) -> Any:
+def run_worker(function: Callable[..., object], args: tuple[object, ...], pids: Path, num_workers: int) -> Any:
     """Call the function in a worker process, and leave the process group afterwards."""
     signal_from_parent = getattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", None)
     if signal_from_parent is not None:

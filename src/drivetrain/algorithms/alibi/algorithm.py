@@ -43,7 +43,7 @@ def apply_alibi(
     position_embedding_attribute: str | None = None,
     attention_module: type[nn.Module] | None = None,
     attr_to_replace: str | None = None,
-    alibi_attention: Callable[..., Any] | None = None,
+    alibi_attention: Callable[..., object] | None = None,
     mask_replacement_function: Callable[[nn.Module, int], nn.Module | None] | None = None,
 ) -> None:
     """Add the distance penalty to every self-attention of a model, and retire its position embeddings.

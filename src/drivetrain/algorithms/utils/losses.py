@@ -35,7 +35,7 @@ def logits_for(outputs: object, targets: object, who: str) -> Any:
     return [logits_of(outputs, who)] * len(targets)
 
 
-def _named_logits(outputs: object) -> Any:
+def _named_logits(outputs: object) -> object:
     return outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
 
 
@@ -50,7 +50,7 @@ def loss_with_targets(state: State, target_key: BatchKey, targets: object) -> Te
         state.batch_set_item(target_key, own)
 
 
-def _loss(state: State, targets: object) -> Any:
+def _loss(state: State, targets: object) -> object:
     if state.loss_fn is not None:
         return state.loss_fn(_predictions(state), targets)
     loss = own_loss(state)
@@ -58,7 +58,7 @@ def _loss(state: State, targets: object) -> Any:
     return loss(state.outputs, state.batch)
 
 
-def _predictions(state: State) -> Any:
+def _predictions(state: State) -> object:
     """Return what the loss function receives: of a mapping's batch the logits, where the outputs have some."""
     logits = _named_logits(state.outputs) if isinstance(state.batch, Mapping) else None
     return state.outputs if logits is None else logits
@@ -112,7 +112,7 @@ def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[
     return partial(loss_function, reduction="none")
 
 
-def _takes_reduction(function: Callable[..., Any]) -> bool:
+def _takes_reduction(function: Callable[..., object]) -> bool:
     parameters = inspect.signature(function).parameters
     return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

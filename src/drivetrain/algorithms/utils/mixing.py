@@ -35,7 +35,7 @@ class PairMixing(Algorithm):
             self.before = ("#soft_targets",)  # the second loss must see targets as soft as the first one's
         self._own_weight = 1.0
         self._index: Tensor | None = None
-        self._true: Any = None
+        self._true: object = None
         self._is_checked = False
 
     def mix_inputs(self, state: State) -> tuple[float, Tensor]:
@@ -69,7 +69,7 @@ class PairMixing(Algorithm):
             state.batch_set_item(self.target_key, self._true)
             self._true = None
 
-    def _soft_targets(self, state: State) -> Any:
+    def _soft_targets(self, state: State) -> object:
         logits = logits_for(state.outputs, self._true, str(self))
         mixed = self.mix_targets(logits, self._true)
         if not self._is_checked:

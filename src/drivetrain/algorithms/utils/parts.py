@@ -9,7 +9,7 @@ from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.types import Batch
 
 
-def map_tensors(function: Callable[..., Any], part: Batch, *others: Any) -> Batch:
+def map_tensors(function: Callable[..., object], part: Batch, *others: Any) -> Batch:
     """Return the part with `function` applied to each tensor, together with the tensors at the same position of the other parts."""
     if isinstance(part, Tensor):
         return function(part, *others)

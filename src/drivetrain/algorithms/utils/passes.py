@@ -65,7 +65,7 @@ def accepted_names(model: nn.Module) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters)
 
 
-def _taken(model: nn.Module, batch: Mapping[str, object]) -> dict[str, Any]:
+def _taken(model: nn.Module, batch: Mapping[str, object]) -> dict[str, object]:
     names = accepted_names(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 

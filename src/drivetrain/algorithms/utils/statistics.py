@@ -68,7 +68,7 @@ def put_statistics(copies: list[tuple[Tensor, Tensor]]) -> None:
         buffer.copy_(values)
 
 
-def _own_pass(state: State) -> Iterator[Any]:
+def _own_pass(state: State) -> Iterator[object]:
     """Yield the batches of the present epoch's order, read with a second loader."""
     loader = state.train_dataloader
     if isinstance(loader, SmartDataLoader):
@@ -81,7 +81,7 @@ def _own_pass(state: State) -> Iterator[Any]:
         yield move_to_device(state.device, batch)
 
 
-def _without_workers(loader: SmartDataLoader[Any]) -> dict[str, Any]:
+def _without_workers(loader: SmartDataLoader[Any]) -> dict[str, object]:
     """Return the arguments that only make sense with workers, switched off."""
     off = {"persistent_workers": False, "prefetch_factor": None, "timeout": 0, "worker_init_fn": None}
     return {name: value for name, value in off.items() if name in loader._arguments}

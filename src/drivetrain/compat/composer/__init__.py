@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 from drivetrain.compat.composer_table import composer_modules
 from drivetrain.core.errors import did_you_mean
@@ -44,7 +43,7 @@ def fill(module: ModuleType, path: str) -> None:
     children = {other[len(path) :].lstrip(".") for other in _MODULES if other.startswith(f"{path}." if path else "")}
     submodules = {name for name in children if name and "." not in name}
 
-    def getattr_(name: str) -> Any:
+    def getattr_(name: str) -> object:
         if name in submodules:
             return importlib.import_module(f"{module.__name__}.{name}")
         if name in known.names:
