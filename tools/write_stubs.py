@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 HEADER = "# Written by `make stubs` from the lazy exports of this module.\n"
-CALLABLE = {"drivetrain.experiment": "drivetrain.experiment.declare"}
+CALLABLE = {"drivetrain.experiment": "drivetrain.experiment.experiments"}
 """Packages that are also a decorator of the same name; as attributes of their parent, type checkers see the decorator."""
 
 

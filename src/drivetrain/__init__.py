@@ -43,7 +43,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".strategy": ["Strategy", "DeviceSpec", "register_method", "register_replace_pair", "register_tp_plan"],
         ".module.blocks": ["find_blocks"],
         # Experiments; `drivetrain.experiment` is the decorator and the package.
-        ".experiment.declare": ["parameter", "param_group", "group"],
+        ".experiment.experiments": ["parameter", "param_group", "group"],
         ".experiment.running": ["new_seed"],
         ".experiment.sweeps.sweeping": ["sweep"],
         ".experiment.sweeps.space": ["param_matrix"],

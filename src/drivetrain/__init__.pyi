@@ -35,9 +35,9 @@ from drivetrain.strategy import register_method as register_method
 from drivetrain.strategy import register_replace_pair as register_replace_pair
 from drivetrain.strategy import register_tp_plan as register_tp_plan
 from drivetrain.module.blocks import find_blocks as find_blocks
-from drivetrain.experiment.declare import parameter as parameter
-from drivetrain.experiment.declare import param_group as param_group
-from drivetrain.experiment.declare import group as group
+from drivetrain.experiment.experiments import parameter as parameter
+from drivetrain.experiment.experiments import param_group as param_group
+from drivetrain.experiment.experiments import group as group
 from drivetrain.experiment.running import new_seed as new_seed
 from drivetrain.experiment.sweeps.sweeping import sweep as sweep
 from drivetrain.experiment.sweeps.space import param_matrix as param_matrix
@@ -68,7 +68,7 @@ from drivetrain import compat as compat
 from drivetrain import context as context
 from drivetrain import core as core
 from drivetrain import data as data
-from drivetrain.experiment.declare import experiment as experiment
+from drivetrain.experiment.experiments import experiment as experiment
 from drivetrain import finetuning as finetuning
 from drivetrain import functional as functional
 from drivetrain import module as module

@@ -73,7 +73,7 @@ def test_parameters_are_inherited_from_experiments_groups_functions_and_lists():
         pass
 
     @pystematic.param_group(
-        "more", pystematic.parameter("b", default="x"), pystematic.parameter("a", type=int, default=9)
+        "more", pystematic.parameter("b", default="x"), pystematic.parameter("a", type=int, default=1)
     )
     def base():
         pass
@@ -182,3 +182,40 @@ def test_callbacks_are_called_in_order_of_priority_and_may_replace_the_experimen
     app.on_experiment_created(lambda experiment: seen.append("early") or "other", priority=10)
     assert app.experiment_created("experiment") == "other" and seen == ["early", "late"]
     assert app.get_api_object() is pystematic
+
+
+def test_a_parameter_inherited_twice_must_be_the_same():
+    first = pystematic.experiment(pystematic.parameter("x", type=int, default=1)(lambda params: None))
+    same = pystematic.experiment(
+        pystematic.parameter("x", type=int, default=1, help="other words")(lambda params: None)
+    )
+    other = pystematic.experiment(pystematic.parameter("x", type=float, default=2)(lambda params: None))
+
+    made = pystematic.experiment(inherit_params=[first, same])(lambda params: None)
+    assert made.parameters["x"].default == 1
+    with pytest.raises(
+        pystematic.core.Error, match=r"'x' is inherited twice, with different type, default: .*default=1 and 2"
+    ):
+        pystematic.experiment(inherit_params=[first, other])(lambda params: None)
+
+
+def test_a_parameter_inherited_twice_inside_groups_of_parameters_must_be_the_same():
+    def source(title, default):
+        @pystematic.param_group(title, pystematic.parameter("x", type=int, default=default))
+        @pystematic.experiment
+        def made(params): ...
+
+        return made
+
+    accepted = pystematic.experiment(inherit_params=[source("a", 1), source("b", 1)])(lambda params: None)
+    assert accepted.parameters["x"].default == 1
+    with pytest.raises(pystematic.core.Error, match="'x' is inherited twice"):
+        pystematic.experiment(inherit_params=[source("a", 1), source("b", 2)])(lambda params: None)
+
+
+def test_standard_parameters_with_another_default_are_not_a_clash():
+    @pystematic.experiment
+    def seeded(random_seed: int = 3): ...
+
+    made = pystematic.experiment(inherit_params=seeded)(lambda params: None)
+    assert made.parameters["random_seed"].default != 3

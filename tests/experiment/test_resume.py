@@ -204,3 +204,13 @@ def test_a_terminated_run_saves_exits_143_and_continues(tmp_path):
     result = with_signals.run(output_dir=str(tmp_path), random_seed=1, resume="auto")
     assert result == with_signals.run(output_dir=str(tmp_path / "whole"), random_seed=1)
     assert read_run(record.folder).state == "finished"
+
+
+def test_the_parameters_of_a_resumed_run_begin_a_new_run_when_they_are_fed_back(stopped, tmp_path, caplog):
+    learn.resume(stopped.folder)
+    assert read_run(stopped.folder).parameters["resume"] == str(stopped.folder)
+    words = ["--params-file", str(stopped.folder / "parameters.yaml"), "--output-dir", str(tmp_path)]
+    result = learn.cli(words, exit_on_error=False)
+    runs = list(find_runs(tmp_path))
+    assert len(runs) == 2 and runs[1].parameters["resume"] == "never" and len(result["losses"]) == 6
+    assert "resume is never read from a file and is ignored. Give --resume." in caplog.text

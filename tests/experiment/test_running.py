@@ -153,6 +153,7 @@ def test_how_a_run_ends_is_written_down(tmp_path, error, state, code, raised):
         with pytest.raises(raised):
             ends.run(output_dir=str(tmp_path))
     assert (only_run(tmp_path).state, only_run(tmp_path).status["exit_code"]) == (state, code)
+    assert (only_run(tmp_path).status["error"] is None) == (state != "failed"), "a signal is a state, not an error"
 
 
 def test_a_run_within_a_run_is_refused(tmp_path):

@@ -24,6 +24,7 @@ from drivetrain.experiment import (
     experiment,
     find_runs,
     param_matrix,
+    read_run,
     read_sweep,
     report,
     sweep,
@@ -342,3 +343,29 @@ def test_a_killed_sweep_is_completed_by_resuming(tmp_path, executor):
     counts = [calls.read_text().split().count(str(x)) for x in range(20)]
     assert all(count == 1 or (count == 2 and x in unfinished) for x, count in enumerate(counts))
     assert all(Path(t.run_dir).is_dir() for t in result)
+
+
+@experiment
+def draws(lr: float = 0.1):
+    """Return a random number, which only depends on the seed."""
+    import torch
+
+    return float(torch.rand(()))
+
+
+def test_two_identical_sweeps_give_identical_results_and_their_trials_differ(tmp_path):
+    run = lambda name, **more: sweep(
+        draws,
+        param_matrix(lr=[0.1, 0.1, 0.2]),
+        params={"output_dir": str(tmp_path / name), **more.pop("params", {})},
+        **more,
+    )
+    first, second, other = run("a", seed=5), run("b", seed=5), run("c", seed=6)
+    values = [trial.value for trial in first]
+    assert values == [trial.value for trial in second] and len(set(values)) == 3
+    assert not set(values) & {trial.value for trial in other}
+    record = read_run(first[0].run_dir)
+    assert record.origins["random_seed"] == "sweep" and 0 <= record.parameters["random_seed"] < 2**32
+    assert {trial.value for trial in run("d", params={"random_seed": 3})} == {
+        run("e", params={"random_seed": 3})[0].value
+    }

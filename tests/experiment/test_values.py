@@ -82,6 +82,13 @@ def test_values_of_another_type_are_refused(kind, given):
         read(kind, given)
 
 
+def test_the_rules_for_scalars_hold_inside_containers():
+    assert read(dict[str, int], '{"a": "1e3", "b": 2.0}') == {"a": 1000, "b": 2}
+    assert read(dict[str, list[bool]], '{"a": ["yes", 0]}') == {"a": [True, False]}
+    with pytest.raises(BadValue, match="a: expected a whole number"):
+        read(dict[str, int], '{"a": true}')
+
+
 def test_nan_is_a_number():
     assert read(float, "nan") != read(float, "nan")
 

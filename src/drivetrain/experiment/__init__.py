@@ -20,8 +20,7 @@ from drivetrain.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        ".declare": ["experiment", "group", "parameter", "param_group"],
-        ".experiments": ["Experiment", "ExperimentGroup"],
+        ".experiments": ["experiment", "group", "parameter", "param_group", "Experiment", "ExperimentGroup"],
         ".parameters": ["Parameter", "ParameterGroup"],
         ".signature": ["Param"],
         "drivetrain.core.secret": ["Secret"],
@@ -29,7 +28,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".running": ["new_seed"],
         ".subprocesses": ["launch_subprocess", "is_subprocess", "local_rank"],
         ".records": ["RunRecord", "read_run", "find_runs"],
-        ".manifest": ["add_to_manifest"],
+        ".run_folder": ["add_to_manifest"],
         ".sweeps.space": ["Choice", "Uniform", "LogUniform", "IntRange", "param_matrix"],
         ".sweeps.sweeping": ["sweep", "run_parameter_sweep"],
         ".sweeps.trial": ["report", "Trial", "TrialPruned"],

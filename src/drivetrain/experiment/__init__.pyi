@@ -1,8 +1,8 @@
 # Written by `make stubs` from the lazy exports of this module.
-from drivetrain.experiment.declare import experiment as experiment
-from drivetrain.experiment.declare import group as group
-from drivetrain.experiment.declare import parameter as parameter
-from drivetrain.experiment.declare import param_group as param_group
+from drivetrain.experiment.experiments import experiment as experiment
+from drivetrain.experiment.experiments import group as group
+from drivetrain.experiment.experiments import parameter as parameter
+from drivetrain.experiment.experiments import param_group as param_group
 from drivetrain.experiment.experiments import Experiment as Experiment
 from drivetrain.experiment.experiments import ExperimentGroup as ExperimentGroup
 from drivetrain.experiment.parameters import Parameter as Parameter
@@ -22,7 +22,7 @@ from drivetrain.experiment.subprocesses import local_rank as local_rank
 from drivetrain.experiment.records import RunRecord as RunRecord
 from drivetrain.experiment.records import read_run as read_run
 from drivetrain.experiment.records import find_runs as find_runs
-from drivetrain.experiment.manifest import add_to_manifest as add_to_manifest
+from drivetrain.experiment.run_folder import add_to_manifest as add_to_manifest
 from drivetrain.experiment.sweeps.space import Choice as Choice
 from drivetrain.experiment.sweeps.space import Uniform as Uniform
 from drivetrain.experiment.sweeps.space import LogUniform as LogUniform

@@ -5,6 +5,7 @@ valid option.
 """
 
 import argparse
+import codecs
 import os.path
 import re
 import shutil
@@ -28,6 +29,26 @@ OWN_OPTIONS = {
     "force": "Resume although parameters differ.",
 }
 """Options of every experiment that are not parameters. A parameter called `force` takes the word over."""
+
+
+PLAIN = dict(zip("✓✗→–…·×µ▁▂▃▄▅▆▇█", "+ x -> - ... - x u _ . - = + * # @".split(), strict=True))
+"""What stands for our own characters where an encoding such as ASCII or cp1252 lacks them."""
+
+
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(REPLACED := "drivetrain-replaced", _replaced)
+
+
+def print_any_text() -> None:
+    """Replace characters that the encoding of stdout or stderr lacks, instead of failing at them."""
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=REPLACED)
 
 
 class Argument(NamedTuple):

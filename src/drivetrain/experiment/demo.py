@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError, MissingExtra, ResumeError, StateError
-from drivetrain.experiment.declare import experiment
+from drivetrain.experiment.experiments import experiment
 
 TARGET_ACCURACY = 0.97
 SHOWN_MISTAKES = 6

@@ -50,7 +50,7 @@ def direction_of(tag: str, declared: Mapping[str, str] | None = None) -> Directi
         if tag == name or tag.endswith("/" + name):
             return check_direction(direction, name)
     plain = re.sub(r"[^a-z0-9]+", "_", tag.lower())
-    words = set(plain.split("_")) | {word.rstrip("0123456789") for word in plain.split("_")}
+    words = set(plain.split("_")) | {re.sub(r"[0-9]+k?$", "", word) for word in plain.split("_")}
     if any(word in plain for word in SMALL_WORDS) or words & SMALL_IS_GOOD:
         return "min"
     return "max" if any(word in plain for word in LARGE_WORDS) or words & LARGE_IS_GOOD else None

@@ -1,11 +1,15 @@
-"""Experiments, and groups of them: what the decorators make of a function."""
+"""Experiments, groups of them, and the decorators that make them: `@experiment`, `@group`, `@parameter` and `@param_group`.
+
+Parameters of an experiment come in one order: plugins and standard ones, the group's, inherited ones, those of decorators below
+`@experiment`, the signature's, and those of decorators above.
+"""
 
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
@@ -15,6 +19,7 @@ from drivetrain.experiment.command_line import (
     group_help,
     params_table,
     parse,
+    print_any_text,
     print_error,
     program_name,
     usage_line,
@@ -25,6 +30,9 @@ from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
 from drivetrain.experiment.signature import CallSignature, description_of
 from drivetrain.experiment.standard import standard_parameters
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MEMO = "__drivetrain_parameters__"
 """Attribute under which decorators below `@experiment` leave their parameters on the function."""
@@ -66,7 +74,7 @@ class _WithParameters:
         """Return the parameter groups."""
         return list(self.parameters.groups)
 
-    def inherit(self, sources: Any) -> None:
+    def inherit(self, sources: object) -> None:
         """Take over the parameters of experiments, groups or decorated functions."""
         for source in sources if isinstance(sources, list | tuple) else [sources]:
             if isinstance(source, _WithParameters):
@@ -103,6 +111,7 @@ class Experiment(_WithParameters):
         """Metrics of which small ("min") or large ("max") values are good, where the name does not say so."""
         self.signature = CallSignature(main_function)
         for parameter in standard_parameters():
+            parameter.is_standard = True
             self.add_parameter(parameter)
 
     def add_signature(self) -> None:
@@ -119,11 +128,11 @@ class Experiment(_WithParameters):
             if name in self.parameters and value is not None:
                 self.parameters[name].read(value, is_text=False, where=f"{self.name}: defaults")
 
-    def run(self, params: Mapping[str, Any] | None = None, **values: Any) -> Any:
+    def run(self, params: Mapping[str, Any] | None = None, **values: object) -> Any:
         """Run in this process and return what the main function returns: `digits.run(lr=0.1)` or `digits.run({"lr": 0.1})`."""
         return self._start(self.resolve({**(params or {}), **values}))
 
-    def __call__(self, params: Mapping[str, Any] | None = None, **values: Any) -> Any:
+    def __call__(self, params: Mapping[str, Any] | None = None, **values: object) -> Any:
         return self.run(params, **values)
 
     def resolve(self, params: Mapping[str, Any]) -> Resolved:
@@ -137,6 +146,7 @@ class Experiment(_WithParameters):
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
         """Run with the options of a command line; a bad one is explained and ends the program with status 2."""
         program = program or program_name()
+        print_any_text()
         try:
             command = parse(sys.argv[1:] if argv is None else argv, self.parameters)
             if command.wants_help:
@@ -201,7 +211,7 @@ class ExperimentGroup(_WithParameters):
 
     def experiment(
         self,
-        name: Any = None,
+        name: object = None,
         inherit_params: Any = None,
         defaults: Mapping[str, Any] | None = None,
         inherit_params_from_group: bool = True,
@@ -215,7 +225,7 @@ class ExperimentGroup(_WithParameters):
         )
         return make(name, None) if callable(name) else lambda function: make(function, name)
 
-    def group(self, name: Any = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
+    def group(self, name: object = None, inherit_params: Any = None, inherit_params_from_group: bool = True) -> Any:
         """Declare a group within this group: `@group.group` or `@group.group(...)`."""
         outer = self if inherit_params_from_group else None
         make = lambda function, own: declare_group(function, own, inherit_params, inherit_first=outer, member_of=self)
@@ -224,6 +234,7 @@ class ExperimentGroup(_WithParameters):
     def cli(self, argv: Sequence[str] | None = None, exit_on_error: bool = True, *, program: str | None = None) -> Any:
         """Run the experiment that the first argument names."""
         program = program or program_name()
+        print_any_text()
         arguments = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
         try:
             if arguments and arguments[0] in ("-h", "--help"):
@@ -307,3 +318,79 @@ def declare_group(
     if member_of is not None:
         member_of.add_experiment(made)
     return made
+
+
+def experiment(
+    name: Any = None,
+    inherit_params: Any = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    directions: Mapping[str, str] | None = None,
+) -> Any:
+    """Make a function an experiment: `@experiment`, or `@experiment(name=..., inherit_params=..., defaults={...})`.
+
+    `directions={"eval/cost": "min"}` declares which values of a metric are good where its name does not say so.
+
+    >>> @experiment
+    ... def square(x: int = 3):
+    ...     return x * x
+    >>> square.name, [p.name for p in square.get_parameters()][-1]
+    ('square', 'x')
+    """
+    if callable(name):
+        return declare_experiment(name, None, inherit_params, defaults, directions)
+    return lambda function: declare_experiment(function, name, inherit_params, defaults, directions)
+
+
+def group(name: Any = None, inherit_params: Any = None) -> Any:
+    """Make a function a group of experiments; the function itself is never called."""
+    if callable(name):
+        return declare_group(name, None, inherit_params)
+    return lambda function: declare_group(function, name, inherit_params)
+
+
+def _with_arguments_of(make: Callable[P, Parameter]) -> Callable[P, Callable[[T], T]]:
+    def parameter(*args: P.args, **kwargs: P.kwargs) -> Callable[[T], T]:
+        """Add a parameter to an experiment or group, above or below its decorator.
+
+        `type` is a type, or any function of the given text. A function as `default` is called once per run. `envvar` names the
+        environment variable it may be read from. `resumable` lets it differ when a run is continued. `behaviour` is an object
+        whose `on_value(parameter, value, values)` is called when the parameter was given. `secret` decides whether the value is
+        masked wherever it is written; by default its type (`Secret[str]`) and name (`api_key`, `password`) decide.
+        """
+        return _adder(make(*args, **kwargs))
+
+    parameter.__wrapped__ = make  # type: ignore[attr-defined]  # help() and inspect show its arguments
+    return parameter
+
+
+parameter = _with_arguments_of(Parameter)
+
+
+def param_group(name: str, *parameters: Any) -> Callable[[Any], Any]:
+    """Add several parameters under one title in the help: `param_group("optimizer", "How it learns.", parameter(...), ...)`."""
+    help = parameters[0] if parameters and isinstance(parameters[0], str) else None
+    entries = parameters[1:] if help is not None else parameters
+    made = []
+    for entry in entries:
+        found = getattr(entry, "parameter", entry)
+        if not isinstance(found, Parameter):
+            raise ParameterError(
+                f"param_group {name!r}: {entry!r} is not a parameter. Write parameter(...) without the @, after the help text."
+            )
+        made.append(found)
+    return _adder(ParameterGroup(name, help, made))
+
+
+def _adder(entry: Parameter | ParameterGroup) -> Callable[[Any], Any]:
+    def decorator(target: Any) -> Any:
+        if isinstance(target, Experiment | ExperimentGroup):
+            (target.add_param_group if isinstance(entry, ParameterGroup) else target.add_parameter)(entry)  # type: ignore[arg-type]
+        else:
+            if not hasattr(target, MEMO):
+                setattr(target, MEMO, [])
+            getattr(target, MEMO).append(entry)
+        return target
+
+    decorator.parameter = entry  # type: ignore[attr-defined]
+    return decorator

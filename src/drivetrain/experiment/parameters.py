@@ -21,6 +21,9 @@ from drivetrain.experiment.values import (
 SECRET_VARIABLE = "DRIVETRAIN_SECRET_"
 """With the name of a secret parameter in capitals: the environment variable it may come from."""
 
+COMPARED = ("type", "default", "required", "allowed_values", "is_flag", "multiple", "envvar", "resumable", "is_secret")
+"""What must be the same in two parameters of one name."""
+
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
@@ -31,7 +34,7 @@ class Parameter:
         self,
         name: str,
         type: Any = str,
-        default: Any = None,
+        default: object = None,
         required: bool = False,
         allowed_values: Iterable[Any] | None = None,
         is_flag: bool = False,
@@ -74,6 +77,8 @@ class Parameter:
         self.value_type = self._value_type()
         self.container: Callable[[list[Any]], Any] = list
         """What the values of a `multiple` parameter are put into."""
+        self.is_standard = False
+        """One of the parameters that every experiment has."""
         self.from_signature = False
         """Declared by the function's signature; an explicit declaration of the name may replace it."""
 
@@ -113,7 +118,7 @@ class Parameter:
         """Every option that means this parameter, with `_` for `-`; a flag also has its negation."""
         return [self.name, f"no_{self.name}"] if self.is_flag else [self.name]
 
-    def read(self, value: Any, *, is_text: bool, where: str) -> Any:
+    def read(self, value: object, *, is_text: bool, where: str) -> Any:
         """Return a given value in the parameter's type, or raise a `ParameterError` that names the place."""
         if not self.multiple:
             return self._read_one(value, is_text, where)
@@ -124,7 +129,7 @@ class Parameter:
         """Return text that was given for this parameter as messages show it: a secret is masked."""
         return MASK if self.is_secret else text
 
-    def _read_one(self, value: Any, is_text: bool, where: str) -> Any:
+    def _read_one(self, value: object, is_text: bool, where: str) -> Any:
         try:
             return self.value_type.read(value, is_text)
         except BadValue as problem:
@@ -158,7 +163,15 @@ class Parameter:
             return "computed"
         return str(getattr(self.default, "name", self.default))
 
-    def with_default(self, default: Any) -> "Parameter":
+    def differences(self, other: "Parameter") -> list[str]:
+        """Return in what two declarations differ; help texts do not count, and two functions with the same code are the same."""
+        return [name for name in COMPARED if not _is_same(getattr(self, name), getattr(other, name))]
+
+    def shown_field(self, name: str) -> str:
+        """Return one attribute as a message shows it."""
+        return self.shown(repr(getattr(self, name))) if name == "default" else repr(getattr(self, name))
+
+    def with_default(self, default: object) -> "Parameter":
         """Return the same parameter with another default."""
         other = copy.copy(self)
         other.default, other.calls_default, other.default_help = default, False, None
@@ -166,6 +179,14 @@ class Parameter:
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r})"
+
+
+def _is_same(one: object, other: object) -> bool:
+    one, other = getattr(one, "__code__", one), getattr(other, "__code__", other)
+    try:
+        return one is other or bool(one == other)
+    except (ValueError, TypeError, RuntimeError):  # arrays have no single truth value
+        return False
 
 
 class ParameterGroup:
@@ -228,16 +249,31 @@ class ParameterSet(Mapping[str, Parameter]):
         self.groups.append(group)
 
     def inherit(self, parameters: Iterable[Parameter], groups: Iterable[ParameterGroup]) -> None:
-        """Take over parameters of another experiment; a parameter or group that is here already is skipped."""
+        """Take over parameters of another experiment; one that is here already must be the same, and is then skipped."""
         for group in groups:
             if all(group.name != other.name for other in self.groups):
-                fresh = [parameter for parameter in group.parameters if parameter.name not in self]
-                self.add_group(ParameterGroup(group.name, group.help, fresh))
+                new = [parameter for parameter in group.parameters if self._is_new(parameter)]
+                self.add_group(ParameterGroup(group.name, group.help, new))
         for parameter in parameters:
-            if parameter.name not in self:
+            if self._is_new(parameter):
                 self.add(parameter)
 
-    def replace_default(self, name: str, default: Any) -> None:
+    def _is_new(self, parameter: Parameter) -> bool:
+        earlier = self.get(parameter.name)
+        if earlier is None or parameter.is_standard:
+            return earlier is None
+        different = parameter.differences(earlier)
+        if different:
+            raise ParameterError(
+                f"parameter {parameter.name!r} is inherited twice, with different {', '.join(different)}: "
+                + ", ".join(
+                    f"{name}={earlier.shown_field(name)} and {parameter.shown_field(name)}" for name in different
+                )
+                + ". Rename one of them, or make them the same."
+            )
+        return False
+
+    def replace_default(self, name: str, default: object) -> None:
         """Give a parameter that is here another default."""
         self._parameters[name] = self._parameters[name].with_default(default)
 

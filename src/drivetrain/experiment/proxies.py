@@ -24,7 +24,7 @@ class Proxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(target(self), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(target(self), name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Proxy:
         name = object.__getattribute__(self, "_name")
         return f"<{name}: no experiment has been started>" if value is _UNBOUND else repr(value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return _itself, (target(self),)
 
 
@@ -64,7 +64,7 @@ class NumberProxy(Proxy):
         return operator.index(target(self))
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> Any:
     return value
 
 
@@ -79,7 +79,7 @@ def target(proxy: Proxy) -> Any:
     return value
 
 
-def bind(proxy: Proxy, value: Any) -> None:
+def bind(proxy: Proxy, value: object) -> None:
     """Let a proxy stand for a value."""
     object.__setattr__(proxy, "_value", value)
 

@@ -143,7 +143,7 @@ def read_run(folder: str | Path) -> RunRecord:
 def _well_formed(content: dict[str, Any], fields: Mapping[str, type | types.UnionType]) -> dict[str, Any]:
     """Return what a file holds without the entries that have another type than we write, so that readers need no checks."""
 
-    def fits(name: str, value: Any) -> bool:
+    def fits(name: str, value: object) -> bool:
         if value is None or name not in fields:
             return True
         return isinstance(value, fields[name]) and not (isinstance(value, float) and not math.isfinite(value))

@@ -59,7 +59,7 @@ class Resolved:
         """Return the values as files and screens show them."""
         return {name: self.shown_value(name, value) for name, value in self.values.items()}
 
-    def shown_value(self, name: str, value: Any) -> Any:
+    def shown_value(self, name: str, value: object) -> Any:
         """Return one value as files and screens show it."""
         return value if name in self.public else masked(value, is_secret=name in self.secrets)
 
@@ -125,7 +125,7 @@ def resolve(
     return resolved
 
 
-def holds_mask(parameter: Parameter, value: Any) -> bool:
+def holds_mask(parameter: Parameter, value: object) -> bool:
     """Return whether a value that was read back was masked when it was written."""
     may_be = parameter.is_secret or (parameter.secret is None and not isinstance(value, str))
     return may_be and is_masked(value)

@@ -133,7 +133,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
     return beginning
 
 
-def _stored_value(parameters: ParameterSet, name: str, stored: Any) -> Any:
+def _stored_value(parameters: ParameterSet, name: str, stored: object) -> Any:
     try:
         return parameters[name].read(stored, is_text=False, where="parameters.yaml")
     except ParameterError as error:
@@ -143,7 +143,7 @@ def _stored_value(parameters: ParameterSet, name: str, stored: Any) -> Any:
 def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, Any] | None]:
     """Return what loads a Context from this run's checkpoint and returns its random states, None without a checkpoint."""
 
-    def restore(context: Any) -> Mapping[str, Any] | None:
+    def restore(context: object) -> Mapping[str, Any] | None:
         from drivetrain.checkpoint.checkpointer import Checkpointer
 
         keeper = Checkpointer(context, dir=folder / "checkpoints", signals=False)

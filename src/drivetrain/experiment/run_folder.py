@@ -1,19 +1,28 @@
-"""The folder of one run: its name, its small files, and how they are written so that no reader ever sees half of one."""
+"""The folder of one run: its name and its small files, written so that no reader ever sees half of one.
+
+The manifest says what the run was made of (command, origins of parameters, code, packages, machine), the status how it is doing.
+"""
 
 import enum
+import functools
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import random
 import string
+import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, read_limited, replace_bytes
+from drivetrain.core.secret import hide
 from drivetrain.runtime.run import Run
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
@@ -27,6 +36,10 @@ SWEEPS = "sweeps"
 ARTIFACTS = "artifacts"
 JSON_LIMIT = 64 * 2**20
 """Bytes of a manifest or status; what is larger is not one of ours, and is not read."""
+SCHEMA = 1
+SOURCE_LIMIT = 64 * 2**20
+MAX_DIFF = 500_000
+"""Characters of a git diff that are kept; generated files can have millions."""
 HEARTBEAT_SECONDS = 10.0
 
 
@@ -93,7 +106,7 @@ def write_parameters(folder: Path, values: Mapping[str, Any]) -> None:
     write_text(folder / PARAMETERS, dump_yaml({name: plain(value) for name, value in values.items()}))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value as JSON and YAML can write it; what they cannot express becomes text.
 
     >>> plain({"path": Path("a"), "betas": (0.9, 0.99)})
@@ -117,7 +130,7 @@ def plain(value: Any) -> Any:
     return str(value) if number is None else number
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether `plain` keeps everything of a value, so that it can be returned later."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
@@ -126,7 +139,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str) or _number(value) is not None
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: object) -> int | float | None:
     """Return the number in a one-element tensor or array, None for anything else."""
     if isinstance(value, date | timedelta) or not hasattr(value, "item") or not hasattr(value, "dtype"):
         return None
@@ -135,6 +148,83 @@ def _number(value: Any) -> int | float | None:
     except (ValueError, RuntimeError, TypeError):
         return None
     return number if isinstance(number, int | float) else None
+
+
+def describe_run(source: str | None, hidden: Iterable[str], **fields: object) -> dict[str, object]:
+    """Return the manifest of a run that begins now: the fields given, and what is known of its code and machine.
+
+    `hidden` are secret texts, which uncommitted changes of the code may hold too.
+    """
+    git = _git(str(Path(source).parent) if source else os.getcwd())
+    return {
+        "schema": SCHEMA,
+        **fields,
+        "source": source,
+        "source_sha256": hash_source(source),
+        "started": time.time(),
+        "plan": None,
+        "resumed": [],
+        "host": _host(),
+        "git": None if git is None else {name: hide(text, hidden) for name, text in git.items()},
+        "packages": _packages(),
+    }
+
+
+def hash_source(path: str | Path | None) -> str | None:
+    """Return the SHA-256 of a source file, None where it cannot be read."""
+    try:
+        return None if path is None else hashlib.sha256(read_limited(Path(path).resolve(), SOURCE_LIMIT)).hexdigest()
+    except OSError:
+        return None
+
+
+def add_to_manifest(folder: Path, **fields: object) -> None:
+    """Set some fields of a run's manifest, such as the plan its strategy chose."""
+    write_json(folder / MANIFEST, read_json(folder / MANIFEST) | fields)
+
+
+def _host() -> dict[str, object]:
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "folder": os.getcwd(),
+    }
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda entry: entry[0].lower()))
+
+
+@functools.cache
+def _git(folder: str) -> dict[str, str] | None:
+    """Return commit and uncommitted changes, None outside a repository; the code of a process does not change later."""
+    commit = _git_output(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    diff = _git_output(folder, "diff", "HEAD") or ""
+    if len(diff) > MAX_DIFF:
+        diff = diff[:MAX_DIFF] + f"\n... {len(diff) - MAX_DIFF} more characters"
+    branch = _git_output(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
+    return {"commit": commit.strip(), "branch": branch.strip(), "diff": diff}
+
+
+def _git_output(folder: str, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 class StatusFile:
@@ -162,7 +252,7 @@ class StatusFile:
         self._write()
         self._thread.start()
 
-    def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: Any) -> None:
+    def end(self, state: str, *, exit_code: int, error: str | None = None, **fields: object) -> None:
         """Write how the run ended."""
         self._done.set()
         if self._thread.is_alive():

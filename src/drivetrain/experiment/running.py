@@ -21,7 +21,6 @@ from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
 from drivetrain.experiment.logs import run_log
-from drivetrain.experiment.manifest import add_to_manifest, describe_run
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.processes import ExperimentReference, end_subprocesses, launch_experiment, must_launch
 from drivetrain.experiment.records import is_run, read_run
@@ -41,6 +40,8 @@ from drivetrain.experiment.run_folder import (
     MANIFEST,
     PARAMETERS,
     StatusFile,
+    add_to_manifest,
+    describe_run,
     is_plain,
     make_folder,
     plain,

@@ -117,7 +117,7 @@ class CallSignature:
         rest = {name: value for name, value in values.items() if name not in used} if self.takes_rest else {}
         return self.function(*positional, **named, **rest)
 
-    def _declare_argument(self, argument: inspect.Parameter, annotation: Any) -> None:
+    def _declare_argument(self, argument: inspect.Parameter, annotation: object) -> None:
         if argument.kind is argument.VAR_POSITIONAL:
             raise ParameterError(
                 f"{self.function.__name__}(*{argument.name}): parameters have names, so *{argument.name} can receive "
@@ -127,7 +127,7 @@ class CallSignature:
             return
         self._declare(argument.name, annotation, argument.default, self._help.get(argument.name), self.nested)
 
-    def _declare(self, name: str, annotation: Any, default: Any, help: str | None, place: dict[str, Any]) -> None:
+    def _declare(self, name: str, annotation: object, default: object, help: str | None, place: dict[str, Any]) -> None:
         """Declare one argument or field, and say in `place` under its last name how it is built."""
         annotation, extra = _without_extra(annotation)
         kind = type(default) if annotation is MISSING else without_none(annotation)
@@ -145,7 +145,7 @@ class CallSignature:
         if place is not self.nested:
             place[name.rpartition(".")[2]] = name
 
-    def _declare_fields(self, prefix: str, kind: type, default: Any) -> Nested:
+    def _declare_fields(self, prefix: str, kind: type, default: object) -> Nested:
         nested = Nested(kind, default)
         hints = typing.get_type_hints(kind, include_extras=True)
         help_texts = argument_help(kind)
@@ -188,14 +188,14 @@ def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, Any]) ->
     return annotation is MISSING or (typing.get_origin(annotation) or annotation) in MAPPINGS
 
 
-def _without_extra(annotation: Any) -> tuple[Any, Param]:
+def _without_extra(annotation: object) -> tuple[Any, Param]:
     if typing.get_origin(annotation) is not Annotated:
         return annotation, Param()
     inner, *extras = typing.get_args(annotation)
     return inner, next((extra for extra in extras if isinstance(extra, Param)), Param())
 
 
-def _parameter(name: str, annotation: Any, default: Any, extra: Param, help: str | None) -> Parameter:
+def _parameter(name: str, annotation: object, default: object, extra: Param, help: str | None) -> Parameter:
     declared = _kind_of_default(default) if annotation is MISSING else annotation
     inner = without_none(declared)
     origin = typing.get_origin(inner) or inner
@@ -228,7 +228,7 @@ def _fixed_tuple(origin: Any, items: tuple[Any, ...]) -> bool:
     return origin is tuple and bool(items) and not (len(items) == 2 and items[1] is Ellipsis)
 
 
-def _kind_of_default(default: Any) -> Any:
+def _kind_of_default(default: object) -> Any:
     if isinstance(default, list | tuple | set) and default:
         first = type(next(iter(default)))
         return type(default)[first, ...] if isinstance(default, tuple) else type(default)[first]  # type: ignore[index]

@@ -43,7 +43,7 @@ class ValueType:
     word: str
     takes_json: bool = False
 
-    def read(self, value: Any, is_text: bool) -> Any:
+    def read(self, value: object, is_text: bool) -> Any:
         """Return a value in this type; text of a type that is written as JSON is parsed first."""
         if self.takes_json and is_text and isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             try:
@@ -93,7 +93,7 @@ def read_float(value: Any) -> float:
     raise BadValue("expected a number, such as 0.1 or 1e-3")
 
 
-def read_bool(value: Any) -> bool:
+def read_bool(value: object) -> bool:
     """Read a truth value: yes, true, t, y, 1, on and their opposites."""
     word = str(value).strip().lower() if isinstance(value, str | int) else ""
     if word in (*TRUE_WORDS, *FALSE_WORDS):
@@ -101,7 +101,7 @@ def read_bool(value: Any) -> bool:
     raise BadValue("expected true or false (yes, no, on, off, 1, 0)")
 
 
-def read_str(value: Any) -> str:
+def read_str(value: object) -> str:
     """Read text; a number with a fraction is an error, because YAML has already shortened `1.10` to 1.1."""
     if isinstance(value, str):
         return value
@@ -112,7 +112,7 @@ def read_str(value: Any) -> str:
     raise BadValue("expected text; put it in quotes")
 
 
-def read_path(value: Any) -> Path:
+def read_path(value: object) -> Path:
     """Read a path."""
     if isinstance(value, str | os.PathLike) and "\0" not in str(value):
         return Path(value)
@@ -134,7 +134,7 @@ def choice_of(values: Sequence[Any]) -> ValueType:
     """Return the type whose values are those listed; text matches whatever its case, and the listed value is returned."""
     words = [_word_of(value) for value in values]
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Any:
         for candidate in values:
             if type(candidate) is type(value) and candidate == value:
                 return candidate
@@ -149,7 +149,7 @@ def choice_of(values: Sequence[Any]) -> ValueType:
     return ValueType(convert, "{" + ",".join(words) + "}")
 
 
-def _word_of(value: Any) -> str:
+def _word_of(value: object) -> str:
     return value.name if isinstance(value, enum.Enum) else str(value)
 
 
@@ -157,7 +157,7 @@ def enum_type(kind: type[enum.Enum]) -> ValueType:
     """Return the type of an Enum's members, given by name or by value."""
     by_name = choice_of(list(kind))
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Any:
         for member in kind:
             if value is member or (type(value) is type(member.value) and value == member.value):
                 return member
@@ -170,7 +170,7 @@ def custom_type(function: Callable[[Any], Any]) -> ValueType:
     """Return the type that a function makes of text, or of the value itself from Python and files."""
     name = str(getattr(function, "__name__", "value"))
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Any:
         try:
             return function(value)
         except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
@@ -179,7 +179,7 @@ def custom_type(function: Callable[[Any], Any]) -> ValueType:
     return ValueType(convert, name.strip("<>").upper())
 
 
-def declared_type(kind: Any) -> ValueType:
+def declared_type(kind: object) -> ValueType:
     """Return the type of `parameter(type=...)`: a known type, an annotation, or any function of one value."""
     is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
     if kind in SIMPLE or kind is Secret or typing.get_origin(kind) is not None or is_enum:
@@ -189,27 +189,27 @@ def declared_type(kind: Any) -> ValueType:
     return custom_type(kind)
 
 
-def wraps_secret(annotation: Any) -> bool:
+def wraps_secret(annotation: object) -> bool:
     """Return whether values of this type are put into a `Secret`."""
     return annotation is Secret or typing.get_origin(annotation) is Secret
 
 
-def is_secret_type(annotation: Any) -> bool:
+def is_secret_type(annotation: object) -> bool:
     """Return whether values of this type hide themselves: `Secret[str]`, or pydantic's `SecretStr`."""
     return wraps_secret(annotation) or (isinstance(annotation, type) and hasattr(annotation, "get_secret_value"))
 
 
-def secret_type(annotation: Any) -> ValueType:
+def secret_type(annotation: object) -> ValueType:
     """Return the type whose values are read as those of X in `Secret[X]`, and then hidden."""
     inner = annotated_type(next(iter(typing.get_args(annotation)), str))
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Any:
         return Secret(inner.convert(value.reveal() if isinstance(value, Secret) else value))
 
     return ValueType(convert, "SECRET", inner.takes_json)
 
 
-def annotated_type(annotation: Any) -> ValueType:
+def annotated_type(annotation: object) -> ValueType:
     """Return the type an annotation of a signature means."""
     if wraps_secret(annotation):
         return secret_type(annotation)
@@ -223,7 +223,7 @@ def annotated_type(annotation: Any) -> ValueType:
     return annotated_type(inner) if inner is not annotation else adapted_type(annotation)
 
 
-def without_none(annotation: Any) -> Any:
+def without_none(annotation: object) -> Any:
     """Return X for `X | None`, and any other annotation as it is.
 
     >>> without_none(int | None)
@@ -236,11 +236,11 @@ def without_none(annotation: Any) -> Any:
     return annotation
 
 
-def adapted_type(annotation: Any) -> ValueType:
+def adapted_type(annotation: object) -> ValueType:
     """Return the type of any other annotation, checked by pydantic; on a command line it is written as JSON."""
     name = getattr(annotation, "__name__", None) or str(annotation)
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> Any:
         validate, error_type = _adapter(annotation)
         try:
             return validate(value)
@@ -259,13 +259,13 @@ def _reason(entry: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _adapter(annotation: Any) -> tuple[Callable[[Any], Any], type[Exception]]:
+def _adapter(annotation: object) -> tuple[Callable[[Any], Any], type[Exception]]:
     try:
         from pydantic import BeforeValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
     except ImportError as error:
         raise MissingExtra("pydantic", None, f"a parameter of type {annotation}") from error
 
-    def with_rules(inner: Any) -> Any:
+    def with_rules(inner: object) -> Any:
         """Apply the rules for scalars inside containers, too."""
         if inner in SIMPLE and SIMPLE[inner] is not ANYTHING:
             return Annotated[inner, BeforeValidator(SIMPLE[inner].convert)]

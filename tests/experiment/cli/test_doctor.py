@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from drivetrain.experiment.cli import health
+from drivetrain.experiment.cli import doctor as health
 from tests.experiment.folders import hold_lock, make_run
 
 

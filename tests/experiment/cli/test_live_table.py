@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from drivetrain.experiment.cli.live_table import LiveTable, show_progress, state_of
 from drivetrain.experiment.cli.output import prints_to_stderr
+from drivetrain.experiment.cli.sweep import LiveTable, show_progress, state_of
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment.test_submitit_executor import slurm  # noqa: F401 (a fixture)
@@ -58,7 +58,7 @@ def test_prints_of_this_process_and_of_others_go_to_the_error_output(capfd):
 
 ON_A_TERMINAL = """
 import os, sys, subprocess, time
-from drivetrain.experiment.cli.live_table import show_progress
+from drivetrain.experiment.cli.sweep import show_progress
 from tests.experiment.cli.test_live_table import trials
 with show_progress() as show:
     print("before", type(show).__name__)

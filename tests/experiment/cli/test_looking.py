@@ -129,3 +129,29 @@ def test_colours_are_not_printed_where_they_are_not_wanted(command, tmp_path, mo
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal that could show them
     _, out, _ = command("show", folder)
     assert "\033[3" not in out and "failed" in out
+
+
+def test_no_best_is_shown_where_the_direction_is_unknown_unless_the_command_line_gives_it(
+    tmp_path, command, command_json
+):
+    folder = make_run(tmp_path, metrics=False)
+    rows = [
+        {"step": s, "time": 1.0, "kind": "scalar", "tag": "speed", "value": v} for s, v in enumerate([2.0, 5.0, 3.0])
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = command_json("ls", tmp_path, "--json")
+    assert run["last"] == 3.0 and run["best"] is None
+    assert "(" not in command("ls", tmp_path)[1].partition("speed 3")[2].partition("\n")[0]
+    assert command_json("show", folder, "--json")["metrics"]["speed"]["best"] is None
+    assert command_json("show", folder, "--json", "--direction", "speed=max")["metrics"]["speed"]["best"] == 5.0
+    status, _, err = command("ls", tmp_path, "--direction", "speed=up")
+    assert status == 2 and "'speed': 'up' is not known" in err
+
+
+def test_what_only_belongs_to_one_start_is_not_shown_as_a_parameter(tmp_path, command_json):
+    first = make_run(tmp_path, "one")
+    second = make_run(tmp_path, "two")
+    text = (second / "parameters.yaml").read_text().replace("resume: never", "resume: auto\nrun_name: two")
+    (second / "parameters.yaml").write_text(text)
+    assert "resume" not in command_json("show", second, "--json")["parameters"]
+    assert not {"resume", "run_name"} & command_json("compare", first, second, "--json")["parameters"].keys()

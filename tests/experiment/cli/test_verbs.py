@@ -1,5 +1,6 @@
 """The command as a whole: help, unknown words, exit statuses."""
 
+import os
 import subprocess
 import sys
 
@@ -88,3 +89,31 @@ def test_version_is_printed(command):
 
     status, out, _ = command("--version")
     assert status == 0 and drivetrain.__version__ in out
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_that_lacks_our_characters_gets_others(encoding, tmp_path):
+    folder = make_run(tmp_path, state="failed")
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "drivetrain"]
+    for words in (["doctor", str(folder)], ["ls", str(tmp_path)], ["show", str(folder)]):
+        done = subprocess.run([*command, *words], capture_output=True, env=environment, check=False)
+        assert b"Error" not in done.stderr, done.stderr.decode()
+        assert done.stdout.decode(encoding)
+    assert (
+        b"\n+ status.json: readable"
+        in subprocess.run([*command, "doctor", str(folder)], capture_output=True, env=environment, check=False).stdout
+    )
+
+
+@pytest.mark.parametrize("words", [["ls"], ["ls", "--json"], ["--help"]])
+def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
+    make_run(tmp_path)
+    words = [*words, str(tmp_path)] if words[0] == "ls" else words
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "drivetrain", *words], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 0 and not done.stderr, done.stderr.decode()

@@ -30,9 +30,14 @@ def console() -> Any:
     """Return a console that follows NO_COLOR, COLUMNS and redirections, and interprets no text as markup."""
     from rich.console import Console
 
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave a closed pipe to the caller; rich would end the program with status 1."""
+            raise
+
     is_terminal = sys.stdout.isatty()
     width = None if is_terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
-    return Console(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
+    return Output(width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
 
 def print_table(
@@ -73,7 +78,7 @@ def indented(label: str, text: str) -> list[str]:
     return [label + first, *(" " * len(label) + line for line in rest)]
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print data as JSON; NaN and infinities become strings, because JSON has none."""
     print(printable_json(json.dumps(_without_nan(data), indent=2, ensure_ascii=False, default=str)))
 
@@ -101,7 +106,7 @@ def prints_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _without_nan(data: Any) -> Any:
+def _without_nan(data: object) -> Any:
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
@@ -111,7 +116,7 @@ def _without_nan(data: Any) -> Any:
     return data
 
 
-def plain_text(value: Any) -> str:
+def plain_text(value: object) -> str:
     """Return a value as a table shows it."""
     from drivetrain.experiment.reports.chart import short
 

@@ -87,7 +87,7 @@ def _made(target: str) -> Any:
     return factory()
 
 
-def _find(target: str, made: Any, arguments: argparse.Namespace) -> Any:
+def _find(target: str, made: object, arguments: argparse.Namespace) -> Any:
     from drivetrain.train.trainer import Trainer
 
     device: Any = arguments.device

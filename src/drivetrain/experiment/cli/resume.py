@@ -9,7 +9,7 @@ import os
 import stat
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
@@ -18,8 +18,12 @@ from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
 from drivetrain.experiment.cli.run import start
 from drivetrain.experiment.cli.targets import find_in_file
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.manifest import hash_source
 from drivetrain.experiment.records import RunRecord, is_run
+from drivetrain.experiment.run_folder import hash_source
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+    from drivetrain.experiment.resolve import Resolved
 
 KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "deterministic")
 """How a run is started is no part of its identity; it is continued the way it was begun unless --set says otherwise."""
@@ -58,7 +62,7 @@ def resume(arguments: argparse.Namespace) -> int:
     return start(experiment, resolved, argv=argv, force=arguments.force, as_json=arguments.json)
 
 
-def _experiment_in(source: Path, record: RunRecord) -> Any:
+def _experiment_in(source: Path, record: RunRecord) -> "Experiment":
     """Return the experiment of a run from the file it was defined in; this runs the file."""
     try:
         return find_in_file(source, record.experiment)
@@ -69,7 +73,7 @@ def _experiment_in(source: Path, record: RunRecord) -> Any:
         ) from error
 
 
-def _resolved(experiment: Any, record: RunRecord, arguments: argparse.Namespace) -> Any:
+def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.Namespace) -> "Resolved":
     from drivetrain.experiment.resolve import Given, resolve
 
     given = {}

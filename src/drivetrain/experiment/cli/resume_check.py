@@ -146,7 +146,7 @@ def _newest(folder: Path) -> dict[str, Any]:
     return _flat({"state": loaded.state, "random numbers": rng})
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def _flat(value: object, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         # A Recorder's place in its file counts the rows of the killed process too; what it recorded is compared.
         is_recorder = set(value) == {"count", "last", "lines", "runs"}
@@ -161,7 +161,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     import torch
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

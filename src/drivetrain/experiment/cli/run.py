@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import DrivetrainError, ParameterError
@@ -23,6 +23,10 @@ from drivetrain.experiment.cli.output import (
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
 from drivetrain.experiment.command_line import BAD_INPUT, JSON, argument, parse, print_error, usage_line
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+    from drivetrain.experiment.resolve import Resolved
 
 OPTIONS_HELP = "options of the experiment; --help after TARGET lists them"
 
@@ -102,7 +106,9 @@ def start_words(experiment: Any, words: list[str], *, program: str, as_json: boo
     return start(experiment, resolved, argv=[*program.split(), *words], force=command.force, as_json=as_json)
 
 
-def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = False, as_json: bool = False) -> int:
+def start(
+    experiment: "Experiment", resolved: "Resolved", *, argv: list[str], force: bool = False, as_json: bool = False
+) -> int:
     """Start an experiment with resolved parameters and return the exit status."""
     from drivetrain.experiment.running import run_experiment
 
@@ -129,7 +135,7 @@ def start(experiment: Any, resolved: Any, *, argv: list[str], force: bool = Fals
     return 0
 
 
-def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bool]:
+def choose_folder(experiment: "Experiment", resolved: "Resolved", force: bool) -> tuple[Path, bool]:
     """Return the folder the run will be in, and whether it is a new one."""
     from drivetrain.experiment.resume import choose_beginning
     from drivetrain.experiment.run_folder import check_is_new, run_path
@@ -143,7 +149,7 @@ def choose_folder(experiment: Any, resolved: Any, force: bool) -> tuple[Path, bo
     return folder, True
 
 
-def _print_beginning(experiment: Any, resolved: Any, folder: Path) -> None:
+def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Path) -> None:
     print_lines(f"experiment  {experiment.name}", f"run folder  {folder}")
     values = resolved.values
     if values["distributed"]:

@@ -1,14 +1,27 @@
-"""`drivetrain sweep`: one experiment, many sets of parameters, a table that grows while they run."""
+"""`drivetrain sweep`: one experiment, many sets of parameters, and a table that redraws itself on a terminal.
+
+Trials print as well, some of them from processes of their own. While the table is shown, the descriptors of stdout and stderr lead into
+a pipe, and what comes out of it is printed above the table, line by line.
+"""
 
 import argparse
+import os
 import re
-from collections.abc import Callable
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
+from drivetrain.core.display import printable
 from drivetrain.core.errors import ParameterError, SweepError
-from drivetrain.experiment.cli.live_table import show_progress
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
+    STDERR,
+    STDOUT,
+    plain_text,
     print_json,
     print_lines,
     print_table,
@@ -16,7 +29,11 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED
-from drivetrain.experiment.command_line import JSON, argument, print_error
+from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+    from drivetrain.experiment.sweeps.result import SweepResult
 
 RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 AXES_HELP = (
@@ -26,6 +43,13 @@ EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --
 TIMEOUT_HELP = "end a trial that runs longer, such as 90s, 30m or 2h; implies --executor pool"
 OBJECTIVE_HELP = "entry of the returned dict or summary to rank by (default: the returned number)"
 
+
+OnChange = Callable[["SweepResult"], object]
+"""Gets the result so far whenever a trial begins or ends."""
+REFRESH_PER_SECOND = 4
+DRAIN_SECONDS = 2.0
+"""How long to wait for the last lines of processes that are ending."""
+ORDER = ("running", "failed", "timed out", "finished", "pruned", "asked")
 
 ARGUMENTS = {
     "sweep": [
@@ -83,14 +107,14 @@ def sweep(arguments: argparse.Namespace) -> int:
                 on_change=show,
             )
     except SweepError as error:
-        _print_result(error.result, arguments.json)
+        _print_result(cast("SweepResult", error.result), arguments.json)
         print_error(error)
         return FAILED
     _print_result(result, arguments.json)
     return 0
 
 
-def read_space(experiment: Any, axes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_space(experiment: "Experiment", axes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the axes of a sweep, and the parameters that are the same for all trials."""
     space: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
@@ -139,7 +163,7 @@ def _range(found: re.Match[str], word: str) -> Any:
     return {"log": LogUniform, "uniform": Uniform, "int": IntRange}[kind](*ends)
 
 
-def _print_result(result: Any, as_json: bool) -> None:
+def _print_result(result: "SweepResult", as_json: bool) -> None:
     rows = result.rows()
     if as_json:
         print_json(
@@ -160,3 +184,138 @@ def _print_result(result: Any, as_json: bool) -> None:
     print_lines(
         f"sweep folder  {result.folder}", f"next: drivetrain compare {result.folder}, drivetrain report {result.folder}"
     )
+
+
+@contextmanager
+def show_progress() -> Iterator[OnChange]:
+    """Show a sweep while it runs: as a table on a terminal, else as lines."""
+    if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown"):
+        with LiveTable() as table:
+            yield table
+    else:
+        yield status_lines()
+
+
+def status_lines() -> OnChange:
+    """Return what prints one line whenever a trial begins or ends."""
+    told: dict[int, str] = {}
+
+    def show(result: "SweepResult") -> None:
+        for trial in result:
+            if told.get(trial.index) != trial.status:
+                told[trial.index] = trial.status
+                value = "" if trial.value is None else f" {plain_text(trial.value)}"
+                print_lines(f"trial {trial.index}: {trial.status}{value}   [{state_of(result)}]")
+
+    return show
+
+
+def state_of(result: "SweepResult") -> str:
+    """Return how many trials run, are done and failed, and the best value."""
+    counts = {state: sum(trial.status == state for trial in result) for state in ("running", "finished")}
+    values = [trial for trial in result.ranked if trial.value is not None]
+    best = f", best {plain_text(values[0].value)} (trial {values[0].index})" if values else ""
+    return f"{counts['running']} running, {counts['finished']} done, {len(result.failed)} failed{best}"
+
+
+class LiveTable:
+    """Draws trials with their parameters, state, metric and time; use it as a context manager and call it with each result."""
+
+    def __init__(self) -> None:
+        self._result: SweepResult | None = None
+        self._began: dict[int, float] = {}
+        self._terminal: Any = None
+        self._live: Any = None
+        self._reader: threading.Thread | None = None
+        self._kept: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.live import Live
+
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._kept = {descriptor: os.dup(descriptor) for descriptor in (STDOUT, STDERR)}
+        self._terminal = os.fdopen(os.dup(STDOUT), "w", encoding=sys.stdout.encoding, errors=REPLACED)
+        console = Console(file=self._terminal, markup=False, highlight=False, emoji=False)
+        self._live = Live(
+            console=console,
+            get_renderable=self.draw,
+            refresh_per_second=REFRESH_PER_SECOND,
+            transient=True,  # the result table follows
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        source, sink = os.pipe()
+        for descriptor in self._kept:
+            os.dup2(sink, descriptor)
+        os.close(sink)
+        self._reader = threading.Thread(target=self._print_above, args=(source,), daemon=True)
+        self._live.start()
+        self._reader.start()
+        return self
+
+    def __call__(self, result: "SweepResult") -> None:
+        """Take the result so far."""
+        now = time.monotonic()
+        for trial in result:
+            if trial.status == "running":
+                self._began.setdefault(trial.index, now)
+            else:
+                self._began.pop(trial.index, None)
+        self._result = result
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for descriptor, kept in self._kept.items():
+            os.dup2(kept, descriptor)
+            os.close(kept)
+        assert self._reader is not None
+        self._reader.join(DRAIN_SECONDS)  # a process that outlives the sweep may hold the pipe open for ever
+        self._live.stop()
+        if not self._reader.is_alive():
+            self._terminal.close()
+
+    def _print_above(self, source: int) -> None:
+        from rich.text import Text
+
+        with os.fdopen(source, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._live.console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
+
+    def draw(self) -> Any:
+        """Return the table as it is now."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        if self._result is None:
+            return Text("sweep: no trial has begun")
+        room = max(3, self._live.console.height - 8)
+        trials = sorted(
+            self._result.ranked, key=lambda trial: ORDER.index(trial.status)
+        )  # stable: best first within a state
+        hidden = len(trials) - room
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("trial", "parameters", "state", "metric", "time"):
+            table.add_column(name, overflow="fold", no_wrap=name in ("trial", "state", "time"))
+        now, names = time.monotonic(), self._result.varied
+        for trial in trials[:room]:
+            began = self._began.get(trial.index)
+            seconds = trial.seconds + (0.0 if began is None else now - began)
+            table.add_row(
+                str(trial.index),
+                Text(
+                    printable(", ".join(f"{name}={plain_text(self._result.shown(trial).get(name))}" for name in names))
+                ),
+                Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
+                plain_text(trial.value),
+                f"{seconds:.1f} s",
+            )
+        # Beside the table and not as its title, which would be broken at the table's width.
+        state, more = Text(f"sweep: {state_of(self._result)}", style="bold"), Text(f"… and {hidden} more")
+        return Group(state, table, more) if hidden > 0 else Group(state, table)

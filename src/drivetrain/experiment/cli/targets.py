@@ -5,9 +5,12 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError, did_you_mean, nearest_name
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
 
 TARGET_HELP = "file.py, file.py:name or package.module:name"
 
@@ -19,7 +22,7 @@ def find_target(target: str) -> Any:
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
 
-def find_in_file(path: Path, name: str) -> Any:
+def find_in_file(path: Path, name: str) -> "Experiment":
     """Return the experiment of this name that a file defines."""
     from drivetrain.experiment.experiments import Experiment
 

@@ -6,10 +6,11 @@ SIGINT and SIGTERM.
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from drivetrain.experiment.command_line import BAD_INPUT, Parser, print_error
+from drivetrain.experiment.command_line import BAD_INPUT, Parser, print_any_text, print_error
 
 VERBS = {
     "run": ("run", "run an experiment"),
@@ -27,6 +28,7 @@ VERBS = {
 """Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
 
 FAILED, INTERRUPTED = 1, 130
+STDOUT = 1
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -48,7 +50,18 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status."""
-    words = [str(word) for word in (sys.argv[1:] if argv is None else argv)]
+    print_any_text()
+    try:
+        try:
+            return _run_verb([str(word) for word in (sys.argv[1:] if argv is None else argv)])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `drivetrain ls | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what Python still flushes when it ends
+        return 0
+
+
+def _run_verb(words: list[str]) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     from drivetrain.core.errors import DrivetrainError, unknown_name
 
@@ -66,6 +79,3 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `drivetrain ls | head`: the reader has what it wanted
-        sys.stderr.close()
-        return 0

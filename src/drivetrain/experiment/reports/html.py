@@ -3,14 +3,13 @@
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from drivetrain.experiment.reports.chart import short
 
 LONGEST_VALUE = 400
 
 
-def cell(value: Any) -> str:
+def cell(value: object) -> str:
     """Return a value as escaped text, cut where it is very long."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return escape(text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…")
@@ -47,7 +46,7 @@ def block(text: str, kind: str = "") -> str:
     return f'<pre class="block {kind}">{escape(text)}</pre>' if text else ""
 
 
-def number(value: Any) -> str:
+def number(value: object) -> str:
     """Return a number as tables show it, anything else as text."""
     return short(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else cell(value)
 

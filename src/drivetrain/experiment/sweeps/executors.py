@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit
@@ -30,6 +30,9 @@ from drivetrain.experiment.sweeps.trial import (
 )
 from drivetrain.runtime.parent import end_with_parent
 
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+
 POLL_SECONDS = 60.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
@@ -41,17 +44,28 @@ Pruner = Callable[[Trial, float, int], bool]
 class TrialWork:
     """What every trial of a sweep has in common."""
 
-    experiment: Any
+    experiment: "Experiment"
     fixed: dict[str, Any]
     sweep: str
     should_prune: Pruner
     timeout: float | None = None
     """Seconds after which one attempt at a trial is ended."""
+    seed: int = 0
+    """Seed of the sweep; a trial whose `random_seed` nobody gave has one derived from it."""
 
-    def call(self, trial: Trial, experiment: Any = None) -> Any:
+    def for_process(self) -> "TrialWork":
+        """Return what travels to another process, which loads the experiment itself and reports over a channel."""
+        return replace(self, experiment=None, should_prune=never_prune)  # type: ignore[arg-type]
+
+    def call(self, trial: Trial, experiment: "Experiment | None" = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
         experiment = experiment or self.experiment
         resolved = experiment.resolve(self.fixed | trial.params)
+        if not resolved.is_declared("random_seed"):
+            from drivetrain.runtime.seeds import derive_seed
+
+            resolved.values["random_seed"] = derive_seed(self.seed, "sweep trial", trial.index) % 2**32
+            resolved.origins["random_seed"] = "sweep"
         place = {"sweep": self.sweep, "index": trial.index, "attempt": trial.attempts}
         return run_experiment(experiment, resolved, folder=trial.run_dir, trial=place)
 
@@ -133,7 +147,7 @@ class PoolExecutor(Executor):
 
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        share = TrialWork(None, self.work.fixed, self.work.sweep, never_prune, self.work.timeout)
+        share = self.work.for_process()
         process = context.Process(
             target=_run_trial, args=(self._reference, share, trial, theirs), name=f"trial {trial.index}"
         )

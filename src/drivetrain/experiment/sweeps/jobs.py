@@ -14,13 +14,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.files import PRIVATE_FILE, load_json, open_regular, open_to_read
 from drivetrain.experiment.processes import ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
-from drivetrain.experiment.sweeps.executors import TrialWork, never_prune, outcome_of, timed_out
+from drivetrain.experiment.sweeps.executors import TrialWork, outcome_of, timed_out
 from drivetrain.experiment.sweeps.trial import FAILED, FINISHED, Trial, TrialOutcome, TrialPruned, reporting_to
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
 
 JOBS = "jobs"
 """The folder of a sweep in which its executor keeps notes about jobs."""
@@ -51,7 +54,7 @@ class Mailbox:
         for path in (self.reports, self.stop):
             path.unlink(missing_ok=True)
 
-    def say(self, **fields: Any) -> None:
+    def say(self, **fields: object) -> None:
         """Append one line."""
         descriptor = open_regular(self.reports, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
         with os.fdopen(descriptor, "ab") as stream:
@@ -125,12 +128,12 @@ def make_job(
     """Return a trial as a job, with an empty mailbox."""
     mailbox = Mailbox.of(trial)
     mailbox.clear()
-    share = TrialWork(None, work.fixed, work.sweep, never_prune, work.timeout)
+    share = work.for_process()
     search_path = tuple(os.path.abspath(entry) for entry in sys.path)
     return TrialJob(reference, share, trial, mailbox, search_path, dict(environment or {}))
 
 
-def reference_from_afar(experiment: Any) -> ExperimentReference:
+def reference_from_afar(experiment: "Experiment") -> ExperimentReference:
     """Return how a process finds the experiment that is no child of this one, and so has another `__main__`."""
     reference = reference_to(experiment)
     if reference.module != "__main__":

@@ -30,7 +30,7 @@ class Journal:
         if read_end(self._path, 1) not in (b"", b"\n"):
             self._stream.write(b"\n")  # after a line that was cut short
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Append one event and wait until the disk has it."""
         line = json.dumps({"event": event, "time": round(time.time(), 3), **{k: plain(v) for k, v in fields.items()}})
         self._stream.write(line.encode() + b"\n")

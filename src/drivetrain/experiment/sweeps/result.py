@@ -143,7 +143,7 @@ class SweepResult(Sequence[Trial]):
         return f"SweepResult({len(self)} trials, {len(self.failed)} failed)"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return "-"
     text = f"{value:.6g}" if isinstance(value, float) else printable(str(value).partition("\n")[0])

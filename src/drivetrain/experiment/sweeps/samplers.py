@@ -178,7 +178,7 @@ class OptunaSampler(Sampler):
             return kinds.IntDistribution(int(axis.low), int(axis.high))
         return kinds.FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform))
 
-    def _position(self, name: str, value: Any) -> Any:
+    def _position(self, name: str, value: object) -> Any:
         axis = self._space.axes.get(name)
         if not isinstance(axis, Choice):
             return value

@@ -5,11 +5,14 @@ import math
 import random
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import MASK, masked
 from drivetrain.experiment.resolve import given_in_python
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
 
 OWN_FOLDER = ("run_name", "resume", "subprocess", "local_rank")
 """Parameters that a sweep sets itself: it gives every trial its folder."""
@@ -34,7 +37,7 @@ class Axis:
 class Choice(Axis):
     """One of the values given: `Choice("sgd", "adam")`."""
 
-    def __init__(self, *values: Any):
+    def __init__(self, *values: object):
         if not values:
             raise ParameterError("Choice() has no values. Give at least one, as in Choice(1, 2, 4).")
         self.values = values
@@ -103,7 +106,7 @@ class IntRange(_Range):
         return generator.randint(int(self.low), int(self.high))
 
 
-def param_matrix(**values: Any) -> list[dict[str, Any]]:
+def param_matrix(**values: object) -> list[dict[str, Any]]:
     """Return every combination: a list or tuple is an axis, anything else a constant; the last name changes fastest.
 
     >>> param_matrix(a=[1, 2], b="x")
@@ -143,7 +146,7 @@ class ParameterSpace:
         return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
 
 
-def make_space(space: Any) -> ParameterSpace:
+def make_space(space: object) -> ParameterSpace:
     """Read what a user gave: a list of dicts, or a mapping of names to axes, lists and constants."""
     if isinstance(space, Mapping):
         if not space:
@@ -160,13 +163,13 @@ def make_space(space: Any) -> ParameterSpace:
     return ParameterSpace(tuple(dict(point) for point in points), {})
 
 
-def _axis(value: Any) -> Axis:
+def _axis(value: object) -> Axis:
     if isinstance(value, Axis):
         return value
     return Choice(*value) if isinstance(value, list | tuple) else Choice(value)
 
 
-def check_space(experiment: Any, space: ParameterSpace, fixed: Mapping[str, Any]) -> None:
+def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, Any]) -> None:
     """Check every name and example value against the experiment's parameters, before the first trial."""
     samples: list[Mapping[str, Any]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.files import is_regular, load_json, read_limited
@@ -22,6 +22,9 @@ from drivetrain.experiment.sweeps.samplers import Sampler, make_sampler
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space
 from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
 
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+
 logger = logging.getLogger("drivetrain")
 
 EXECUTORS = ("inline", "pool", "submitit", "ray")
@@ -30,8 +33,8 @@ ORPHAN_SECONDS = 45.0
 
 
 def sweep(
-    experiment: Any,
-    space: Any,
+    experiment: "Experiment",
+    space: object,
     *,
     sampler: str | Sampler = "grid",
     executor: str | Executor = "inline",
@@ -59,7 +62,7 @@ def sweep(
         objective: the entry of the returned dict, or of the Recorder's summary, to compare; None compares the returned number.
         direction: `"min"` or `"max"`.
         params: parameters that are the same for all trials.
-        seed: seed of the sampler.
+        seed: seed of the sampler; a trial whose `random_seed` is not given has one derived from this seed and its index.
         num_processes: trials at a time.
         gpus_per_trial: GPUs that each trial sees.
         retries: how often a failed trial runs again.
@@ -102,7 +105,7 @@ def sweep(
         if not lock.acquire():
             raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait for it to end.")
         loop = _Loop(
-            experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change, timeout
+            experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change, timeout, seed
         )
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
@@ -115,7 +118,7 @@ def sweep(
 
 
 def run_parameter_sweep(
-    experiment: Any,
+    experiment: "Experiment",
     list_of_params: Sequence[Mapping[str, Any]],
     max_num_processes: int = 1,
     num_gpus_per_process: int | None = None,
@@ -161,7 +164,7 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     return InlineExecutor()
 
 
-def _new_folder(experiment: Any, space: ParameterSpace, fixed: Mapping[str, Any]) -> Path:
+def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, Any]) -> Path:
     """Make the folder of a new sweep, in the output folder that its trials are given."""
     first = dict(space.points[0]) if space.points else {name: axis.examples()[0] for name, axis in space.axes.items()}
     output_dir = experiment.resolve({**fixed, **first}).values["output_dir"]
@@ -188,7 +191,7 @@ class _Loop:
 
     def __init__(
         self,
-        experiment: Any,
+        experiment: "Experiment",
         fixed: dict[str, Any],
         folder: Path,
         sampler: Sampler,
@@ -199,11 +202,12 @@ class _Loop:
         retries: int,
         on_change: Callable[[SweepResult], object] | None,
         timeout: float | None,
+        seed: int,
     ):
         self.folder, self.sampler, self.executor = folder, sampler, executor
         self.trials = {trial.index: trial for trial in trials}
         self.objective, self.direction, self.retries, self.on_change = objective, direction, retries, on_change
-        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune, timeout)
+        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune, timeout, seed)
         self.waiting: deque[Trial] = deque()
         self.running: dict[Future[TrialOutcome], Trial] = {}
 
@@ -285,7 +289,7 @@ class _Loop:
         except ParameterError:  # the trial failed because of it, before it could hold a secret
             return error
 
-    def _value(self, result: Any, trial: Trial) -> float | None:
+    def _value(self, result: object, trial: Trial) -> float | None:
         if self.objective is not None:
             return trial.metrics.get(self.objective)
         number = plain(result)
@@ -316,7 +320,7 @@ def _seconds(timeout: float | str | Time | None) -> float | None:
     return float(limit.value)
 
 
-def _shown(experiment: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(experiment: "Experiment", values: Mapping[str, Any]) -> dict[str, Any]:
     secrets = experiment.parameters.secrets
     return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
 
@@ -328,7 +332,7 @@ def _wait_for_orphan(trial: Trial) -> None:
         time.sleep(0.2)
 
 
-def _numbers(result: Any) -> dict[str, float]:
+def _numbers(result: object) -> dict[str, float]:
     found = plain(result) if isinstance(result, Mapping) else {}
     return {
         name: value for name, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
