@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import drivetrain as dt
-from drivetrain.experiment import Param, experiment
+from drivetrain.experiment import Param, experiment, output_dir
 from drivetrain.record.recorder import Recorder
 
 
@@ -42,7 +42,7 @@ def digits(
     ctx.optimizer = torch.optim.SGD(ctx.model.parameters(), lr=lr, momentum=0.9)
     ctx.loader = dt.SmartDataLoader(make_data(), batch_size=batch_size, shuffle=True)
     ctx.recorder = Recorder()
-    ctx.autotransform()  # obeys --checkpoint, --resume, --cuda, --distributed
+    ctx.autotransform()  # follows --checkpoint, --resume, --cuda, --distributed
     with dt.Checkpointer(ctx, every="200ba", keep=3) as keeper:
         while ctx.epoch < epochs:
             for x, y in ctx.loader:  # after a resume: continues inside the epoch
@@ -55,7 +55,10 @@ def digits(
                 keeper.step()  # saves when due; on SIGTERM saves and exits with 143
             ctx.epoch += 1
         keeper.save()
-    return {"loss": ctx.recorder.last("train/loss")}
+    loss = ctx.recorder.last("train/loss")
+    if dt.is_master():
+        print(f"loss after {epochs} epochs: {loss:.4f}; the run is in {output_dir}")
+    return {"loss": loss}
 
 
 def main(epochs: int = 10, output_dir: str = "output", **params: object) -> float:

@@ -49,6 +49,11 @@ def test_kernels_begin_by_passing_their_input_on():
     assert torch.equal(model.stages[0].conv1(x), x)
 
 
+def test_synthetic_pictures_on_a_cpu_are_a_quick_trial_with_progress(capsys):
+    result = load("cifar10_speedrun").main(epochs=1, synthetic=True, device="cpu")
+    assert len(result["accuracies"]) == 1 and "8/8" in capsys.readouterr().out
+
+
 def test_missing_data_is_explained(monkeypatch):
     monkeypatch.delenv("DRIVETRAIN_DATA", raising=False)
     with pytest.raises(SystemExit, match="DRIVETRAIN_DATA"):

@@ -21,7 +21,7 @@ def load(name):
     return module
 
 
-def test_the_digits_experiment_learns_is_stopped_and_goes_on(tmp_path):
+def test_the_digits_experiment_learns_is_stopped_and_goes_on(tmp_path, capsys):
     pytest.importorskip("sklearn")
     example = load("experiment_digits")
     options = {"output_dir": str(tmp_path), "random_seed": 1, "resume": "auto"}
@@ -29,6 +29,7 @@ def test_the_digits_experiment_learns_is_stopped_and_goes_on(tmp_path):
     longer = example.main(epochs=3, **options)
     whole = example.main(epochs=3, output_dir=str(tmp_path / "whole"), random_seed=1)
     assert longer == whole < first
+    assert f"loss after 3 epochs: {whole:.4f}; the run is in {tmp_path / 'whole'}" in capsys.readouterr().out
     (record,) = find_runs(tmp_path / "digits")
     assert record.metrics_path.is_file() and record.status["step"] == 3 * 29
 

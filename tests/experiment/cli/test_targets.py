@@ -24,6 +24,14 @@ def test_several_experiments_without_a_name_are_listed(program):
         find_target(str(path))
 
 
+def test_a_plain_script_is_rejected_before_it_runs(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text('"""Not an experiment."""\nopen(__file__ + ".ran", "w").close()  # trains\n')
+    with pytest.raises(ExperimentError, match=r"so it was not run.*python .*plain\.py"):
+        find_target(str(script))
+    assert not (tmp_path / "plain.py.ran").exists()
+
+
 def test_a_group_takes_the_experiment_from_the_next_word(program):
     path = program("SEVERAL")
     found, rest = find_experiment(f"{path}:family", ["member", "--y", "4"])

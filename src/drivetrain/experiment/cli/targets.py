@@ -1,5 +1,6 @@
 """Finding what a TARGET names: `file.py`, `file.py:name` or `package.module:name`."""
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -18,6 +19,8 @@ TARGET_HELP = "file.py, file.py:name or package.module:name"
 def find_target(target: str) -> Any:
     """Return what a target names: an experiment, a group, or another attribute of the module."""
     place, _, name = _split(target)
+    if not name and place.endswith(".py"):
+        _reject_plain_script(Path(place))
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     return _attribute(module, name, target) if name else _only_experiment(module, target)
 
@@ -79,6 +82,21 @@ def _load_file(path: Path) -> ModuleType:
 
     module: ModuleType = load_file(str(path), f"target_{path.stem}")  # its own name is taken by another module
     return module
+
+
+def _reject_plain_script(path: Path) -> None:
+    """Raise for a file that names no experiment anywhere: importing it would run it, and only then find nothing."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # loading the file says what is wrong with it
+    nodes = (node for node in ast.walk(tree) if not isinstance(node, ast.Constant))
+    names = (value for node in nodes for value in vars(node).values() if isinstance(value, str))
+    if not any(word in name.lower() for name in names for word in ("experiment", "pystematic")):
+        raise ExperimentError(
+            f"{path} defines no experiment, so it was not run. Start a plain script with `python {path}`, or put @experiment above "
+            f"a function. If it imports an experiment from elsewhere, name that: {path}:name."
+        )
 
 
 def _import_name(path: Path) -> tuple[Path, str]:
