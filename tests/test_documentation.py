@@ -121,7 +121,12 @@ def test_before_and_after_moving_over_have_the_same_losses(page, empty_folder, c
         pytest.skip("no library to compare with")
     if absent := sorted({name for code in before for name in missing(code)}):
         pytest.skip(f"needs {', '.join(absent)}")
-    losses = [values for values in run_blocks(page, peers=True) if values is not None]
+    try:
+        losses = [values for values in run_blocks(page, peers=True) if values is not None]
+    except ImportError as error:
+        pytest.skip(f"the other library lacks a package: {error}")
+    if not any(losses):
+        pytest.skip("the page compares no losses")
     assert len(losses) >= 2, "the page shows one side only"
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-4), name_of(page)
