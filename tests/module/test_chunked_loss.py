@@ -193,7 +193,7 @@ def losses(function, **kwargs):
         model = Model(**kwargs).double()
         call = function
         if deferred:
-            _, leaf = find_final_linear(model, (X.double(),), {})
+            _, leaf, _ = find_final_linear(model, (X.double(),), {})
             defer_head(model.head)
             call = DeferredLoss(function, model.head, position=1, leaf=leaf, chunk=5)
         loss = call(Y, model(X.double()))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.context.context import Context
 from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
@@ -15,12 +14,9 @@ from drivetrain.core.errors import (
     UnsupportedMethodError,
 )
 from drivetrain.module.pipeline_schedule import PipelineOutput
-from drivetrain.strategy.apply import Application, shape
-from drivetrain.strategy.batching import plan_batch
-from drivetrain.strategy.dry_run import DryRun, try_plan
-from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+from drivetrain.strategy.dry_run import try_plan
 from drivetrain.strategy.resolve import resolve_plan
-from drivetrain.strategy.stepping import finish
+from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.auto import auto_accelerate
 from tests.strategy import tasks
@@ -290,16 +286,11 @@ def dry_runs():
     notes = []
     for extra in ([], [("micro_batch", 4)], [("amp_native", "bf16")]):
         model = tasks.make_model(tied=False)
-        resolved = resolve_plan(Strategy([TWO, "pipeline_parallel", *extra]), model=model, device="cpu")
-
-        def make(trial, resolved=resolved, extra=extra):
-            recipe = OptimizerRecipe(build=torch.optim.AdamW, settings={"lr": 0.05})
-            ctx = shape(Application(Context(model=trial), resolved, recipe, tasks.loss_func))
-            finish(ctx, None, plan_batch(8, 1, 4 if "micro_batch" in str(extra) else None))
-            return ctx
-
-        trial = DryRun(make=make, batch=rows, call=lambda model, batch: model(**batch), loss=tasks.loss_func)
-        outcome = try_plan(model, resolved, trial)
+        task = TrainingTask(
+            model=model, call=CallModel("unpack_dict"), loss_func=tasks.loss_func, optim_func=torch.optim.AdamW,
+            optim_args={"lr": 0.05}, samples=rows, global_batch_size=8,
+        )  # fmt: skip
+        outcome = try_plan(Strategy([TWO, "pipeline_parallel", *extra]), task, device=torch.device("cpu"))
         assert not any(parameter.is_meta for parameter in model.parameters())
         notes.append((outcome.failure, outcome.notes))
     return notes

@@ -22,11 +22,9 @@ from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory
-from drivetrain.strategy.trial.checking import verdict
 from drivetrain.strategy.trial.process import MARK, refuse_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
-from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy import trial_tasks
 from tests.strategy.trial_tasks import Liar, build, build_randomly, loss_func, make_task
@@ -331,14 +329,12 @@ def test_on_one_process_a_given_plan_is_verified_on_the_spot():
     assert verify_plan(Strategy([]), make_task(trial_tasks.runs_out), device=CPU).failure.kind == "oom"
     assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
     assert same_rng(random, capture_rng())
-    assert "meta" in verify_plan(Strategy([]), make_task(model=nn.Linear(2, 2, device="meta")), device=CPU).notes[0]
 
 
 @pytest.mark.slow
 def test_a_compiled_plan_is_checked_as_it_trains_and_the_real_run_finds_it_in_the_cache(tmp_path, monkeypatch):
     from torch._dynamo.utils import counters
 
-    from drivetrain.strategy.resolve import resolve_plan
     from drivetrain.strategy.trial.checking import train_window
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -361,33 +357,16 @@ def test_a_compiled_plan_is_checked_as_it_trains_and_the_real_run_finds_it_in_th
     assert counters["inductor"]["fxgraph_cache_hit"] > 0 == counters["inductor"]["fxgraph_cache_miss"]
 
 
-def test_limits_are_those_of_16_bits_where_rounding_grows():
-    exact, steady = resolve_plan(Strategy(["fused_optimizer"]), device=CPU), {"is_steady": True, "training_norm": 1.0}
-    plain = Yardstick(loss=1.0, gradient_norm=1.0, training_loss=1.0, **steady)
-    statistics = Yardstick(loss=2.0, gradient_norm=5.0, training_loss=1.0, **steady)
-    rounded = Yardstick(loss=1.0, gradient_norm=1.0, training_loss=1.0, training_drift=1e-3, **steady)
-    found = (1.001, 1.001)
-    assert verdict(found, plain.trained(), exact, False)[0] == "wrong"
-    assert verdict(found, statistics.trained(), exact, False)[0] == "ok"
-    assert verdict(found, rounded.trained(), exact, False)[0] == "ok"
-    assert verdict((1.03, 1.0), rounded.trained(), exact, False)[0] == "wrong"
-    assert verdict(found, rounded, exact, False)[0] == "wrong"  # in evaluation mode nothing is excused
-
-
 @pytest.mark.slow
-def test_dropout_is_compared_in_evaluation_mode_and_batch_statistics_in_that_of_training():
+def test_dropout_and_batch_statistics_are_compared_in_evaluation_mode():
     dropout = make_task(model=None, model_fn=build_randomly)
     plan = [("compile", {"backend": "aot_eager"})]
-    result = attempt(dropout, plan)
-    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
     norm = make_task(model=trial_tasks.Wrapped(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))))
     before = {name: value.clone() for name, value in norm.model.state_dict().items()}
-    result = attempt(norm, plan)
-    assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is True, result
-    seen = result.yardstick
-    assert result.plain_loss == seen.training_loss != seen.loss  # what was compared is what is told
-    assert result.loss == pytest.approx(seen.training_loss, rel=1e-5)
-    assert result.gradient_norm == pytest.approx(seen.training_norm, rel=1e-4)
+    for task in (dropout, norm):
+        result = attempt(task, plan)
+        assert result.outcome == "ok" and result.is_verified and result.yardstick.is_steady is False, result
+        assert result.plain_loss == result.yardstick.loss
     assert all(torch.equal(value, before[name]) for name, value in norm.model.state_dict().items())
 
 

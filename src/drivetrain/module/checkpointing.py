@@ -32,6 +32,8 @@ class Checkpointed(GeneratedClass):
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
+        if norms := tracking_norms(self):  # type: ignore[arg-type]
+            run = _CountedOnce(run, norms)
         kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
         if self._checkpoint_reentrant:
             return checkpoint(lambda *inputs: run(*inputs, **kwargs), *args, use_reentrant=True)
@@ -41,6 +43,32 @@ class Checkpointed(GeneratedClass):
             with torch.autograd.graph.save_on_cpu(pin_memory=_is_on_cuda(args, kwargs)):
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    """Return the norms inside a module that keep running statistics while they train."""
+    norms = [child for child in module.modules() if isinstance(child, nn.modules.batchnorm._NormBase)]
+    return [norm for norm in norms if norm.training and norm.track_running_stats and norm.running_mean is not None]
+
+
+class _CountedOnce:
+    """Runs a block whose batch norms update their running statistics in the first pass only, not when it is computed again."""
+
+    def __init__(self, run: Any, norms: list[nn.modules.batchnorm._NormBase]):
+        self.run, self.norms, self.is_first = run, norms, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            self.is_first = False
+            return self.run(*args, **kwargs)
+        kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in self.norms]
+        for norm in self.norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            for norm, momentum, count in kept:
+                norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def checkpoint_blocks(

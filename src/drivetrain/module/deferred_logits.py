@@ -8,7 +8,7 @@ warned of, once, because nothing is saved then.
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,13 +26,18 @@ _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")
 class DeferredHead(GeneratedClass):
     """A final linear layer that leaves its product to the loss while it trains."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the input in training, the logits otherwise."""
-        return input if self.training else super().forward(input)  # type: ignore[attr-defined, misc]
+    _deferred: "DeferredSource | None"
+
+    def forward(self, input: Tensor) -> Any:
+        """Return the input in training, or what stands for the logits where the model computes the loss; the logits otherwise."""
+        if not self.training:  # type: ignore[attr-defined]
+            return super().forward(input)  # type: ignore[misc]
+        return input if self._deferred is None else DeferredLogits(input, self._deferred)
 
 
-def defer_head(head: nn.Linear) -> None:
-    """Make a linear layer pass its input on in training, in place."""
+def defer_head(head: nn.Linear, source: "DeferredSource | None" = None) -> None:
+    """Make a linear layer pass its input on in training, in place; with a `source`, an object that stands for its output."""
+    head.__dict__["_deferred"] = source
     head.__class__ = subclass_of(type(head), DeferredHead)  # type: ignore[assignment]
 
 
@@ -40,7 +45,7 @@ class DeferredLogits:
     """Stands for `F.linear(hidden, head.weight, head.bias)` in a loss function."""
 
     def __init__(
-        self, hidden: Tensor, source: "DeferredLoss", dtype: torch.dtype | None = None, is_swapped: bool = False
+        self, hidden: Tensor, source: "DeferredSource", dtype: torch.dtype | None = None, is_swapped: bool = False
     ):
         self._hidden, self._source, self._dtype = hidden, source, dtype
         self._is_swapped = is_swapped  # whether classes are in dimension 1, as cross_entropy has them
@@ -207,7 +212,26 @@ def _chunked(
     return loss if wide else loss.to(input.dtype)
 
 
-class DeferredLoss:
+class DeferredSource:
+    """What logits that are not there are made of: the head, and how the loss is cut into chunks."""
+
+    def __init__(self, head: nn.Linear, chunk: int | None = None, step: SoftmaxStep = loss_and_logit_gradients):
+        self.head, self.chunk, self.step = head, chunk, step
+        self.is_chunked = self._has_said = False
+
+    def say_computed(self, name: str) -> None:
+        """Warn once that the logits had to be computed."""
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"chunked_cross_entropy: the loss does more with the logits than a cross entropy of class indices ({name}), so all of them "
+                "are computed and no memory is saved.",
+                DrivetrainWarning,
+                stacklevel=4,
+            )
+
+
+class DeferredLoss(DeferredSource):
     """A loss function of hidden states: the user's own, called with logits that are not there."""
 
     def __init__(
@@ -220,10 +244,9 @@ class DeferredLoss:
         chunk: int | None = None,
         step: SoftmaxStep = loss_and_logit_gradients,
     ):
-        self.loss_func, self.head, self.position, self.leaf = loss_func, head, position, leaf
+        super().__init__(head, chunk, step)
+        self.loss_func, self.position, self.leaf = loss_func, position, leaf
         """`position`: which argument is the model's output; `leaf`: which of its tensors the head made."""
-        self.chunk, self.step = chunk, step
-        self.is_chunked = self._has_said = False
 
     def __call__(self, *args: Any) -> Any:
         """Compute the loss; while the model trains, its output holds hidden states."""
@@ -238,20 +261,10 @@ class DeferredLoss:
         outputs = tree_unflatten(leaves, structure)
         return self.loss_func(*args[: self.position], outputs, *args[self.position + 1 :])
 
-    def say_computed(self, name: str) -> None:
-        """Warn once that the logits had to be computed."""
-        if not self._has_said:
-            self._has_said = True
-            warnings.warn(
-                f"chunked_cross_entropy: the loss does more with the logits than a cross entropy of class indices ({name}), so all of them "
-                "are computed and no memory is saved.",
-                DrivetrainWarning,
-                stacklevel=4,
-            )
 
-
-def find_final_linear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
-    """Return the name of the linear layer whose output the model returns untouched, and which of its output tensors that is.
+def find_final_linear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int, bool]:
+    """Return the name of the linear layer whose output the model returns untouched, which of its output tensors that is, and whether the
+    model computes a loss of its own beside it.
 
     The model runs once on fake tensors, which costs neither memory nor arithmetic.
     """
@@ -285,7 +298,8 @@ def find_final_linear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     for index, leaf in enumerate(tree_leaves(outputs)):
         for name, output in made:
             if leaf is output:
-                return name, index
+                loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+                return name, index, isinstance(loss, Tensor) and loss.ndim == 0
     raise UnsupportedMethodError(
         f"chunked_cross_entropy: {type(model).__name__} does not return the output of a linear layer as it is; the last one it ran was "
         f"{made[-1][0] if made else 'none'}. Leave the method out, or return the logits themselves."

@@ -6,12 +6,14 @@ to cut is found by balancing the floating-point operations of a sample, or witho
 count: looking up costs nothing. Parameters used on both sides of a cut are refused.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
@@ -60,6 +62,7 @@ def split_model(
     opened = _ancestors(model, names)
     graph = trace_chain(model, opened, given)
     _refuse_mode(model, opened, graph, given)
+    _free_from_values(model, graph)
     nodes = list(graph.nodes)
     places = _places(model, nodes, names)
     if isinstance(split, str):
@@ -88,6 +91,74 @@ def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
             f"the forward of {type(model).__name__} does something else in training than in evaluation between its blocks, such as "
             "dropout by F.dropout(x, training=self.training). Use modules for that (nn.Dropout)."
         )
+
+
+def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
+    """Let steps that look at the type and the shape of a value alone, as rotary embeddings do, be made again in every stage.
+
+    What such a step is given is replaced by zeros of that type and shape, which any stage can make of the inputs.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and is_tensor(node.meta.get(VALUE))]
+    for node in list(graph.nodes):
+        if node.op != "call_module" or VALUE not in node.meta:
+            continue
+        module = model.get_submodule(str(node.target))
+        given = [a for a in node.all_input_nodes if a.op != "placeholder" and is_tensor(a.meta.get(VALUE))]
+        given = [a for a in given if a.meta[VALUE].is_floating_point()]
+        if not given or next(module.parameters(), None) is not None or not _ignores(module, node, given):
+            continue
+        for argument in given:
+            shape = tuple(argument.meta[VALUE].shape)
+            rows = [one for one in inputs if one.meta[VALUE].shape[:1] == shape[:1] and one.meta[VALUE].dim() > 0]
+            if rows:
+                source = max(rows, key=lambda one: _same_sizes(one, shape))
+                with graph.inserting_before(node):
+                    zeros = graph.call_function(zeros_for, (source, shape, _sizes(source), argument.meta[VALUE].dtype))
+                zeros.meta[VALUE] = argument.meta[VALUE]
+                node.replace_input_with(argument, zeros)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def _sizes(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta[VALUE].shape)
+
+
+def _same_sizes(node: fx.Node, shape: tuple[int, ...]) -> int:
+    return sum(first == second for first, second in zip(_sizes(node), shape))
+
+
+def zeros_for(source: Tensor, shape: tuple[int, ...], seen: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros of a shape, with the sizes of an input where they were those of the input when the model was followed."""
+    sizes = [source.shape[i] if i < len(seen) and seen[i] == size else size for i, size in enumerate(shape)]
+    return source.new_zeros((), dtype=dtype).expand(sizes)
+
+
+def _ignores(module: nn.Module, node: fx.Node, given: list[fx.Node]) -> bool:
+    """Return whether a step gives the same for any values of some arguments: it is run twice, on random ones."""
+    if any(tensor.is_meta for tensor in module.buffers()):
+        return "rotary" in type(module).__name__.lower()
+
+    def real(other: fx.Node) -> Any:
+        value = other.meta[VALUE]
+        if other in given:
+            return torch.randn(value.shape).to(value.dtype)
+        whole = torch.arange(max(1, value.numel())).remainder(7)[: value.numel()] if is_tensor(value) else value
+        return whole.view(value.shape).to(value.dtype) if is_tensor(value) else value
+
+    results = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
+        for _ in range(2):
+            try:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), real)
+                results.append([x for x in tree_leaves(copy.deepcopy(module).cpu()(*args, **kwargs)) if is_tensor(x)])
+            except Exception:  # it cannot be run on made-up values: it keeps the ones it has
+                return False
+    return bool(results[0]) and all(map(torch.equal, *results))
 
 
 def _candidates(model: nn.Module, num_stages: int) -> list[str]:

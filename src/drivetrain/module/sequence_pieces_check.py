@@ -131,6 +131,13 @@ class _Trial:
             expected = self._run_whole()
         except Exception as error:  # the block needs other arguments
             raise _CannotRun(f"it could not be tried ({type(error).__name__}: {_line(error)})") from error
+        for name, module in self.block.named_modules():
+            parents = [name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)]
+            has_own = name and next(module.parameters(recurse=False), None) is not None
+            if has_own and not any(parent in self.whole for parent in parents):
+                raise _CannotRun(
+                    f"{name} did not run when the block was tried, like attention to what an encoder returns"
+                )
         self.rank = 0
         while self.rank < size:
             try:

@@ -32,7 +32,7 @@ def shard_fully(
     computation (gradients are then reduced in float32) or a torch MixedPrecisionPolicy. All ranks start from the first
     rank's values, as with DDP. A DDP shell is taken off first; a model that is sharded already is returned as it is.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = unwrap(model)
     if is_fully_sharded(model):
@@ -56,9 +56,15 @@ def shard_fully(
     inner, outer = _policies(mixed_precision)
 
     synchronise([t for t in [*model.parameters(), *model.buffers()] if t not in ignored and not is_dtensor(t)], mesh)
+    if inner.param_dtype not in (None, torch.float32):
+        # Statistics of a batch stay in float32, and torch's kernels want the weights in the same type.
+        for norm in model.modules():
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and next(norm.parameters(), None) is not None:
+                fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **settings)
     for unit in units:
         fully_shard(unit, mp_policy=inner, **settings)
     fully_shard(model, mp_policy=outer, **settings)
+    _share_statistics(model, mesh)
     for scalar in scalars:
         if scalar not in ignored:
             scalar.data = scalar.data.to(mesh.device_type)
@@ -213,6 +219,38 @@ def _policies(mixed_precision: Any) -> tuple[Any, Any]:
         f"mixed_precision={mixed_precision!r} is not understood. Give a torch.dtype such as torch.bfloat16, or a "
         "torch.distributed.fsdp.MixedPrecisionPolicy."
     )
+
+
+def _share_statistics(model: nn.Module, mesh: Any) -> None:
+    """Average the running statistics of batch norms over ranks after every pass of training, so that evaluation is the same on all.
+
+    They are small, and go in one message.
+    """
+    import torch.distributed as dist
+
+    norms = [
+        norm
+        for norm in model.modules()
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(norm, nn.SyncBatchNorm)
+        and norm.running_mean is not None
+    ]
+    if not norms:
+        return
+
+    def average(module: nn.Module, args: Any, outputs: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        # By `.data`: backward in training mode does not read them, but autograd would notice that they have changed.
+        held = [tensor.data for norm in norms for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in held])
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flat, group=mesh.get_group(dim))
+            flat /= mesh.size(dim)
+        for tensor, value in zip(held, flat.split([tensor.numel() for tensor in held])):
+            tensor.copy_(value.view_as(tensor))
+
+    model.register_forward_hook(average)
 
 
 def _average_gradient(parameter: nn.Parameter, mesh: Any) -> None:

@@ -3,6 +3,7 @@
 Used by whoever wants to know, without a process group, whether a block that is split over ranks would still compute the same.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -37,8 +38,9 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
     hooks = [family.members[0].register_forward_pre_hook(note, with_kwargs=True) for family in families]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(model):
-            tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, length))
-            model(tokens.to(embedding.weight.device))
+            tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, length)).to(embedding.weight.device)
+            names = inspect.signature(model.forward).parameters
+            model(tokens, **({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {}))
     except _Seen:
         pass
     except Exception:  # the model wants something other than tokens; each block is then tried on its own

@@ -1,7 +1,8 @@
 """Try a plan that somebody gives before it touches the model: right, finite, and without an error.
 
-A copy is evaluated on a few samples before and after the plan is applied; loss and gradient norm must agree as closely as the plan's
-methods promise. Then it takes one training step. All ranks learn the outcome of all; random states are put back.
+A copy takes one step on a few samples, as the plain model and by the plan. The loss, and the gradient and the movement of each parameter,
+must agree as closely as the plan's methods promise. Then it takes one step in training mode. All ranks learn the outcome of all; random
+states are restored. For a model on the meta device a smaller one of the same classes stands in.
 
 On one process this happens in the process itself, which is quick; running out of device memory is caught. On several, `verify_plan`
 has it done by processes of its own, one for each rank, so that a rank that dies or hangs costs the plan and not the job; only a
@@ -12,9 +13,8 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,39 +24,25 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.apply import Application, prepared_input
 from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
-    check_size,
-    loss_and_norm,
     plain_number,
-    planned_loss_and_norm,
+    plain_yardstick,
+    planned_step,
+    share_of_plan,
     train_window,
     verdict,
 )
 from drivetrain.strategy.trial.process import refuse_inside_trial
-from drivetrain.strategy.trial.values import Yardstick
 from drivetrain.strategy.value import Failure, Strategy
 
 VERIFY_SECONDS = 300.0
 """How long processes that try a given plan may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """What a trial needs, as callables: `strategy` knows neither loaders nor loops."""
-
-    make: Callable[[nn.Module], Application]
-    """Applies the plan to a model and returns the finished context."""
-    batch: Any
-    """A few samples as a loader would yield them, the same on all ranks."""
-    call: Callable[[nn.Module, Any], Any]
-    """Calls a model with its input."""
-    loss: Callable[[Any, Any], Any]
-    """The user's loss of input and output."""
-    prepare_input: Callable[[Any, torch.device], Any] | None = None
+STAND_IN_ELEMENTS = 1 << 29
+"""How many elements a model that stands in for one on the meta device may have: 2 GiB in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +67,20 @@ def verify_plan(
     `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
     """
     refuse_inside_trial("verify_plan")
+    notes: tuple[str, ...] = ()
     if task.model is not None and _on_meta(task.model):
-        return Outcome(notes=("dry run: left out, because the model is on the meta device",))
+        model, text = stand_in(task.model, plan)
+        if model is None:
+            return Outcome(notes=(f"dry run: left out, because {text}",))
+        task, notes = replace(task, model=model, model_fn=None), (f"dry run: {text}",)
+    if batch is not None:
+        plan = replace(plan, batch=batch)
+    outcome = None
     if get_num_processes() > 1:
-        outcome = _verify_in_children(plan if batch is None else replace(plan, batch=batch), task, device, time_limit)
-        if outcome is not None:
-            return outcome
-    resolved = resolve_plan(plan, model=task.model, device=device)
-    run = DryRun(
-        make=lambda model: task.shaped(model, resolved, batch),
-        batch=task.batch(check_size(resolved, task.sample_count)),
-        call=task.call,
-        loss=task.loss,
-        prepare_input=task.prepare_input,
-    )
-    return try_plan(task.build() if task.model is None else task.model, resolved, run)
+        outcome = _verify_in_children(plan, task, device, time_limit)
+    if outcome is None:
+        outcome = try_plan(plan, task, device=device)
+    return replace(outcome, notes=(*notes, *outcome.notes))
 
 
 def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float) -> Outcome | None:
@@ -117,19 +102,24 @@ def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device
     return Outcome(failure=Failure(kind=result.outcome, message=result.message))
 
 
-def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
-    """Run one trial on all ranks, in the ranks themselves, and return what they agree on."""
+def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Outcome:
+    """Run one trial on all ranks, in the ranks themselves, and return what they agree on; applying the plan warns again."""
     refuse_inside_trial("the dry run of a plan")
-    if _on_meta(model):
-        return Outcome(notes=("dry run: left out, because the model is on the meta device",))
-    random_state = capture_rng()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _try_plan(plan, task, device)
+
+
+def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> Outcome:
+    resolved = resolve_plan(plan, model=task.model, device=device)
+    random_state, settings = capture_rng(), ProcessSettings.capture()
     try:
-        trial = copy.deepcopy(model)
+        trial = task.build()
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
         return Outcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
     kind, message = "ok", ""
     try:
-        kind, message = _run(trial, plan, run)
+        kind, message = _run(trial, plan, resolved, task)
     except ConfigError:
         raise
     except torch.OutOfMemoryError as error:
@@ -139,33 +129,58 @@ def try_plan(model: nn.Module, plan: ResolvedPlan, run: DryRun) -> Outcome:
     finally:
         del trial
         gc.collect()
-        if plan.site.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
         restore_rng(random_state)
+        settings.restore()
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
         if other != "ok":
             return Outcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
     return Outcome(notes=(f"dry run: {message}",))
 
 
-def _run(trial: nn.Module, plan: ResolvedPlan, run: DryRun) -> tuple[str, str]:
-    device = plan.site.device
-    trial.to(device)
+def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: TrainingTask) -> tuple[str, str]:
+    device = resolved.site.device
+    batch = resolved.batch_of(plan, task.global_batch_size)
+    share = share_of_plan(resolved, batch)
+    expected = plain_yardstick(trial.to(device), task, device, share.samples)
     mode = trial.training
-    trial.eval()
-    loss, norm = loss_and_norm(trial, prepared_input(run.batch, device, run.prepare_input), run.call, run.loss)
-    trial.zero_grad()
-    trial.train(mode)
-    ctx = run.make(trial)
-    found = planned_loss_and_norm(ctx, run.batch, run.call, training=False)
-    kind, numbers = verdict(found, Yardstick(loss=loss, gradient_norm=norm), plan, ctx.scaler is not None)
+    ctx = task.shaped(trial, resolved, batch)
+    found = planned_step(ctx, task.batch(share.samples), share, task.call)
+    kind, numbers = verdict(found, expected, resolved)
     if kind != "ok":
         return kind, numbers
     ctx.model.train(mode)
-    last = plain_number(train_window(ctx, run.batch, run.call))
+    last = plain_number(train_window(ctx, task.batch(share.rows), task.call))
     if not math.isfinite(last):
         return "nonfinite", f"the first training step has the loss {last}"
     return "ok", numbers
+
+
+def stand_in(model: nn.Module, plan: Strategy) -> tuple[nn.Module | None, str]:
+    """Return a model of the same classes with few blocks and made-up weights in place of one on the meta device; and what it is."""
+    from drivetrain.module.tensor_trials import made_up_state
+    from drivetrain.strategy.profile.few_blocks import cut_model, find_cuttable
+
+    small = copy.deepcopy(model)
+    families = find_cuttable(small)
+    pipe = dict(plan.mesh or ()).get("pipe", 1)
+    counts = tuple(min(len(family.names), max(2, 2 * pipe)) for family in families)
+    cut_model(small, families, counts)
+    elements = sum(tensor.numel() for tensor in (*small.parameters(), *small.buffers()))
+    if elements > STAND_IN_ELEMENTS:
+        return None, f"the model is on the meta device, and {sum(counts)} of its blocks have {elements:,} elements"
+    random_state = capture_rng()
+    torch.manual_seed(0)
+    try:
+        state = made_up_state(small)
+    finally:
+        restore_rng(random_state)
+    small.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, tensor in (*small.named_parameters(), *small.named_buffers()):
+            tensor.copy_(state[name])
+    return small, f"the model is on the meta device, so one with {sum(counts)} blocks and made-up weights was tried"
 
 
 def _on_meta(model: nn.Module) -> bool:

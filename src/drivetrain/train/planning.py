@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
-from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
+from drivetrain.core.errors import ConfigError, ConflictError, PlanInfeasible, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import Application, apply_to_called_model, check_model
+from drivetrain.strategy.dry_run import try_plan
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
@@ -33,6 +34,7 @@ from drivetrain.train.trainer_search import (
     NEED_TORCH_OPTIMIZER,
     SAME_AS_ALGORITHM,
     PlanRequest,
+    make_task,
     request_of,
     search_plan,
 )
@@ -90,6 +92,7 @@ def apply_to_state(request: PlanRequest) -> PlannedLoop:
         plan = plan.rescale(world)
     resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
     _check(request, resolved)
+    tried = () if is_auto else _verify(request, plan, resolved)
     optimizer = request.torch_optimizer
     recipe = None if optimizer is None else recipe_of(optimizer, model)
     app = Application(request.state, resolved, recipe, sample=_sample_runner(request))
@@ -100,7 +103,7 @@ def apply_to_state(request: PlanRequest) -> PlannedLoop:
     plan = replace(
         plan,
         mesh=resolved.axes[::-1],
-        reasons=tuple(dict.fromkeys((*plan.reasons, *resolved.reasons, *app.notes))),
+        reasons=tuple(dict.fromkeys((*plan.reasons, *tried, *resolved.reasons, *app.notes))),
         dropped=resolved.dropped,
     )
     if request.folder is not None and request.writes_files and is_master():
@@ -125,6 +128,22 @@ def _automatic(request: PlanRequest) -> Strategy:
         if kept.is_file():
             return Strategy.load(kept)
     return search_plan(request)
+
+
+def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tuple[str, ...]:
+    """Compare one step of the plan with one of the plain model on copies, parameter by parameter; return what was found."""
+    try:
+        task, obstacle = make_task(request)
+    except ConfigError as error:
+        return (f"dry run: left out, because {error}",)
+    if obstacle is not None:
+        return (f"dry run: left out, because {obstacle}",)
+    micro, accumulation = resolved.batch_split
+    rows = resolved.data_ranks * (micro or 1) * (accumulation or 1)
+    outcome = try_plan(plan, replace(task, global_batch_size=rows), device=request.device)
+    if outcome.failure is not None:
+        raise PlanInfeasible(f"the plan failed its trial ({outcome.failure.kind}): {outcome.failure.message}")
+    return outcome.notes
 
 
 def _sample_runner(request: PlanRequest) -> Callable[[nn.Module], Any] | None:

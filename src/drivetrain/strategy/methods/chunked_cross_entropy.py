@@ -1,7 +1,8 @@
 """Compute the cross entropy of a large vocabulary chunk by chunk, so that the logits never exist at once.
 
 While the model trains it returns hidden states; the loss function is called with an object that stands for the logits
-(`drivetrain.module.deferred_logits`). In evaluation nothing is different.
+(`drivetrain.module.deferred_logits`). A model that computes its own loss, as those of transformers do, gets that object from its last
+layer. In evaluation nothing is different.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConflictError, UnsupportedMethodError
 from drivetrain.module.chunked_loss import loss_and_logit_gradients
-from drivetrain.module.deferred_logits import DeferredLoss, defer_head, find_final_linear
+from drivetrain.module.deferred_logits import DeferredLoss, DeferredSource, defer_head, find_final_linear
 from drivetrain.strategy.method import Method, Option, Site, Stage, is_whole
 
 if TYPE_CHECKING:
@@ -73,16 +74,16 @@ class ChunkedCrossEntropy(Method):
             )
 
     def apply(self, ctx: "Application", config: ChunkedConfig) -> None:
-        if ctx.loss_func is None:
-            raise UnsupportedMethodError(
-                "chunked_cross_entropy changes the loss function, and none was given. Pass loss_func, or leave the method out."
-            )
         if ctx.ddp_settings.get("find_unused_parameters"):
             raise ConflictError(
                 "chunked_cross_entropy and find_unused_parameters=True cannot be used together: the head is used in the loss, where DDP "
                 "does not look for it. Leave one of them out."
             )
-        name, leaf = find_final_linear(ctx.model, *_model_arguments(ctx))
+        name, leaf, has_own_loss = find_final_linear(ctx.model, *_model_arguments(ctx))
+        if ctx.loss_func is None and not has_own_loss:
+            raise UnsupportedMethodError(
+                "chunked_cross_entropy changes the loss function, and none was given. Pass loss_func, or leave the method out."
+            )
         head = ctx.model.get_submodule(name)
         assert isinstance(head, nn.Linear)
         fp8 = ctx.plan.config("fp8")
@@ -94,8 +95,12 @@ class ChunkedCrossEntropy(Method):
         step = loss_and_logit_gradients
         if (compiler := ctx.plan.config("native_dynamo")) is not None:
             step = torch.compile(step, backend=compiler.backend)
-        defer_head(head)
         chunk = None if config.chunk == "auto" else int(config.chunk)
+        if has_own_loss:
+            defer_head(head, DeferredSource(head, chunk, step))
+            ctx.note(f"chunked_cross_entropy: the loss inside the model computes the layer {name!r} in chunks")
+            return
+        defer_head(head)
 
         def deferred(loss_func: Any) -> DeferredLoss:
             if isinstance(loss_func, nn.Module):

@@ -8,7 +8,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +17,21 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.buffers import buffers_kept
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
-from drivetrain.runtime.seeds import capture_rng, same_rng
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.registry import find_method
-from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
-    check_size,
-    first_loss,
-    loss_and_norm,
+    Share,
+    as_values,
     plain_number,
-    planned_loss_and_norm,
+    plain_yardstick,
+    planned_step,
+    share_of_plan,
     train_window,
     verdict,
 )
@@ -42,8 +41,6 @@ from drivetrain.strategy.value import Strategy
 
 WARM_UP_STEPS = 2
 """Updates before the clock runs: the first compiles and makes the optimizer's state, the second meets DDP's final buckets."""
-_STEADY = 5e-3
-"""By how much the loss of repeated samples may differ: kernels for another size round differently, and batch statistics magnify it."""
 
 Tell = Callable[..., None]
 
@@ -110,42 +107,37 @@ class _Trial:
         verify = order.verify and not _on_meta(model)
         if order.verify and not verify:
             self.tell("note", text="not compared: the model is on the meta device and has no weights yet")
-        samples, expected = self._known(batch, resolved)
+        share = share_of_plan(resolved, batch)
+        expected = self._known(share.samples)
         if verify and expected is None and order.plain_fits:
             self.tell("phase", name="plain")
-            expected, model = self._plain(model, samples)
+            expected, model = self._plain(model, share.samples)
         self.tell("phase", name="shape")
         ctx = task.shaped(model, resolved, batch)
         del model
         self.tell("phase", name="compile" if self.is_compiled else "check")
         if verify:
-            self._check(ctx, expected, samples, batch)
+            self._check(ctx, expected, share, batch)
         self._train(ctx, task.batch(batch.micro))
 
     # Right.
 
-    def _known(self, batch: BatchPlan, resolved: ResolvedPlan) -> tuple[int, Yardstick | None]:
-        """Return on how many samples to compare, and what is known about them."""
-        samples = check_size(resolved, self.task.sample_count)
-        if (
-            self.is_compiled and resolved.site.axis("pipe") == 1
-        ):  # fewer where a pass has fewer: then they can have the shape of training
-            samples = min(samples, batch.micro)
-        plain = [known for known in self.order.yardsticks if known.source == PLAIN]
-        if self.order.yardsticks and not plain:
-            known = self.order.yardsticks[0]  # the plain model does not fit
-            return known.samples, known
-        fitting = [known for known in plain if known.samples == samples]
+    def _known(self, samples: int) -> Yardstick | None:
+        """Return what is known about so many samples."""
+        known = self.order.yardsticks
+        fitting = [
+            one for one in known if one.samples == samples and (one.source == PLAIN or not self.order.plain_fits)
+        ]
         if self.is_compiled:
-            fitting = [known for known in fitting if known.is_steady is not None]
-        return samples, (fitting[0] if fitting else None)
+            fitting = [one for one in fitting if one.is_steady is not None]
+        return fitting[0] if fitting else None
 
     def _plain(self, model: nn.Module, samples: int) -> tuple[Yardstick | None, nn.Module]:
         """Return the plain model's numbers, or None where it does not fit on some rank; and a model to go on with."""
         task, found, fits = self.task, None, True
         home = next((parameter.device for parameter in model.parameters()), self.device)
         try:
-            found = self._yardstick(model.to(self.device), samples)
+            found = plain_yardstick(model.to(self.device), task, self.device, samples, steady=self.is_compiled)
         except torch.OutOfMemoryError:
             fits = False
         if agree_any(not fits):
@@ -153,77 +145,49 @@ class _Trial:
             self._tidy()
             self.tell("note", text="the plain model does not fit, so this plan was not compared with it")
             return None, task.build()
-        model.zero_grad()
         if home != self.device:
             model.to(home)  # a plan is applied where the caller has the model: sharding then never holds it whole
         self._tidy()
         assert found is not None
         return found, model
 
-    def _yardstick(self, model: nn.Module, samples: int) -> Yardstick:
-        task, mode = self.task, model.training
-        inputs = task.prepared(task.batch(samples), self.device)
-        model.eval()
-        loss, norm = loss_and_norm(model, inputs, task.call, task.loss)
-        found = Yardstick(loss=loss, gradient_norm=norm, samples=samples)
-        if self.is_compiled:
-            model.zero_grad()
-            model.train()
-            with buffers_kept(model):
-                numbers = self._numbers_of_training(model, inputs, samples)
-            found = replace(found, is_steady=bool(numbers), **numbers)
-        model.train(mode)
-        return found
-
-    def _numbers_of_training(self, model: nn.Module, inputs: Any, samples: int) -> dict[str, Any]:
-        """Return what a yardstick says of training mode if the loss is the same for every sample twice: no dropout, and a mean.
-
-        Then a compiled plan can be compared in the mode and the shape of training, and is compiled once instead of twice. Batch
-        statistics are no obstacle: those of repeated samples are the same.
-        """
-        task, random = self.task, capture_rng()
-        twice = replace(task, samples=task.batch(samples)).batch(2 * samples)
-        try:
-            loss, norm = loss_and_norm(model, inputs, task.call, task.loss)
-            with torch.no_grad():
-                more = task.prepared(twice, self.device)
-                other = plain_number(first_loss(task.loss(more, task.call(model, more))))
-        except Exception:  # a model that cannot do this is compared in the ordinary way
-            return {}
-        drift = abs(other - loss)
-        is_same = drift <= _STEADY * max(1.0, abs(loss)) and same_rng(random, capture_rng())
-        return {"training_loss": loss, "training_norm": norm, "training_drift": drift} if is_same else {}
-
-    def _check(self, ctx: Application, expected: Yardstick | None, samples: int, batch: BatchPlan) -> None:
-        check = self.task.batch(samples)
-        as_trained = (
-            self.is_compiled and expected is not None and bool(expected.is_steady) and batch.micro % samples == 0
+    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchPlan) -> None:
+        is_steady = self.is_compiled and expected is not None and bool(expected.is_steady)
+        as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
+        repeats = batch.micro // share.rows if as_trained else 1
+        found = planned_step(
+            ctx, self.task.batch(share.samples), share, self.task.call, training=as_trained, repeats=repeats
         )
-        if as_trained:
-            check = replace(self.task, samples=check).batch(batch.micro)
-        found = planned_loss_and_norm(ctx, check, self.task.call, training=as_trained)
-        aim = expected.trained() if expected is not None and as_trained else expected
-        own = Yardstick(loss=found[0], gradient_norm=found[1], samples=samples, source="first plan that fits")
         if self.is_compiled and not as_trained and self.may_reset:
             # The compiler has seen another batch size and would now compile for any: slower than in the real run.
             torch._dynamo.reset()
-        if expected is None or aim is None:
-            self.tell("checked", loss=found[0], norm=found[1], is_verified=False, aim=found, yardstick=vars(own))
-            if not (math.isfinite(found[0]) and math.isfinite(found[1])):
-                raise TrialFailed("nonfinite", f"loss {found[0]:.6g}, gradient norm {found[1]:.4g}")
+        if expected is None:
+            own = Yardstick(
+                loss=found.loss,
+                gradient_norm=found.norm,
+                samples=share.samples,
+                each=found.each,
+                source="first plan that fits",
+            )
+            numbers = (found.loss, found.norm)
+            self.tell(
+                "checked", loss=found.loss, norm=found.norm, is_verified=False, aim=numbers, yardstick=as_values(own)
+            )
+            if not (math.isfinite(found.loss) and math.isfinite(found.norm)):
+                raise TrialFailed("nonfinite", f"loss {found.loss:.6g}, gradient norm {found.norm:.4g}")
             return
-        kind, numbers = verdict(found, aim, ctx.plan, ctx.scaler is not None)
+        kind, text = verdict(found, expected, ctx.plan)
         self.tell(
             "checked",
-            loss=found[0],
-            norm=found[1],
+            loss=found.loss,
+            norm=found.norm,
             is_verified=kind == "ok",
-            aim=(aim.loss, aim.gradient_norm),
-            yardstick=vars(expected),
+            aim=(expected.loss, expected.gradient_norm),
+            yardstick=as_values(expected),
         )
         if kind != "ok":
-            raise TrialFailed(kind, numbers)
-        self.tell("note", text=numbers)
+            raise TrialFailed(kind, text)
+        self.tell("note", text=text)
 
     # Fast.
 

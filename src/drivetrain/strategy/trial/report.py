@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from drivetrain.strategy.trial.per_parameter import PerParameter
 from drivetrain.strategy.trial.values import PLAIN, OutcomeKind, TrialResult, Yardstick
 
 State = Literal["running", "over", "cut", "failed", "echo"]
@@ -84,6 +85,11 @@ class Report:
             self.fail("timeout", f"nothing was heard for {patience:.0f} s in phase {self.phase!r}")
 
 
+def yardstick_of(values: dict[str, Any]) -> Yardstick:
+    """Return the yardstick that a line of JSON holds."""
+    return Yardstick(**{**values, "each": PerParameter(**values["each"])})
+
+
 def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResult:
     """Return what the reports of all ranks come to; the same reports give the same result everywhere."""
     first = reports[0]
@@ -92,7 +98,7 @@ def merge(reports: Sequence[Report], wanted: int, device_type: str) -> TrialResu
         "gradient_norm": first.norm,
         "startup_seconds": max(report.startup for report in reports),
         "phases": tuple(first.phases),
-        "yardstick": None if first.yardstick is None else Yardstick(**first.yardstick),
+        "yardstick": None if first.yardstick is None else yardstick_of(first.yardstick),
     }
     if first.aim is not None and first.yardstick is not None and first.yardstick["source"] == PLAIN:
         common["plain_loss"], common["plain_gradient_norm"] = first.aim

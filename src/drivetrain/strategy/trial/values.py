@@ -1,7 +1,9 @@
 """What a trial of a plan showed, as values that JSON can hold."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal
+
+from drivetrain.strategy.trial.per_parameter import PerParameter
 
 PLAIN = "plain"
 """The source of numbers that are the plain model's."""
@@ -11,33 +13,21 @@ OutcomeKind = Literal["ok", "oom", "timeout", "error", "nonfinite", "wrong"]
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """What loss and gradient norm of a few samples ought to be."""
+    """What the loss of a few samples, and each parameter's part of it, ought to be."""
 
     loss: float
     gradient_norm: float
     samples: int = 8
     """How many samples they were computed on."""
+    each: PerParameter = field(default_factory=PerParameter)
+    """What each parameter gets."""
+    split_error: float = 0.0
+    """By how much, relatively, the loss differs from the mean of the losses of its halves: not at all for a mean over samples."""
     is_steady: bool | None = None
-    """Whether training mode gives the same loss for repeated samples, so that it may be compared in the shape of training; None where
-    nobody has looked, because only compiled plans ask."""
-    training_loss: float | None = None
-    """The loss in training mode, where it is steady."""
-    training_norm: float | None = None
-    training_drift: float = 0.0
-    """By how much it differs for repeated samples, because kernels for another size round differently."""
-    is_magnified: bool = False
-    """Whether small errors grow on their way: they do where a batch is divided by its own deviation."""
+    """Whether training mode gives the same loss, so that it may be compared in the shape of training; None where nobody has looked,
+    because only compiled plans ask."""
     source: str = PLAIN
     """Whose numbers they are: the plain model's, or those of another plan."""
-
-    def trained(self) -> "Yardstick":
-        """Return the numbers of training mode instead of those of evaluation."""
-        loss, norm = self.training_loss, self.training_norm
-        assert loss is not None and norm is not None, "only a steady model has them"
-        noticeable = 1e-5 * max(1.0, abs(self.loss))
-        has_batch_statistics = abs(loss - self.loss) > noticeable
-        is_magnified = has_batch_statistics or self.training_drift > noticeable
-        return replace(self, loss=loss, gradient_norm=norm, is_magnified=is_magnified)
 
 
 @dataclass(frozen=True, kw_only=True)

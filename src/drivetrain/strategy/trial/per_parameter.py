@@ -1,0 +1,201 @@
+"""What each parameter gets from a step: its gradient and its movement, in a form small enough to keep and to send.
+
+A global norm hides a lost embedding or a frozen layer, so a plan is compared with the plain model parameter by parameter. Whole gradients
+would need the memory of the model once more; a sketch of 64 signed sums keeps the norm of a difference to about a tenth (the count sketch
+of Charikar et al., 2002). Sketches are linear, so the norm of the difference of two sketches estimates that of the two gradients.
+"""
+
+import base64
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.wrapping import named_clean_parameters
+from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
+
+_BUCKETS, _CHUNK = 64, 1 << 20
+_NOISE = {"exact": 1e-3, "tf32": 1e-2, "mixed": 0.05, "low": 0.1}
+"""By the loosest method of a plan: the relative noise in a gradient for which the optimizer's sensitivity is measured."""
+_FLOOR = {"exact": 1e-5, "tf32": 1e-3, "mixed": 1e-2, "low": 1e-2}
+"""Parameters whose gradient is smaller than this share of the largest one have an error relative to that share: below is rounding."""
+_ZERO = 1e-3
+"""A gradient or a movement below this share of the plain one is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerParameter:
+    """Sketches by parameter name. All of it is plain data."""
+
+    gradients: dict[str, str] = field(default_factory=dict)
+    movements: dict[str, str] = field(default_factory=dict)
+    """How the optimizer's first step moved each parameter; empty where that is not known."""
+    sensitivity: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For each level of noise: by how much, relatively, noise in the gradient changes a movement. The sign that Adam takes is sensitive."""
+
+
+def sketch(tensor: Tensor) -> str:
+    """Return the norm of a tensor and signed sums of its elements; a tensor that is spread over ranks is gathered first."""
+    tensor = tensor.detach()
+    flat = (tensor.full_tensor() if is_dtensor(tensor) else tensor).reshape(-1)  # type: ignore[attr-defined]
+    total = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
+    square = torch.zeros((), dtype=torch.float64, device=flat.device)
+    signs = _signs(str(flat.device))
+    for index, part in enumerate(flat.split(_CHUNK)):
+        wide = part.double()
+        square += wide.square().sum()
+        signed = wide * signs[: len(wide)]
+        if index % 3 == 1:  # so that equal chunks do not add up alike
+            signed = -signed
+        total += nn.functional.pad(signed, (0, -len(signed) % _BUCKETS)).view(-1, _BUCKETS).sum(0)
+    numbers = torch.cat([square.sqrt().view(1), total]).float().cpu()
+    return base64.b64encode(numbers.numpy().tobytes()).decode()
+
+
+@cache
+def _signs(device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8) * 2 - 1).to(device)
+
+
+def _numbers(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).double()
+
+
+def norm_of(sketches: Mapping[str, str]) -> float:
+    """Return the norm of all parameters together."""
+    return math.sqrt(sum(float(_numbers(text)[0]) ** 2 for text in sketches.values()))
+
+
+def gradients_of(model: nn.Module, optimizer: Any = None) -> dict[str, str]:
+    """Return sketches of the gradients that are in a model's parameters, or in the copies that an optimizer trains instead."""
+    copies = _copies(optimizer)
+    found = {}
+    for name, parameter in named_clean_parameters(model):
+        grad = parameter.grad if parameter.grad is not None else getattr(copies.get(id(parameter)), "grad", None)
+        if grad is not None:
+            found[name] = sketch(grad)
+    return found
+
+
+def _copies(optimizer: Any) -> dict[int, Tensor]:
+    inner = getattr(optimizer, "inner", optimizer)
+    return {id(parameter): master for parameter, master in getattr(inner, "_served", ())}
+
+
+@contextmanager
+def watch_movements(model: nn.Module, optimizer: Any = None) -> Iterator[dict[str, str]]:
+    """Yield a dict that holds, afterwards, sketches of how far each trained parameter has moved meanwhile."""
+    copies = _copies(optimizer)
+    held = {name: copies.get(id(p), p) for name, p in named_clean_parameters(model) if p.requires_grad}
+    before = {name: tensor.detach().clone() for name, tensor in held.items()}
+    found: dict[str, str] = {}
+    yield found
+    for name, tensor in held.items():
+        found[name] = sketch(tensor.detach() - before.pop(name))
+
+
+def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParameter:
+    """Return what the parameters of a plain model got, whose gradients have been computed; parameters are as before afterwards."""
+    gradients = gradients_of(model)
+    if recipe is None:
+        return PerParameter(gradients=gradients)
+    held = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    kept = {name: parameter.detach().clone() for name, parameter in held.items()}
+    plain = {name: parameter.grad for name, parameter in held.items()}
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, dict[str, str]] = {}
+    try:
+        for level, noise in {"": 0.0, **_NOISE}.items():
+            for name, parameter in held.items():
+                grad = plain[name]
+                assert grad is not None
+                size = noise * float(grad.norm()) / math.sqrt(max(1, grad.numel()))
+                drawn = torch.randn(grad.shape, generator=generator).to(grad) if noise else 0.0
+                parameter.grad = grad + size * drawn
+            optimizer = recipe.make(model)
+            with watch_movements(model) as found[level]:
+                optimizer.step()
+            with torch.no_grad():
+                for name, parameter in held.items():
+                    parameter.copy_(kept[name])
+    except Exception:  # an optimizer that needs a closure, or has no memory: gradients are compared alone
+        with torch.no_grad():
+            for name, parameter in held.items():
+                parameter.copy_(kept[name])
+        return PerParameter(gradients=gradients)
+    finally:
+        for name, parameter in held.items():
+            parameter.grad = plain[name]
+    base = found.pop("")
+    sensitivity = {
+        level: {name: _difference(base[name], other[name]) for name in base} for level, other in found.items()
+    }
+    return PerParameter(gradients=gradients, movements=base, sensitivity=sensitivity)
+
+
+def _difference(expected: str, other: str, floor: float = 0.0) -> float:
+    """Return the norm of the difference of two sketched tensors, relative to the first."""
+    first, second = _numbers(expected), _numbers(other)
+    size = max(float(first[0]), floor)
+    return float((first - second)[1:].norm()) / size if size > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A parameter that did not get what it should."""
+
+    name: str
+    what: str
+    error: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what} (relative error {self.error:.3g}, allowed {self.allowed:.3g})"
+
+
+def compare(expected: PerParameter, found: PerParameter, level: str, tolerance: float) -> list[Finding]:
+    """Return the parameters whose gradient or movement is not the plain one: gradients first, and of each the worst."""
+    findings = _worst_first(_compared("gradient", expected.gradients, found.gradients, level, tolerance, {}))
+    if expected.movements and found.movements:
+        trained = {name: text for name, text in expected.movements.items() if name in expected.gradients}
+        allowance = expected.sensitivity.get(level, {})
+        findings += _worst_first(_compared("movement", trained, found.movements, level, tolerance, allowance))
+    return findings
+
+
+def _worst_first(findings: list[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: -finding.error if math.isfinite(finding.error) else -math.inf)
+
+
+def _compared(
+    what: str,
+    expected: Mapping[str, str],
+    found: Mapping[str, str],
+    level: str,
+    tolerance: float,
+    allowance: Mapping[str, float],
+) -> list[Finding]:
+    norms = {name: float(_numbers(text)[0]) for name, text in expected.items()}
+    floor = _FLOOR[level] * max(norms.values(), default=0.0)
+    findings = []
+    for name, text in expected.items():
+        if norms[name] <= 1e-3 * floor:
+            continue  # rounding alone
+        allowed = max(tolerance, 3 * allowance.get(name, 0.0))
+        if name not in found:
+            findings.append(Finding(name=name, what=f"no {what}", error=1.0, allowed=allowed))
+            continue
+        size = float(_numbers(found[name])[0])
+        error = _difference(text, found[name], floor)
+        if size <= _ZERO * norms[name] and norms[name] > floor:
+            findings.append(Finding(name=name, what=f"the {what} is zero", error=1.0, allowed=allowed))
+        elif not error <= allowed:
+            findings.append(Finding(name=name, what=f"another {what}", error=error, allowed=allowed))
+    return findings

@@ -1,0 +1,228 @@
+"""Small models of many architectures, and what each of their parameters gets from a plan, compared with a plain loop.
+
+The loop is SGD with momentum, because adaptive optimizers hide errors in the scale of a gradient. A parameter's error is relative to its
+own movement in the plain loop, so that one small parameter that is wrong cannot hide among the others.
+"""
+
+import contextlib
+import copy
+import warnings
+
+import torch
+from torch.utils.data import Dataset
+
+from drivetrain.core.errors import ConfigError, ConflictError, DistributedError
+from drivetrain.module.wrapping import named_clean_parameters, unwrap
+from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.train.auto import auto_accelerate
+
+ROWS, LENGTH, VOCAB = 8, 12, 64
+SGD = {"lr": 0.05, "momentum": 0.9}
+EXACT, MIXED = 2e-3, 0.25
+"""How far a parameter's movement may be from the plain one's: rounding of float32, and of 16 bits."""
+
+_TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+_KV = {"num_key_value_heads": 4}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+CONFIGS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**_TEXT, **_KV}),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**_TEXT, **_KV, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_TEXT, **_KV}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_TEXT, **_KV, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_TEXT, **_KV}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_TEXT, **_KV, "num_local_experts": 4}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_TEXT, **_KV, "head_dim": 8}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {**_TEXT, **_KV}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_TEXT, **_KV, "pad_token_id": 0}),
+    "gpt2": (
+        "GPT2LMHeadModel", "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32,
+         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**_TEXT, **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)}),
+    "opt": (
+        "OPTForCausalLM", "OPTConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 32, "dropout": 0.0},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", {**_TEXT, **_NO_DROPOUT}),
+    "roberta": ("RobertaForSequenceClassification", "RobertaConfig", {**_TEXT, **_NO_DROPOUT}),
+    "t5": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+    ),
+    "bart": (
+        "BartForConditionalGeneration", "BartConfig",
+        {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2},
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration", "WhisperConfig",
+        {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_source_positions": 8, "max_target_positions": 32, "num_mel_bins": 8,
+         "dropout": 0.0,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "suppress_tokens": None,
+         "begin_suppress_tokens": None},
+    ),
+    "vit": (
+        "ViTForImageClassification", "ViTConfig",
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 8,
+         "num_labels": 4, **_NO_DROPOUT},
+    ),
+    "resnet": (
+        "ResNetForImageClassification", "ResNetConfig",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic", "num_labels": 4},
+    ),
+}  # fmt: skip
+"""By architecture: the model's class, its configuration's class, and the configuration's values."""
+DENSE = ("llama", "gpt2", "bert")
+"""Three architectures of different structure, on which all pairs of methods are tried."""
+
+
+def make_model(name):
+    import transformers
+
+    cls, config, values = CONFIGS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**values))
+    return model.train(name != "resnet")  # the statistics of a batch are those of a rank's share, which differ
+
+
+def make_rows(name, rows=ROWS, seed=1):
+    """Return `rows` samples as keyword arguments of the model's forward."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens():
+        return torch.randint(3, VOCAB, (rows, LENGTH), generator=generator)
+
+    if name in ("vit", "resnet"):
+        side = 16 if name == "vit" else 32
+        pixels = torch.randn(rows, 3, side, side, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 4, (rows,), generator=generator)}
+    if name == "whisper":
+        return {"input_features": torch.randn(rows, 8, 16, generator=generator), "labels": tokens()}
+    if name in ("t5", "bart", "bert"):
+        return {"input_ids": tokens(), "labels": tokens()}
+    if name == "roberta":
+        return {"input_ids": tokens(), "labels": torch.randint(0, 2, (rows,), generator=generator)}
+    ids = tokens()
+    return {"input_ids": ids, "labels": ids}
+
+
+class Rows(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(next(iter(self.rows.values())))
+
+    def __getitem__(self, index):
+        return {key: value[index] for key, value in self.rows.items()}
+
+
+def own_loss(batch, outputs):
+    """Return the loss that the model computed."""
+    return outputs.loss
+
+
+def plain_movement(name, steps=2):
+    """Return the parameters at the beginning and after each step of a plain loop."""
+    model, data = make_model(name), make_rows(name, ROWS * steps)
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    seen = [{key: value.detach().clone() for key, value in model.named_parameters()}]
+    buffers = {}
+    for step in range(steps):
+        batch = {key: value[step * ROWS : (step + 1) * ROWS] for key, value in data.items()}
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({key: value.detach().clone() for key, value in model.named_parameters()})
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    return seen, buffers
+
+
+def whole(value):
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.detach().float().clone()
+
+
+def planned_movement(name, plan, steps=2, **kwargs):
+    """Return this rank's parameters, whole, at the beginning and after each step of a plan."""
+    status, result, applied = auto_accelerate(
+        make_model(name), torch.optim.SGD, Rows(make_rows(name, ROWS * steps)), own_loss, None, "unpack_dict", SGD,
+        dataloader_args={"batch_size": ROWS, "num_workers": 0}, load_strategy=plan, device="cpu", strict=False,
+        **{"ignore_dryrun_on_load_strategy": True, **kwargs},
+    )  # fmt: skip
+    assert status, applied.failure
+    inner = getattr(result.optim, "inner", None)
+    masters = {id(parameter): master for parameter, master in getattr(inner, "_served", ())}
+
+    def state():
+        return {key: whole(masters.get(id(value), value)) for key, value in named_clean_parameters(result.model)}
+
+    seen = [state()]
+    for batch in result.dataloader:
+        batch = result.prepare_input(batch, result.context.device)
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        closed = result.optim.window_closed
+        result.optim.step()
+        result.optim.zero_grad()
+        if closed:
+            seen.append(state())
+    return seen, {key: value.clone() for key, value in unwrap(result.model).named_buffers()}, applied
+
+
+def compare(plain, planned, tolerance):
+    """Return the worst parameter and its error, over all steps; a parameter that should move and does not has the error 1."""
+    worst = ("", 0.0)
+    largest = max((plain[1][key] - plain[0][key]).norm().item() for key in plain[0])
+    for step in range(1, len(plain)):
+        for key, value in planned[step].items():
+            expected = plain[step][key] - plain[step - 1][key]
+            error = (value - planned[step - 1][key] - expected).norm().item()
+            # What hardly moves is rounding, such as a bias of keys.
+            error /= max(expected.norm().item(), (1e-5 if tolerance == EXACT else 1e-2) * largest)
+            if not error <= worst[1]:
+                worst = (f"{key} in step {step}", error)
+    return worst
+
+
+def methods_of(plan):
+    return {item if isinstance(item, str) else item[0] for item in plan}
+
+
+def is_mixed(plan):
+    return bool(methods_of(plan) & {"amp_native", "half", "fp8"})
+
+
+def try_cell(name, plan, **kwargs):
+    """Return "ok", "rejected: reason", "wrong: ..." or "crash: ..." for one plan of one architecture."""
+    torch._dynamo.reset()
+    tolerance = MIXED if is_mixed(plan) else EXACT
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected, _ = plain_movement(name)
+            planned, _, applied = planned_movement(name, copy.deepcopy(plan), **kwargs)
+        key, error = compare(expected, planned, tolerance)
+        dropped = {method for method, _ in applied.dropped}
+        if not error <= tolerance:
+            return f"wrong: {key} is off by {error:.3g}"
+        return f"ok ({error:.1e})" if not dropped else f"ok without {', '.join(sorted(dropped))} ({error:.1e})"
+    except (ConfigError, ConflictError, DistributedError) as error:
+        return f"rejected: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"crash: {type(error).__name__}: {str(error).strip()[:600]}"
+    finally:
+        with contextlib.suppress(Exception):
+            clear_data_ranks()

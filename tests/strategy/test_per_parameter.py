@@ -1,0 +1,138 @@
+"""A plan is verified by what each parameter gets: a lost gradient or a frozen weight is found, whatever the global norm says."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.strategy.dry_run import verify_plan
+from drivetrain.strategy.method import Method, Stage
+from drivetrain.strategy.registry import register_method
+from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.trial.checking import Measured, share_of_plan, verdict
+from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
+from drivetrain.strategy.trial.values import Yardstick
+from drivetrain.strategy.value import Strategy
+from tests.strategy.tasks import loss_func, make_data, make_model
+
+CPU = torch.device("cpu")
+
+
+def make_task(model=None, loss=loss_func, optimizer=torch.optim.AdamW, **settings):
+    rows = torch.utils.data.default_collate([make_data()[index] for index in range(8)])
+    return TrainingTask(
+        model=make_model(tied=False) if model is None else model, call=CallModel("unpack_dict"), loss_func=loss,
+        optim_func=optimizer, optim_args={"lr": 0.01, **settings}, samples=rows, global_batch_size=8,
+    )  # fmt: skip
+
+
+def test_the_norm_of_a_difference_is_estimated_from_sketches():
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 7, 64, 5000, (1 << 20) + 5):
+        first, noise = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+        second = first + 0.01 * noise
+        names = {"x": sketch(first)}
+        assert norm_of(names) == pytest.approx(first.norm().item(), rel=1e-5)
+        found = compare(PerParameter(gradients=names), PerParameter(gradients={"x": sketch(second)}), "exact", 0.0)
+        expected = (0.01 * noise.norm() / first.norm()).item()
+        assert found[0].error == pytest.approx(expected, rel=0.4 if size > 64 else 1e-2)
+
+
+class Breaks(Method):
+    """Loses the gradient of the embedding, halves that of a norm, or leaves a layer out of the optimizer."""
+
+    name, group, stage = "breaks", "breaks", Stage.MODULE
+    is_searched = False
+    how = ""
+
+    def apply(self, ctx, config):
+        if self.how == "frozen":
+            groups = ctx.recipe.groups
+            ctx.recipe.groups = lambda model: [p for p in groups(model) if p is not model.norm.bias]
+        elif self.how:
+            parameter = ctx.model.embedding.weight if self.how == "lost" else ctx.model.norm.weight
+            parameter.register_hook(lambda grad: grad * (0.0 if self.how == "lost" else 0.5))
+
+
+@pytest.fixture
+def breaks(monkeypatch):
+    from drivetrain.strategy.registry import _aliases, _methods
+
+    register_method(Breaks())
+    yield
+    del _methods["breaks"]
+    assert "breaks" not in _aliases
+
+
+@pytest.mark.parametrize("precision", [[], [("amp_native", "bf16")]])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("", None),
+        ("lost", "embedding.weight: the gradient is zero"),
+        ("halved", "norm.weight: another gradient"),
+        ("frozen", "norm.bias: the movement is zero"),
+    ],
+)
+def test_a_parameter_that_gets_something_else_is_named(breaks, monkeypatch, how, message, optimizer, precision):
+    monkeypatch.setattr(Breaks, "how", how)
+    outcome = verify_plan(Strategy(["breaks", *precision]), make_task(optimizer=optimizer), device=CPU)
+    if message is None:
+        assert outcome.failure is None and "parameters compared" in outcome.notes[-1], outcome
+    else:
+        assert outcome.failure.kind == "wrong" and message in outcome.failure.message, outcome
+
+
+def test_a_lost_embedding_that_a_global_norm_hides_is_found():
+    plan = resolve_plan(Strategy([("amp_native", "bf16")]), device=CPU)
+    first, second = torch.randn(100), torch.randn(100)
+    gradients = {"a": sketch(first / first.norm()), "embedding": sketch(0.3 * second / second.norm())}
+    expected = Yardstick(loss=1.0, gradient_norm=norm_of(gradients), each=PerParameter(gradients=gradients))
+    found = {**gradients, "embedding": sketch(torch.zeros(100))}
+    kind, text = verdict(Measured(loss=1.0, norm=1.0, each=PerParameter(gradients=found)), expected, plan)
+    assert kind == "wrong" and "embedding: the gradient is zero" in text
+    del found["embedding"]
+    kind, text = verdict(Measured(loss=1.0, norm=1.0, each=PerParameter(gradients=found)), expected, plan)
+    assert kind == "wrong" and "embedding: no gradient" in text
+
+
+def summed_loss(batch, logits):
+    return loss_func(batch, logits) * len(logits)
+
+
+def test_a_loss_that_is_not_a_mean_over_samples_is_reported_with_its_error():
+    outcome = verify_plan(Strategy([("micro_batch", 4)]), make_task(loss=summed_loss), device=CPU)
+    assert outcome.failure is None and "not a mean over samples" in outcome.notes[-1]
+    outcome = verify_plan(Strategy([("micro_batch", 4)]), make_task(), device=CPU)
+    assert outcome.failure is None and "not a mean" not in outcome.notes[-1]
+
+
+def test_samples_are_split_as_the_plan_splits_them():
+    plan = Strategy(["parallel_mode", ("micro_batch", 2)])
+    resolved = resolve_plan(plan, device=CPU, world=4)
+    share = share_of_plan(resolved, resolved.batch_of(plan, 16))
+    assert (share.samples, share.rows, share.parts) == (8, 1, 8)
+    assert sorted(row for part in range(8) for row in share.rows_of(part)) == list(range(8))
+    many = resolve_plan(Strategy(["parallel_mode"]), device=CPU, world=96)
+    share = share_of_plan(many, many.batch_of(Strategy(["parallel_mode"]), 192))
+    assert share.samples == 32
+    rows = [row for part in range(96) for row in share.rows_of(part)]
+    assert all(rows.count(row) == 3 for row in range(32))
+
+
+def test_a_model_on_the_meta_device_is_verified_by_a_smaller_one(breaks, monkeypatch):
+    with torch.device("meta"):
+        model = make_model(tied=False)
+        model.blocks.extend(copy.deepcopy(model.blocks[0]) for _ in range(4))
+    outcome = verify_plan(Strategy(["checkpoint"]), make_task(model), device=CPU)
+    assert outcome.failure is None and "one with 2 blocks" in outcome.notes[0] and "compared" in outcome.notes[-1]
+    assert len(model.blocks) == 6 and model.norm.weight.is_meta
+    monkeypatch.setattr(Breaks, "how", "lost")
+    outcome = verify_plan(Strategy(["breaks"]), make_task(model), device=CPU)
+    assert "embedding.weight: the gradient is zero" in outcome.failure.message
+    with torch.device("meta"):
+        large = nn.Linear(1 << 15, 1 << 15)
+    assert "1,073,774,592 elements" in verify_plan(Strategy([]), make_task(large), device=CPU).notes[0]
