@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.context.context import Context
 from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,

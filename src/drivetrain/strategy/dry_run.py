@@ -25,8 +25,8 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchPlan
-from drivetrain.strategy.process_settings import ProcessSettings
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.checking import (
     plain_number,
