@@ -195,7 +195,7 @@ def planned_step(
             if index < length - 1:
                 _next(ctx)
         if ctx.optimizer is not None:
-            ctx.optimizer.unscale_()
+            stepping.stepper.finish()
         gradients = _of_all_stages(ctx, gradients_of(ctx.model, ctx.optimizer))
         movements: dict[str, str] = {}
         with (
