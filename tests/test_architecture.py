@@ -107,7 +107,7 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["core", "context", "record", "data", "strategy", "experiment"])
+@pytest.mark.parametrize("folder", ["core", "context", "record", "data", "strategy", "experiment", "train"])
 def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
     paths = (PACKAGE / folder).rglob("*.py")
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in paths}

@@ -6,7 +6,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.closures import WindowRepeat, requires_closure
-from drivetrain.train.optimizer_factory import make_optimizer
+from drivetrain.train.resuming import make_optimizer
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model
 

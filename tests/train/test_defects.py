@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import NonFiniteLossError, StopTrainingError
-from drivetrain.train.batch_limits import DataLoaderSlice, LimitBatches
 from drivetrain.train.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
@@ -26,6 +25,7 @@ from drivetrain.train.callbacks import (
     TrainerCallback,
 )
 from drivetrain.train.finetuning import ModelFreezer
+from drivetrain.train.loaders import DataLoaderSlice, LimitBatches
 from drivetrain.train.placeholders import TrainerPlaceholderValues as P
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
 from drivetrain.train.trainer import Trainer, TrainerWithTimmScheduler

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from drivetrain.train.series import DTYPES, Series
+from drivetrain.train.history_file import DTYPES, Series
 
 
 def filled(values, epoch=1):

@@ -10,8 +10,8 @@ from drivetrain.runtime.collectives import distributed_barrier
 from drivetrain.runtime.ranks import get_local_rank, is_master
 from drivetrain.runtime.seeds import seed_worker as worker_init_fn
 from drivetrain.runtime.seeds import set_seed
-from drivetrain.train.batch_limits import LIMIT_BATCHES_ENV_VAR, DataLoaderSlice, LimitBatches, limit_from_environment
-from drivetrain.train.model_ema import ModelEma
+from drivetrain.train.callbacks.ema import ModelEma
+from drivetrain.train.loaders import LIMIT_BATCHES_ENV_VAR, DataLoaderSlice, LimitBatches, limit_from_environment
 
 __all__ = [
     "LIMIT_BATCHES_ENV_VAR",

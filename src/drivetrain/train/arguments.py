@@ -21,7 +21,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarni
 from drivetrain.core.foreign import Slot
 from drivetrain.data.columns import find_columns
 from drivetrain.optim.scheduler import OptimScheduler
-from drivetrain.train.settings import EvalInterval, check_eval_interval, parse_time
+from drivetrain.train.settings import check_eval_interval, parse_time
 
 FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
 """What to write instead of an argument of another library's trainer."""
@@ -47,50 +47,38 @@ def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> 
     raise TypeError(f"{title}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def check_constructor(
-    *,
-    callbacks: Any,
-    algorithms: Any,
-    loggers: Any,
-    run_history: Any,
-    state: Any,
-    strict: Any,
-    deterministic: Any,
-    strategy_time_limit: Any,
-    scale_schedule_ratio: Any,
-    max_duration: Any,
-    eval_interval: EvalInterval | None,
-    train_dataloader: Any,
-    eval_dataloader: Any,
-) -> None:
+def check_constructor(given: Mapping[str, Any]) -> None:
     """Check what a Trainer is made with, apart from model, loss function, optimizer and data."""
-    for name, plugins in (("callbacks", callbacks), ("algorithms", algorithms), ("loggers", loggers)):
-        _check_plugins(name, plugins)
-    for plugin in algorithms if isinstance(algorithms, list | tuple) else ():
+    for name in ("callbacks", "algorithms", "loggers"):
+        _check_plugins(name, given[name])
+    for plugin in given["algorithms"] if isinstance(given["algorithms"], list | tuple) else ():
         with naming("algorithms", plugin):
             check_plugin(plugin)
-    for logger in loggers if isinstance(loggers, list | tuple) else ():
+    for logger in given["loggers"] if isinstance(given["loggers"], list | tuple) else ():
         if not any(callable(getattr(logger, method, None)) for method in ("log_metrics", "scalar")):
             raise ConfigTypeError(
                 f"loggers: {logger!r} cannot log. Expected an object with log_metrics(metrics, step=...), or a Recorder."
             )
-    if run_history is not None and not callable(getattr(run_history, "update_metric", None)):
-        raise ConfigTypeError(
-            f"run_history={run_history!r}: expected a RunHistory, such as InMemoryRunHistory(), or None."
-        )
+    history, state, deterministic = given["run_history"], given["state"], given["deterministic"]
+    if history is not None and not callable(getattr(history, "update_metric", None)):
+        raise ConfigTypeError(f"run_history={history!r}: expected a RunHistory, such as InMemoryRunHistory(), or None.")
     if state is not None and not isinstance(state, Context):
         raise ConfigTypeError(f"state={state!r}: expected a Context or a State, or None.")
-    check_flag("strict", strict)
+    for name in ("strict", "find_unused_parameters", "static_graph"):
+        if given[name] is not None or name == "strict":
+            check_flag(name, given[name])
     if not isinstance(deterministic, bool) and deterministic not in ("off", "warn", "strict"):
         raise ConfigError(f"deterministic={deterministic!r}: expected True, False, 'off', 'warn' or 'strict'.")
-    if strategy_time_limit is not None:
-        check_number("strategy_time_limit", strategy_time_limit, at_least=0, infinite=True, hint=" of seconds")
-    check_number("scale_schedule_ratio", scale_schedule_ratio, above=0, hint=", such as 0.5 for half the run")
-    if max_duration is not None and not parse_time("max_duration", max_duration).value > 0:
-        raise ConfigError(f"max_duration={max_duration!r}: expected a length above 0, such as '10ep' or '2h'.")
-    if eval_interval is not None:
-        check_eval_interval(eval_interval)
-    for name, data in (("train_dataloader", train_dataloader), ("eval_dataloader", eval_dataloader)):
+    if given["strategy_time_limit"] is not None:
+        check_number("strategy_time_limit", given["strategy_time_limit"], at_least=0, infinite=True, hint=" of seconds")
+    check_number("scale_schedule_ratio", given["scale_schedule_ratio"], above=0, hint=", such as 0.5 for half the run")
+    duration = given["max_duration"]
+    if duration is not None and not parse_time("max_duration", duration).value > 0:
+        raise ConfigError(f"max_duration={duration!r}: expected a length above 0, such as '10ep' or '2h'.")
+    if given["eval_interval"] is not None:
+        check_eval_interval(given["eval_interval"])
+    for name in ("train_dataloader", "eval_dataloader"):
+        data = given[name]
         several = name == "eval_dataloader" and isinstance(data, Mapping) and data  # one evaluation set by name
         for part in data.values() if several else () if data is None else (data,):
             check_dataset(name, part)
@@ -237,6 +225,16 @@ def _differs(loader: Any, key: str, value: Any) -> bool:
             getattr(loader, "shuffle", isinstance(getattr(loader, "sampler", None), RandomSampler))
         )
     return getattr(loader, key, None) != value
+
+
+def check_training(given: Mapping[str, Any]) -> None:
+    """Check those arguments of `train()` that are not settings."""
+    check_flag("reset_run_history", given["reset_run_history"])
+    for name in ("train_dataloader_kwargs", "eval_dataloader_kwargs"):
+        check_mapping(name, given[name])
+    check_collate(given["collate_fn"])
+    if given["max_grad_norm"] is not None:
+        check_number("max_grad_norm", given["max_grad_norm"], above=0, infinite=True)
 
 
 def check_loader_arguments(

@@ -20,7 +20,7 @@ from drivetrain.context.codec import pack, unpack
 from drivetrain.core.errors import StateError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.train import loaders
-from drivetrain.train.batch_limits import DataLoaderSlice
+from drivetrain.train.loaders import DataLoaderSlice
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH, _WIDTH = 5, 64  # a subset, its dataset, transforms, one of them; what is wider holds data

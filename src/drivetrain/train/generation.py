@@ -7,7 +7,7 @@ gathers weights in every forward, so its ranks must generate in step: `generate`
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,9 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.module.wrappers import is_fully_sharded
 from drivetrain.module.wrapping import unwrap
 from drivetrain.train.batches import BatchForm, UnpackForm, WholeForm
+
+if TYPE_CHECKING:
+    from drivetrain.train.run import Run
 
 Generate = bool | Mapping[str, Any]
 """Whether to generate, or with which arguments of the model's `generate`."""
@@ -42,6 +45,16 @@ def check_generates(model: Any, is_overridden: bool) -> None:
             f"generate=...: {type(own).__name__} has no method generate(inputs, ...). Define it, or override "
             "calculate_generation_batch(batch) of the Trainer."
         )
+
+
+@contextmanager
+def generating(run: "Run", arguments: Mapping[str, Any] | None) -> Iterator[None]:
+    """Generate with these arguments until the end of the block."""
+    before, run.generate = run.generate, arguments
+    try:
+        yield
+    finally:
+        run.generate = before
 
 
 def generation_inputs(form: BatchForm, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

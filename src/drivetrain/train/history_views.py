@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain.core.errors import MissingExtra, unknown_name
-from drivetrain.train.run_history import RunHistory
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    from drivetrain.train.run_history import RunHistory
 
 WIDTH = 80
 ROWS_AT_START, ROWS_AT_END = 3, 7
@@ -31,7 +32,7 @@ def format_metric(value: Any) -> str:
     return f"{number:.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}"
 
 
-def as_table(history: RunHistory) -> str:
+def as_table(history: "RunHistory") -> str:
     """Return a table that fits a terminal: a row per moment, the middle of a long history left out."""
     rows, name = _rows(history), type(history).__name__
     if not rows:
@@ -58,7 +59,7 @@ def as_table(history: RunHistory) -> str:
     return "\n".join(lines)
 
 
-def to_dataframe(history: RunHistory) -> "DataFrame":
+def to_dataframe(history: "RunHistory") -> "DataFrame":
     """Return the history as a DataFrame with the columns epoch, step and one per metric."""
     try:
         import pandas
@@ -68,7 +69,7 @@ def to_dataframe(history: RunHistory) -> "DataFrame":
     return pandas.DataFrame(rows, columns=["epoch", "step", *history.get_metric_names()])
 
 
-def plot(history: RunHistory, metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
+def plot(history: "RunHistory", metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
     """Return a matplotlib figure with one plot for each quantity, such as the loss in training and in evaluation."""
     try:
         from matplotlib.figure import Figure
@@ -96,7 +97,7 @@ def plot(history: RunHistory, metric_names: Iterable[str] | None = None, path: s
     return figure
 
 
-def _rows(history: RunHistory) -> list[dict[str, Any]]:
+def _rows(history: "RunHistory") -> list[dict[str, Any]]:
     """Return what was recorded, by moment; a metric recorded twice at one moment gets a second row."""
     table: dict[tuple[int, int, int], dict[str, Any]] = {}
     for name in history.get_metric_names():

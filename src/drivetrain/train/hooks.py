@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.module.wrapping import unwrap
+from drivetrain.optim.state_schedule import compile_state_schedule, follows_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, logits_of
@@ -17,9 +18,10 @@ from drivetrain.train.finetuning import restore_frozen_modes
 from drivetrain.train.generation import call_generate, generation_inputs
 from drivetrain.train.items import uncompiled
 from drivetrain.train.logbook import Logbook
+from drivetrain.train.placeholders import replace_trainer_placeholder_values
 from drivetrain.train.run import Run
 from drivetrain.train.run_config import TrainerRunConfig
-from drivetrain.train.settings import TrainSettings
+from drivetrain.train.settings import TrainerOptions, TrainSettings
 from drivetrain.train.tracking import LossTracker, RunHistory
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ class TrainerHooks:
     runtime: TrainerRuntime
     logbook: Logbook
     callback_handler: Any
+    train_dataset: Any
+    eval_dataset: Any
+    create_scheduler_fn: Any
+    scale_schedule_ratio: float
+    _options: TrainerOptions
     _scheduler_is_ours: bool
 
     settings: TrainSettings | None = part_of_run("settings")
@@ -138,6 +145,14 @@ class TrainerHooks:
     def device(self) -> Any:
         """Where the model and the batches live."""
         return self.runtime.device
+
+    @property
+    def _requested_device(self) -> Any:
+        return self._options.device
+
+    @property
+    def _requested_precision(self) -> Any:
+        return self._options.precision
 
     def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
         """Ask for an orderly end at the next step boundary; all ranks will agree."""
@@ -260,6 +275,30 @@ class TrainerHooks:
         """Return the sequences that the model generates for the inputs of a batch, where `generate=` asks for them."""
         args, kwargs = generation_inputs(self._form_of(batch), batch)
         return self.generate(*args, **kwargs)
+
+    # ------------------------------------------------------------------ hooks: loaders and scheduler
+
+    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the training loader gets where the user says nothing."""
+        return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
+
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+        """Return what the evaluation loader gets where the user says nothing."""
+        return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
+
+    def create_scheduler(self) -> Any:
+        """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
+        if not callable(self.create_scheduler_fn):
+            return self.create_scheduler_fn  # an instance; its optimizer has been checked
+        if follows_state(self.create_scheduler_fn):
+            ratio = self._schedule_ratio()
+            return compile_state_schedule(self.create_scheduler_fn, self.state, ratio)
+        return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
+
+    def _schedule_ratio(self) -> float:
+        """Return by how much runs are scaled: the Trainer's argument, else what an algorithm asked for."""
+        ratio = self.scale_schedule_ratio
+        return getattr(self.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
 
     # ------------------------------------------------------------------ forward and loss
 

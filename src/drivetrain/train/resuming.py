@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.context.codec import unpack
 from drivetrain.context.context import Context
@@ -30,7 +31,7 @@ from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.run import EvaluationPlan, Measures, Restored, Run
+from drivetrain.train.run import EvaluationPlan, Measures, RestoredParts, Run
 from drivetrain.train.settings import TrainerOptions, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 
@@ -154,7 +155,7 @@ class EpochLoss:
     loggers get next.
     """
 
-    def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: Restored, logbook: Logbook):
+    def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: RestoredParts, logbook: Logbook):
         self._measures, self._evaluation, self._restored, self._logbook = measures, evaluation, restored, logbook
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def _check_returns_to_place(loader: Any, batches: int) -> None:
     )
 
 
-def apply_restored_rng(restored: Restored) -> None:
+def apply_restored_rng(restored: RestoredParts) -> None:
     """Set the generators as they were, just before the first resumed step."""
     rng, restored.rng = restored.rng, None
     if rng is not None:
@@ -314,3 +315,18 @@ def finish(run: Run, state: State, logbook: Logbook) -> None:
     if run.units is not None:
         run.units.end_run()
     run.agreement.close()
+
+
+def make_optimizer(name: str, groups: Any, **settings: Any) -> Optimizer:
+    """Return a new optimizer by name, of torch or of ours, over parameters or groups; a wrapper takes an optimizer instead.
+
+    >>> import torch
+    >>> make_optimizer("Lion", [torch.nn.Parameter(torch.zeros(1))], lr=1e-3).defaults["lr"]
+    0.001
+    """
+    from drivetrain.optim.building import find_optimizer
+
+    try:
+        return find_optimizer(name)(groups, **settings)
+    except TypeError as problem:
+        raise ConfigError(f"the optimizer {name!r} refused its settings {sorted(settings)}: {problem}") from problem

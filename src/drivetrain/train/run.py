@@ -27,7 +27,7 @@ from drivetrain.train.tracking import LossTracker, MetricWatch
 if TYPE_CHECKING:
     from drivetrain.optim.optim_set import OptimSet
     from drivetrain.train.closures import WindowRepeat
-    from drivetrain.train.step_losses import StepLosses
+    from drivetrain.train.logbook import StepLosses
     from drivetrain.train.step_times import StepTimes
 
 
@@ -111,7 +111,7 @@ class EvaluationPlan:
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Restored:
+class RestoredParts:
     """What a checkpoint held for parts of the run that are made after it was loaded."""
 
     rng: Any = None
@@ -151,7 +151,7 @@ class Run:
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     measures: Measures = field(default_factory=Measures)
     checkpoints: CheckpointSchedule | None = None
-    restored: Restored = field(default_factory=Restored)
+    restored: RestoredParts = field(default_factory=RestoredParts)
     generate: Mapping[str, Any] | None = None
     """The arguments of the model's `generate` in evaluations; None: nothing is generated."""
 
@@ -176,6 +176,18 @@ class Run:
     epoch_is_recorded: bool = False
     has_boundary_work: bool = True
     """Whether anything but a signal or a stop can need the host between two batches."""
+
+    def followed_by(self, agreement: Agreement, settings: TrainSettings) -> "Run":
+        """Return the next run of the same Trainer."""
+        return Run(
+            agreement=agreement,
+            settings=settings,
+            measures=Measures(tracker=self.measures.tracker),
+            generate=self.generate,
+            fire=self.fire,
+            stepper=self.stepper,
+            repeat=self.repeat,
+        )
 
     def require_settings(self) -> TrainSettings:
         """Return the settings of a run that has begun."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from drivetrain.core.errors import DrivetrainWarning, unknown_name
 from drivetrain.core.time import Clock
 from drivetrain.record.buffer import PLACES, Arrival, BufferSlot, DeviceBuffer
-from drivetrain.train.history_file import HistoryFile, Reference, read_history
-from drivetrain.train.series import DTYPES, Series
+from drivetrain.train.history_file import DTYPES, HistoryFile, Reference, Series, read_history
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -41,11 +41,11 @@ from drivetrain.train.checks import (
 )
 from drivetrain.train.generation import check_generates
 from drivetrain.train.items import LossCounting
+from drivetrain.train.logbook import StepLosses
 from drivetrain.train.recovery import prepare_tests
 from drivetrain.train.run import EvaluationPlan
 from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.step_losses import StepLosses
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
@@ -102,6 +102,26 @@ def prepare_run(
             autocast_dtype=trainer.runtime.precision.autocast_dtype,
         )
     resuming.restore(trainer)
+
+
+def prepare_evaluation(
+    trainer: "Trainer", batch_size: int, kwargs: dict[str, Any] | None, limit_batches: int | float | None
+) -> None:
+    """Prepare an evaluation outside a training run: loaders, model, metrics, configuration."""
+    run = trainer.run
+    loaders.use_data_ranks(trainer)
+    made = loaders.make_evaluation_loaders(trainer, batch_size, kwargs)
+    run.data.evaluation = loaders.prepare(trainer.device, made, limit_batches)
+    trainer.model = loaders.move_model(trainer.runtime, trainer.model)
+    trainer._eval_metrics.to(trainer.device)
+    run.measures.eval_items = {}
+    run.config = trainer._create_run_config(
+        per_device_batch_size=batch_size,
+        num_epochs=1,
+        gradient_accumulation_steps=1,
+        max_num_train_steps=None,
+        gradient_clip_value=None,
+    )
 
 
 def prepare_loop(trainer: "Trainer") -> None:
@@ -190,11 +210,6 @@ def scale_length(settings: TrainSettings, ratio: float, report: Callable[[str], 
     ]
     report(f"scale_schedule_ratio={ratio}: {', '.join(changes)}")
     return scaled
-
-
-def schedule_ratio(given: float, state: State) -> float:
-    """Return by how much runs are scaled: the Trainer's argument, else what an algorithm asked for."""
-    return getattr(state, "scale_schedule_ratio", 1.0) if given == 1.0 else given
 
 
 def _prepare_scheduler(trainer: "Trainer") -> None:

@@ -6,9 +6,8 @@ loop; `loop.py` runs it). Here is what users call: the constructor, the public m
 """
 
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -23,7 +22,6 @@ from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.worker_processes import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.optim.state_schedule import compile_state_schedule, follows_state
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
@@ -33,14 +31,14 @@ from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_
 from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import report_errors
-from drivetrain.train.generation import Generate, generate_arguments, padding_token
+from drivetrain.train.generation import Generate, generate_arguments, generating, padding_token
 from drivetrain.train.items import check_count_items
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.metrics import MetricSet
-from drivetrain.train.optimizer_factory import make_optimizer
 from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
-from drivetrain.train.run import Measures, Run
+from drivetrain.train.resuming import make_optimizer
+from drivetrain.train.run import Run
 from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.settings import EvalInterval, TrainerOptions, TrainSettings, check_limit
 from drivetrain.train.step_times import watched_ranks
@@ -138,30 +136,13 @@ class Trainer(TrainerLoop):
         eval_interval: EvalInterval | None = None,
         **unknown: Any,
     ):
+        given = locals()
         arguments.reject_unknown(Trainer.__init__, unknown)
-        given_ddp = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        for name, flag in given_ddp.items():
-            if flag is not None:
-                check_flag(name, flag)
-        arguments.check_constructor(
-            callbacks=callbacks,
-            algorithms=algorithms,
-            loggers=loggers,
-            run_history=run_history,
-            state=state,
-            strict=strict,
-            deterministic=deterministic,
-            strategy_time_limit=strategy_time_limit,
-            scale_schedule_ratio=scale_schedule_ratio,
-            max_duration=max_duration,
-            eval_interval=eval_interval,
-            train_dataloader=train_dataloader,
-            eval_dataloader=eval_dataloader,
-        )
+        arguments.check_constructor(given)
         options = self._options = TrainerOptions(
             device=device,
             precision=precision,
-            ddp={name: True for name, is_on in given_ddp.items() if is_on},
+            ddp={name: True for name in ("find_unused_parameters", "static_graph") if given[name]},
             count_items=check_count_items(count_items),
             generate=generate_arguments(generate),
             train_dataset=train_dataloader,
@@ -217,7 +198,7 @@ class Trainer(TrainerLoop):
     def callback_handler(self, handler: Any) -> None:
         self._callback_handler = handler
         if isinstance(handler, CallbackHandler):
-            handler.on_change = _weakly(self._callbacks_changed)
+            handler.watch(self._callbacks_changed)
         self._callbacks_changed(list(handler))
 
     # ------------------------------------------------------------------ the public methods
@@ -308,27 +289,13 @@ class Trainer(TrainerLoop):
         """
         given, options = locals(), self._options
         arguments.reject_unknown(Trainer.train, unknown)
-        check_flag("reset_run_history", reset_run_history)
-        for name, kwargs in (("train", train_dataloader_kwargs), ("eval", eval_dataloader_kwargs)):
-            arguments.check_mapping(f"{name}_dataloader_kwargs", kwargs)
-        arguments.check_collate(collate_fn)
-        if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm, above=0, infinite=True)
+        arguments.check_training(given)
         if resume_from is None:
             given["resume_from"] = self._resume_next
-        ratio = setup.schedule_ratio(self.scale_schedule_ratio, self.state)
-        settings = setup.scale_length(TrainSettings.from_arguments(given, options), ratio, self.print)
+        settings = TrainSettings.from_arguments(given, options)
+        settings = setup.scale_length(settings, self._schedule_ratio(), self.print)
         settings = settings.for_development() if fast_dev_run else resuming.follow_current_run(settings)
-        earlier = self.run
-        run = self.run = Run(
-            agreement=Agreement(self.state),
-            settings=settings,
-            measures=Measures(tracker=earlier.measures.tracker),
-            generate=options.generate,
-            fire=self.engine.on,
-            stepper=earlier.stepper,
-            repeat=earlier.repeat,
-        )
+        run = self.run = self.run.followed_by(Agreement(self.state), settings)
         self._resume_next = None
         self.train_dataset = options.train_dataset if train_dataset is None else train_dataset
         self.eval_dataset = options.eval_dataset if eval_dataset is None else eval_dataset
@@ -390,22 +357,9 @@ class Trainer(TrainerLoop):
         self.run_history._follow(self.state.clock)
         if reset_run_history:
             self.run_history.reset()
-        run = self.run
-        loaders.use_data_ranks(self)
-        made = loaders.make_evaluation_loaders(self, per_device_batch_size, dataloader_kwargs)
-        run.data.evaluation = loaders.prepare(self.device, made, limit_batches)
-        self.model = loaders.move_model(self.runtime, self.model)
-        self._eval_metrics.to(self.device)
-        run.measures.eval_items = {}
-        run.config = self._create_run_config(
-            per_device_batch_size=per_device_batch_size,
-            num_epochs=1,
-            gradient_accumulation_steps=1,
-            max_num_train_steps=None,
-            gradient_clip_value=None,
-        )
+        setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
         before = set(self.run_history.get_metric_names())
-        with report_errors(self), self._generating(chosen):
+        with report_errors(self), generating(self.run, chosen):
             self._run_evaluation()
         names = [
             name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
@@ -459,18 +413,8 @@ class Trainer(TrainerLoop):
         )
         self.model = loaders.move_model(self.runtime, self.model)
         loader = loaders.prepare(self.device, loader, limit_batches)
-        with report_errors(self), self._generating(chosen):
+        with report_errors(self), generating(self.run, chosen):
             return run_prediction(self, loader, to_cpu, padding_value, generates=chosen is not None)
-
-    @contextmanager
-    def _generating(self, arguments: Mapping[str, Any] | None) -> Iterator[None]:
-        """Generate with these arguments until the end of the block."""
-        run = self.run
-        before, run.generate = run.generate, arguments
-        try:
-            yield
-        finally:
-            run.generate = before
 
     def lr_find(
         self,
@@ -573,32 +517,7 @@ class Trainer(TrainerLoop):
         with naming("eval_dataloader_kwargs", eval_dl_kwargs):
             return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **kwargs)
 
-    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return what the training loader gets where the user says nothing."""
-        return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
-
-    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
-        """Return what the evaluation loader gets where the user says nothing."""
-        return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
-
-    def create_scheduler(self) -> Any:
-        """Return the scheduler that `create_scheduler_fn` makes for the optimizer, its placeholders filled in."""
-        if not callable(self.create_scheduler_fn):
-            return self.create_scheduler_fn  # an instance; its optimizer has been checked
-        if follows_state(self.create_scheduler_fn):
-            ratio = setup.schedule_ratio(self.scale_schedule_ratio, self.state)
-            return compile_state_schedule(self.create_scheduler_fn, self.state, ratio)
-        return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
-
     # ------------------------------------------------------------------ getting ready
-
-    @property
-    def _requested_device(self) -> Any:
-        return self._options.device
-
-    @property
-    def _requested_precision(self) -> Any:
-        return self._options.precision
 
     def _create_accelerator(self) -> TrainerRuntime:
         return TrainerRuntime(self._options.device, self._options.precision)
@@ -655,17 +574,6 @@ class Trainer(TrainerLoop):
 
     def _check_eval_batch_size(self) -> None:
         setup.check_eval_batch_size(self.run.data.evaluation)
-
-
-def _weakly(method: Callable[[Sequence[Any]], None]) -> Callable[[Sequence[Any]], None]:
-    """Return a function that calls a method as long as its object lives, and does not keep it alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(callbacks: Sequence[Any]) -> None:
-        if (found := reference()) is not None:
-            found(callbacks)
-
-    return call
 
 
 class TrainerWithTimmScheduler(Trainer):

@@ -6,7 +6,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.train.callbacks import ModelEmaCallback, TrainerCallback
-from drivetrain.train.model_ema import ModelEma
+from drivetrain.train.callbacks.ema import ModelEma
 from tests.train.tasks import make_data, make_model, make_trainer, train, weights
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.train.batch_limits import LimitBatches
 from drivetrain.train.callbacks import (
     LimitBatchesCallback,
     LimitEvalStepsCallback,
@@ -12,6 +11,7 @@ from drivetrain.train.callbacks import (
     TrainerCallback,
     with_limit_from_environment,
 )
+from drivetrain.train.loaders import LimitBatches
 from drivetrain.train.schedulers import CosineLrScheduler
 from tests.train.tasks import make_data, make_trainer, train
 

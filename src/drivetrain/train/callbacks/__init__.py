@@ -3,8 +3,12 @@
 from drivetrain.core.errors import CallbackMethodNotImplementedError, StopTrainingError
 from drivetrain.train.callbacks.base import CallbackHandler, TrainerCallback
 from drivetrain.train.callbacks.ema import ModelEmaCallback
-from drivetrain.train.callbacks.evaluation import LimitEvalStepsCallback, StepBasedEvaluationCallback
-from drivetrain.train.callbacks.limits import LimitBatchesCallback, with_limit_from_environment
+from drivetrain.train.callbacks.evaluation import (
+    LimitBatchesCallback,
+    LimitEvalStepsCallback,
+    StepBasedEvaluationCallback,
+    with_limit_from_environment,
+)
 from drivetrain.train.callbacks.monitors import (
     LearningRateMonitor,
     LRMonitor,
@@ -13,11 +17,9 @@ from drivetrain.train.callbacks.monitors import (
     ThroughputMonitor,
 )
 from drivetrain.train.callbacks.placement import ConvertSyncBatchNormCallback, MoveModulesToDeviceCallback
-from drivetrain.train.callbacks.progress import ProgressBarCallback
-from drivetrain.train.callbacks.reports import LogMetricsCallback, PrintProgressCallback
+from drivetrain.train.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from drivetrain.train.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback, WSDCheckpointCallback
-from drivetrain.train.callbacks.spikes import LossSpike
-from drivetrain.train.callbacks.stopping import EarlyStoppingCallback, TerminateOnNaNCallback
+from drivetrain.train.callbacks.stopping import EarlyStoppingCallback, LossSpike, TerminateOnNaNCallback
 
 __all__ = [
     "DEFAULT_CALLBACKS",

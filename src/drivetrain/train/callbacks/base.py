@@ -137,7 +137,7 @@ class CallbackHandler:
     def __init__(self, callbacks: Iterable[Any] = (), on_change: Callable[[Sequence[Any]], None] | None = None):
         self._callbacks: tuple[Any, ...] = ()
         self._is_enabled = True
-        self.on_change = on_change
+        self.watch(on_change)
         self.add_callbacks(callbacks)
 
     @property
@@ -203,9 +203,16 @@ class CallbackHandler:
             if method is not None:
                 method(*args, **_accepted(method, kwargs))
 
+    def watch(self, on_change: Callable[[Sequence[Any]], None] | None) -> None:
+        """Call a function whenever the callbacks in force change; the object of a bound method is not kept alive."""
+        find: Callable[[], Callable[[Sequence[Any]], None] | None] = lambda: on_change
+        if on_change is not None and inspect.ismethod(on_change):
+            find = weakref.WeakMethod(on_change)
+        self._on_change = find
+
     def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change(tuple(self))
+        if (on_change := self._on_change()) is not None:
+            on_change(tuple(self))
 
 
 def is_fresh_run(trainer: "Trainer") -> bool:

@@ -197,7 +197,7 @@ class SaveTrainingStateCallback(TrainerCallback):
             return
         while len(saved) > self.max_checkpoints:
             old = saved.pop(0)
-            if trainer.run_config.is_world_process_zero:
+            if trainer.runtime.is_main_process:
                 shutil.rmtree(old, ignore_errors=True)
 
 
