@@ -107,7 +107,7 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["core", "context", "record", "data", "strategy", "experiment", "train"])
+@pytest.mark.parametrize("folder", sorted(ROW_OF.keys() - {"optim"}))
 def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
     paths = (PACKAGE / folder).rglob("*.py")
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in paths}
@@ -116,3 +116,75 @@ def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
         for name in free:
             del left[name]
     assert not left, {name: sorted(needed & left.keys()) for name, needed in left.items()}
+
+
+# Measures of the whole tree. Each ceiling is what was measured when it was last lowered: lower it with your change, never raise it.
+ANY_CEILING = 3250
+"""Annotations with `Any`; the goal is 1,200."""
+WRITES_CEILING = 720
+"""Attributes that are written from outside their class."""
+LONGEST = {"train/trainer.py": 700, "train/auto.py": 520, "module/stepper.py": 520, "optim/scheduler.py": 510}
+"""Files that have more than 500 lines, and how many they may have; the goal is one, train/trainer.py, with 600."""
+
+_DATA = frozenset(
+    {"grad", "data", "requires_grad", "state", "args", "_metadata", "__name__", "__qualname__", "__doc__"}
+)
+"""Attributes that are data of their objects, and are there to be written."""
+
+# An algorithm or a strategy method has the name of the idea, and so has the class that carries it out; Composer's names are Composer's.
+SHARED_NAMES = frozenset({"Cautious", "ChannelsLast", "Lookahead", "ScheduleFree", "SOAP", "Precision", "Trainer"})
+"""Names that two classes may have."""
+TO_RENAME = frozenset({"Argument", "BatchPlan", "Failure", "Restored", "Run", "Seen", "Trial"})
+"""Names that two classes still have and should not."""
+
+
+def sources() -> dict[str, str]:
+    """Return the text of every module, by its path in the package."""
+    return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_private_name_is_imported_from_another_folder():
+    wrong = [
+        f"{path} imports {alias.name} from {node.module}"
+        for path, text in sources().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain.")
+        for alias in node.names
+        if alias.name.startswith("_")
+        and not alias.name.startswith("__")
+        and node.module.split(".")[1] != path.split("/")[0]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_annotations_with_any_become_fewer():
+    found = sum(len(re.findall(r"[:>\[,|] *Any\b", text)) for text in sources().values())
+    assert found <= ANY_CEILING, (
+        f"{found} annotations with Any. Use object, a Protocol, a TypeVar or a name of core.types."
+    )
+
+
+def test_attributes_written_from_outside_their_class_become_fewer():
+    found = 0
+    for text in sources().values():
+        for node in ast.walk(ast.parse(text)):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
+                for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if isinstance(part, ast.Attribute) and part.attr not in _DATA:
+                        found += ast.unparse(part.value) not in ("self", "cls")
+    assert found <= WRITES_CEILING, f"{found} assignments to attributes of other objects. Give their class a method."
+
+
+def test_no_file_is_longer_than_a_reader_can_hold():
+    lengths = {path: text.count("\n") for path, text in sources().items()}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST.get(path, 500)}
+
+
+def test_no_two_classes_have_one_name():
+    homes: dict[str, list[str]] = {}
+    for path, text in sources().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(path)
+    assert {name for name, paths in homes.items() if len(paths) > 1} <= SHARED_NAMES | TO_RENAME

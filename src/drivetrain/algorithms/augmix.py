@@ -1,7 +1,5 @@
 """AugMix (Hendrycks et al., 2020, arXiv 1912.02781): mix several chains of random augmentations with the image itself."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +8,7 @@ from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.primitives import (
     AugmentationSet,
+    Image,
     apply_one_of,
     as_pil,
     as_tensor,
@@ -27,7 +26,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def augmix_image(
-    img: object,
+    img: Image,
     severity: int = 3,
     depth: int = -1,
     width: int = 3,
@@ -35,7 +34,7 @@ def augmix_image(
     augmentation_set: AugmentationSet = "all",
     *,
     generator: Generator = None,
-) -> Any:
+) -> Image:
     """Return `(1 - m) img + m sum(w_i chain_i)` over `width` chains of augmentations.
 
     The weights w are a Dirichlet sample, m a sample of Beta(alpha, alpha). Each chain has `depth` augmentations, or one to three
@@ -45,7 +44,7 @@ def augmix_image(
     check_image(img, "augmix_image")
     augmentations = find_set(augmentation_set, "augmix_image")
 
-    def augment(image: object) -> object:
+    def augment(image: Image) -> object:
         weights = draw_weights(width, alpha, generator)
         mixing = draw_beta(alpha, generator)
         total = (1 - mixing) * _values(image)
@@ -59,11 +58,11 @@ def augmix_image(
     return each_image(augment, img)
 
 
-def _values(image: Any) -> Tensor:
+def _values(image: Image) -> Tensor:
     return as_tensor(image).float() if is_pil(image) else image.float()
 
 
-def _like(image: Any, values: Tensor) -> Any:
+def _like(image: Image, values: Tensor) -> Image:
     """Return values as an image of the same kind; whole numbers are cut, not rounded."""
     if is_pil(image):
         return as_pil(values.clamp(0, 255).to(torch.uint8), image.mode)
@@ -98,7 +97,7 @@ class AugmentAndMixTransform(nn.Module):
         self.severity, self.depth, self.width = severity, depth, width
         self.alpha, self.augmentation_set = alpha, augmentation_set
 
-    def forward(self, img: object) -> Any:
+    def forward(self, img: Image) -> Image:
         """Return the mixed image."""
         return augmix_image(img, self.severity, self.depth, self.width, self.alpha, self.augmentation_set)
 

@@ -1,6 +1,6 @@
 """ColOut (MosaicML, 2021): drop random rows and columns of the images; they get smaller and training faster."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator, draw_subset
 from drivetrain.algorithms.utils.parts import check_images, is_image_like, map_tensors
-from drivetrain.algorithms.utils.primitives import as_pil, as_tensor, is_pil
+from drivetrain.algorithms.utils.primitives import Image, as_pil, as_tensor, is_pil
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fractions
@@ -21,13 +21,13 @@ ResizeTarget = bool | Literal["auto"]
 
 
 def colout_batch(
-    sample: Any,
+    sample: Image,
     p_row: float = 0.15,
     p_col: float = 0.15,
     resize_target: ResizeTarget = "auto",
     *,
     generator: Generator = None,
-) -> Any:
+) -> Image:
     """Return images without random rows and columns, the same ones for the whole batch.
 
     `sample` is images, or a pair `(images, targets)`, and so is the result. Targets lose the same rows and columns if
@@ -60,13 +60,13 @@ def _check(p_row: float, p_col: float, resize_target: object, who: str) -> None:
         raise ConfigError(f"{who}(resize_target={resize_target!r}): expected True, False or 'auto'.")
 
 
-def _has_size(target: Batch, image: Any) -> bool:
+def _has_size(target: Batch, image: Image) -> bool:
     if is_pil(target):
         return is_pil(image) and target.size == image.size
     return isinstance(image, Tensor) and is_image_like(target, image)
 
 
-def _narrowed(image: Any, rows: Tensor, columns: Tensor) -> Any:
+def _narrowed(image: Image, rows: Tensor, columns: Tensor) -> Image:
     if is_pil(image):
         return as_pil(_narrowed(as_tensor(image), rows, columns), image.mode)
     return map_tensors(lambda x: x.index_select(-2, rows).index_select(-1, columns), image)
@@ -80,7 +80,7 @@ class ColOutTransform(nn.Module):
         _check(p_row, p_col, resize_target, type(self).__name__)
         self.p_row, self.p_col, self.resize_target = p_row, p_col, resize_target
 
-    def forward(self, sample: object) -> Any:
+    def forward(self, sample: Image) -> Image:
         """Return the image, or the pair of image and target, without some rows and columns."""
         return colout_batch(sample, self.p_row, self.p_col, self.resize_target)
 

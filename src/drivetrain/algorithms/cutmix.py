@@ -1,7 +1,6 @@
 """CutMix (Yun et al., 2019, arXiv 1905.04899): paste a box of another image, and weigh the targets by area."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fractions, check_numbers
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Batch
 
 
 def cutmix_batch(
@@ -26,7 +26,7 @@ def cutmix_batch(
     uniform_sampling: bool = False,
     *,
     generator: Generator = None,
-) -> tuple[Any, Any, float, Box]:
+) -> tuple[Batch, Batch, float, Box]:
     """Return images with a box of another one pasted in, the targets `y[indices]`, the own share of the area, and the box.
 
     The loss is `area L(y) + (1 - area) L(y[indices])`. The box is `(row1, col1, row2, col2)`; its sides are a fraction `length`
@@ -124,7 +124,7 @@ class CutMix(PairMixing):
         state.batch_set_item(self.input_key, map_tensors(lambda x: paste(x, take_rows(x, index), bbox), inputs))
         return own_area(first, bbox), index
 
-    def mix_targets(self, logits: object, targets: object) -> Any:
+    def mix_targets(self, logits: object, targets: object) -> Batch:
         """Cut and paste targets that are images; mix others by area."""
         if isinstance(targets, Tensor) and targets.ndim > 2 and targets.shape[-2:] == self._image_size:
             return paste(targets, take_rows(targets, self._rows), self._bbox)

@@ -1,12 +1,10 @@
 """CutOut (DeVries & Taylor, 2017, arXiv 1708.04552): blank a random square of the images."""
 
-from typing import Any
-
 from torch import Tensor
 
 from drivetrain.algorithms.utils.draws import Generator, draw_box
 from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
-from drivetrain.algorithms.utils.primitives import is_pil, on_tensor
+from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_fractions
@@ -21,7 +19,7 @@ def cutout_batch(
     uniform_sampling: bool = False,
     *,
     generator: Generator = None,
-) -> Any:
+) -> Image:
     """Return images with `num_holes` squares set to zero, the same ones for the whole batch.
 
     A square's side is `length` times the shorter side of the images. A PIL image comes back as one.

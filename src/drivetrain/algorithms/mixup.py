@@ -1,7 +1,5 @@
 """MixUp (Zhang et al., 2018, arXiv 1710.09412): train on convex combinations of pairs of samples and of their targets."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_numbers
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Batch
 
 
 def mixup_batch(
@@ -22,7 +21,7 @@ def mixup_batch(
     indices: Tensor | None = None,
     *,
     generator: Generator = None,
-) -> tuple[Any, Any, float | Tensor]:
+) -> tuple[Batch, Batch, float | Tensor]:
     """Return `(1 - mixing) x + mixing x[indices]`, the targets `y[indices]`, and the mixing coefficient.
 
     The coefficient is drawn from Beta(alpha, alpha) and folded below 1/2, so that a sample is always more itself than its partner;

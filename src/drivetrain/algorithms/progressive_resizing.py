@@ -15,7 +15,7 @@ from drivetrain.core.arguments import check_choice, check_counts, check_fraction
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import Batch, StateDict
 
 Mode = Literal["resize", "crop"]
 MODES = ("resize", "crop")
@@ -29,7 +29,7 @@ def resize_batch(
     resize_targets: bool = False,
     *,
     generator: Generator = None,
-) -> tuple[Any, Any]:
+) -> tuple[Batch, Batch]:
     """Return a batch of smaller images, and targets that are resized with them if `resize_targets` says so.
 
     "resize" takes the nearest pixels, "crop" one random window for the whole batch. A factor of 1 or more changes nothing.

@@ -1,13 +1,12 @@
 """RandAugment (Cubuk et al., 2020, arXiv 1909.13719): a few random augmentations for each image, all of one strength."""
 
-from typing import Any
-
 from torch import nn
 
 from drivetrain.algorithms.utils.datasets import join_dataset
 from drivetrain.algorithms.utils.draws import Generator
 from drivetrain.algorithms.utils.primitives import (
     AugmentationSet,
+    Image,
     apply_one_of,
     check_image,
     each_image,
@@ -22,13 +21,13 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 def randaugment_image(
-    img: object,
+    img: Image,
     severity: int = 9,
     depth: int = 2,
     augmentation_set: AugmentationSet = "all",
     *,
     generator: Generator = None,
-) -> Any:
+) -> Image:
     """Return an image after `depth` augmentations drawn from a set, with replacement.
 
     A PIL image stays one. A tensor (C, H, W), or each image of a batch (N, C, H, W) on its own, is uint8 or float from 0 to 1.
@@ -37,7 +36,7 @@ def randaugment_image(
     check_image(img, "randaugment_image")
     augmentations = find_set(augmentation_set, "randaugment_image")
 
-    def augment(image: object) -> object:
+    def augment(image: Image) -> object:
         for _ in range(depth):
             image = apply_one_of(augmentations, image, severity, generator)
         return image
@@ -46,13 +45,13 @@ def randaugment_image(
 
 
 def randaugment(
-    img: object = None,
+    img: Image = None,
     severity: int = 9,
     depth: int = 2,
     augmentation_set: AugmentationSet = "all",
     *,
     generator: Generator = None,
-) -> Any:
+) -> Image:
     """Return the augmented image, or, without an image, a transform for a dataset's pipeline."""
     if img is None:
         return RandAugmentTransform(severity, depth, augmentation_set)
@@ -79,7 +78,7 @@ class RandAugmentTransform(nn.Module):
         _check(severity, depth, augmentation_set, type(self).__name__)
         self.severity, self.depth, self.augmentation_set = severity, depth, augmentation_set
 
-    def forward(self, img: object) -> Any:
+    def forward(self, img: Image) -> Image:
         """Return the augmented image."""
         return randaugment_image(img, self.severity, self.depth, self.augmentation_set)
 

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import Batch
 
 _INTERPOLATION = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
@@ -37,13 +37,13 @@ def should_selective_backprop(
 def select_using_loss(
     input: object,
     target: object,
-    model: Callable[[Any], object],
+    model: Callable[[Batch], object],
     loss_fun: object,
     keep: float = 0.5,
     scale_factor: float = 1,
     *,
     generator: Generator = None,
-) -> tuple[Any, Any]:
+) -> tuple[Batch, Batch]:
     """Return the samples, and their targets, that a draw by loss selects: `max(1, int(keep N))` of N.
 
     Samples are ranked by loss, and rank r of N is drawn with a weight of ((r + 0.5) / N) ** (1 / keep - 1). `loss_fun` takes
@@ -58,7 +58,7 @@ def select_using_loss(
 
 @torch.no_grad()
 def choose_rows(
-    input: object, losses_of: Callable[[Any], Tensor], keep: float, scale_factor: float, generator: Generator
+    input: object, losses_of: Callable[[Batch], Tensor], keep: float, scale_factor: float, generator: Generator
 ) -> Tensor:
     """Return the rows of the input that a draw by their losses selects, in the order of the draw."""
     count = first_tensor(input, "select_using_loss").shape[0]

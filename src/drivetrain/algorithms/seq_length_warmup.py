@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import TimeUnit
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import Batch, StateDict
 
 
 def set_batch_sequence_length(
@@ -26,7 +26,7 @@ def set_batch_sequence_length(
     preserve_end_of_sequence: bool = False,
     *,
     ignore_keys: Iterable[object] = (),
-) -> Any:
+) -> Batch:
     """Return a batch whose sequences have at most `curr_seq_len` places; the one given stays as it is.
 
     Every tensor (B, S, ...) of a mapping, list or tuple is cut to its first places, or, with `truncate=False`, flattened and
@@ -174,11 +174,11 @@ class SeqLengthWarmup(Algorithm):
             self._logged = (length, rows)
             logger.log_metrics({"seq_length_warmup/curr_seq_len": length, "seq_length_warmup/curr_bs": rows})
 
-    def _part(self, batch: object) -> Any:
+    def _part(self, batch: object) -> Batch:
         part = batch if self.input_key is None else batch_get(batch, self.input_key)
         return (part,) if isinstance(part, Tensor) else part
 
-    def _shortened(self, batch: object, length: int) -> Any:
+    def _shortened(self, batch: object, length: int) -> Batch:
         part = self._part(batch)
         short = set_batch_sequence_length(
             part, length, self.truncate, self.preserve_end_of_sequence, ignore_keys=self.ignore_keys

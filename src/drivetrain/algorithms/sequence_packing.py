@@ -20,6 +20,7 @@ from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packed import PackedDataset, PackedStream
 from drivetrain.data.packing import STRATEGIES, PackingStrategy, num_targets
@@ -35,7 +36,7 @@ class RealTokens(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         document = self.documents[index]
         if not isinstance(document, Mapping) or "attention_mask" not in document:
             return document
@@ -121,7 +122,7 @@ class SequencePacking(Algorithm):
         if state.dataloader is not None:
             state.set_dataloader(state.dataloader, "train")  # it has another length now
 
-    def prepare_batch(self, state: State, given: object) -> Any:
+    def prepare_batch(self, state: State, given: object) -> Batch:
         """Return a packed batch as the model takes it: with the mask, without what its `forward` does not know."""
         if not isinstance(given, Mapping) or "document_ids" not in given:
             return given

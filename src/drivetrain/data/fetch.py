@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.types import Batch
 from drivetrain.data.columns import Columns
 from drivetrain.data.order import BatchInfo, Rows, as_indices
 from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
@@ -33,7 +34,7 @@ class GatherFetch:
         """Whether batches can be gathered straight into page-locked memory: host data through which no gradient flows."""
         return all(leaf.device.type == "cpu" and not leaf.requires_grad for leaf in self.columns.leaves)
 
-    def __call__(self, info: BatchInfo, seed: int) -> Any:
+    def __call__(self, info: BatchInfo, seed: int) -> Batch:
         rows = info.rows
         if type(rows) is range:
             return self._gather_range(rows)
@@ -50,7 +51,7 @@ class UserFetch:
 
     draws_random = True
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None, *, batched: bool, rng: RngMode):
+    def __init__(self, dataset: Any, collate: Callable[[Any], Batch] | None, *, batched: bool, rng: RngMode):
         self.dataset, self.rng, self.batched = dataset, rng, batched
         self.collate = collate or (default_collate if batched else default_convert)
         self.whole = batched and collate is None and rng != "sample" and has_get_batch(dataset)
@@ -62,7 +63,7 @@ class UserFetch:
         self.puts_back = True
         """Whether the caller's generators are restored; a worker process has no caller."""
 
-    def __call__(self, info: BatchInfo, seed: int) -> Any:
+    def __call__(self, info: BatchInfo, seed: int) -> Batch:
         assert info.rows is not None
         keys = keys_of(info.rows)
         if self.rng == "off":
@@ -75,7 +76,7 @@ class UserFetch:
             if kept is not None:
                 restore_generators(kept)
 
-    def _read(self, keys: list[Any], info: BatchInfo, seed: int) -> Any:
+    def _read(self, keys: list[Any], info: BatchInfo, seed: int) -> Batch:
         if not self.batched:
             if self.rng == "sample":
                 self._seed_sample(keys[0], info, 0, seed)

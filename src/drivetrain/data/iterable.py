@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from drivetrain.core.errors import DistributedError, ResumeError
+from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
 from drivetrain.data.stream import IDLE, FilterReader, ShardedReader, StreamStart
 from drivetrain.data.workers import WorkerPool
@@ -78,7 +79,7 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
 
 def _sharded_steps(
     reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int
-) -> Iterator[Any]:
+) -> Iterator[Batch]:
     """Yield (worker, size, batch, place, next turn) in the order in which workers take turns."""
     if pool is None:
         for size, batch, place in reader.fresh().batches(start, 0):

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import Batch, StateDict
 from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
 from drivetrain.data.columns import Columns
 from drivetrain.data.fetch import GatherFetch
@@ -245,7 +245,7 @@ class SmartDataLoader(DataLoader[T_co]):
             cursor.sampler = sampler_state(self._order)
         return cursor
 
-    def _open(self, cursor: Cursor, share: Share) -> Iterator[Any]:
+    def _open(self, cursor: Cursor, share: Share) -> Iterator[Batch]:
         """Return the batches from a place on: read, brought to the device, and published one by one."""
         device, seed = self._device if self.move_output else None, self._seed
         fetch: Any = None
@@ -271,7 +271,7 @@ class SmartDataLoader(DataLoader[T_co]):
             pairs = ((info, pin(batch)) for info, batch in pairs)
         return self._published(cursor, pairs)
 
-    def _at_once(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any, seed: int) -> Iterator[Any]:
+    def _at_once(self, cursor: Cursor, infos: Iterator[BatchInfo], fetch: Any, seed: int) -> Iterator[Batch]:
         """The shortest way: read here and hand out."""
         for info in infos:
             batch = fetch(info, seed)

@@ -55,7 +55,7 @@ class BatchInfo:
     """The position of an iterable dataset after this batch, if it reports one."""
 
 
-Pairs = Iterator[tuple[BatchInfo, Any]]
+Pairs = Iterator[tuple[BatchInfo, Batch]]
 """Batches, each with its place."""
 
 
@@ -299,7 +299,7 @@ def draw_stream(sampler: Iterable[object], seed: int, epoch: int) -> list[Any]:
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
     the same stream after a resume, and the caller's numbers are not disturbed.
     """
-    part: Batch = sampler
+    part: Any = sampler
     while part is not None:
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)

@@ -32,7 +32,7 @@ def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
 
 
 def _ahead(pairs: Pairs, side: "_SideStream", depth: int) -> Pairs:
-    under_way: deque[tuple[BatchInfo, Any, Any]] = deque()
+    under_way: deque[tuple[BatchInfo, Batch, Any]] = deque()
     for info, batch in pairs:
         under_way.append((info, *side.send(batch)))
         if len(under_way) > depth:
@@ -54,7 +54,7 @@ class _SideStream:
         self.queued = module.Event()
         self.spare: list[Any] = []
 
-    def send(self, batch: Batch) -> tuple[Any, Any]:
+    def send(self, batch: Batch) -> tuple[Batch, Any]:
         """Start the copy of a batch; return it with the event that says when it has arrived."""
         pinned = pin(batch)
         sent = self.spare.pop() if self.spare else self.new_event()
@@ -65,14 +65,14 @@ class _SideStream:
         sent.record(self.stream)
         return moved, sent
 
-    def receive(self, moved: Any, sent: Any) -> Any:
+    def receive(self, moved: Batch, sent: Any) -> Batch:
         """Let the consumer's stream wait for the copy, and hand the batch out."""
         self.module.current_stream(self.device).wait_event(sent)
         self.spare.append(sent)  # the wait refers to this recording; the event may be recorded again
         return moved
 
 
-def pin(batch: object) -> Any:
+def pin(batch: Batch) -> Batch:
     """Return the batch in page-locked memory; one that is there, or on a device already, is returned as it is."""
     tensors = tensors_of(batch)
     if all(tensor.is_pinned() for tensor in tensors) or any(tensor.device.type != "cpu" for tensor in tensors):

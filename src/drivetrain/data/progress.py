@@ -6,8 +6,8 @@ The bar counts batches, refreshes by time, and reads no tensor. It is drawn by `
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
+from drivetrain.core.types import Batch
 from drivetrain.runtime.ranks import is_master
 
 REFRESH_SECONDS = 0.1
@@ -15,7 +15,7 @@ REFRESH_SECONDS = 0.1
 _shown = False  # a terminal has room for one live display; a loop inside a loop goes without
 
 
-def with_bar(batches: Iterator[object], start: int, total: int | None, text: str) -> Iterator[Any]:
+def with_bar(batches: Iterator[object], start: int, total: int | None, text: str) -> Iterator[Batch]:
     """Yield the batches, and show how many of `total` are done; `start` of them were done before."""
     global _shown
     if _shown or not bar_is_wanted():

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch.utils.data
 
 from drivetrain.core.errors import ResumeError
+from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Share, share_of
 from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
 from drivetrain.runtime.seeds import derive_seed
@@ -39,7 +40,9 @@ class StreamStart:
 class StreamReader:
     """Reads a stream in order, on generators seeded for the place in it."""
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool, rng: RngMode, own_collate: bool):
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Batch], *, batched: bool, rng: RngMode, own_collate: bool
+    ):
         self.dataset, self.collate, self.batched, self.rng, self.own_collate = (
             dataset,
             collate,
@@ -61,7 +64,7 @@ class StreamReader:
         self.start, self.lane = start, lane
         with_state = state is not None
 
-        def begin() -> Iterator[Any]:
+        def begin() -> Iterator[Batch]:
             if callable(getattr(self.dataset, "set_epoch", None)):
                 self.dataset.set_epoch(start.epoch)
             if with_state and _keeps_state(self.dataset):
@@ -112,7 +115,7 @@ class StreamReader:
                     "it was started with."
                 )
 
-    def collated(self, samples: list[Any], *place: int) -> Any:
+    def collated(self, samples: list[Any], *place: int) -> Batch:
         """Make a batch; a user's collation gets random numbers of this place."""
         if self.own_collate and self.rng != "off":
             seed_generators(derive_seed(self.start.seed, "fetch", self.start.epoch, *self.lane, *place))
@@ -135,7 +138,7 @@ class FilterReader(StreamReader):
 
     def batches(
         self, start: StreamStart, wanted: Callable[[int], bool] = lambda number: True
-    ) -> Iterator[tuple[BatchInfo, Any]]:
+    ) -> Iterator[tuple[BatchInfo, Batch]]:
         """Yield info and batch for each batch whose number since the start is `wanted`, and (info, None) for the others."""
         position, whole = start.position, start.share.batch_size * start.share.world
         saved = start.stream or {"state": None, "ended": False}

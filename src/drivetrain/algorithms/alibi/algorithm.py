@@ -22,6 +22,7 @@ from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
+from drivetrain.core.types import Batch
 from drivetrain.module.attention import (
     ATTRIBUTE,
     AttentionAdapter,
@@ -178,7 +179,7 @@ class Alibi(ModelSurgery):
         return {}
 
 
-def scale_sequences(batch: object, scaling: float) -> Any:
+def scale_sequences(batch: object, scaling: float) -> Batch:
     """Return a batch with sequences of another length and as many more rows, each tensor (B, S, ...) as (B / s, S s, ...)."""
     if isinstance(batch, Mapping):
         scaled = {name: _scaled(value, scaling, repr(name)) for name, value in batch.items()}
@@ -190,7 +191,7 @@ def scale_sequences(batch: object, scaling: float) -> Any:
     return _scaled(batch, scaling, "itself")
 
 
-def _scaled(value: object, scaling: float, name: str) -> Any:
+def _scaled(value: object, scaling: float, name: str) -> Batch:
     if not isinstance(value, Tensor):
         return value
     if value.ndim < 2:

@@ -26,7 +26,7 @@ def logits_of(outputs: object, who: str) -> Tensor:
     return logits
 
 
-def logits_for(outputs: object, targets: object, who: str) -> Any:
+def logits_for(outputs: object, targets: object, who: str) -> Batch:
     """Return logits with targets: one tensor, or one for each of several targets."""
     if not isinstance(targets, list | tuple):
         return logits_of(outputs, who)
@@ -96,7 +96,7 @@ def check_soft_targets(state: State, logits: Batch, targets: Batch, who: str) ->
         ) from error
 
 
-def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[Any, Any], Tensor]:
+def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[Batch, Batch], Tensor]:
     """Return the loss function without its reduction: one loss, or several, for each sample."""
     if isinstance(loss_function, nn.Module) and isinstance(getattr(loss_function, "reduction", None), str):
         return partial(_unreduced, loss_function)
@@ -117,7 +117,7 @@ def _takes_reduction(function: Callable[..., object]) -> bool:
     return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def losses_of_samples(state: State, who: str) -> Callable[[Any, Any], Tensor]:
+def losses_of_samples(state: State, who: str) -> Callable[[Batch, Batch], Tensor]:
     """Return the run's loss without its reduction, as a function of outputs and targets.
 
     That is the loss function's, or the model's own `loss(outputs, batch, reduction="none")` for the present batch.

@@ -4,8 +4,6 @@ With soft targets, the loss sees `w y + (1 - w) y[index]` and the true targets a
 With interpolated losses, the loss that is trained on becomes `w L(y) + (1 - w) L(y[index])` at AFTER_LOSS, before anybody tracks it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.core.types import Batch
 
 SOFT = frozenset({Event.BEFORE_FORWARD, Event.BEFORE_LOSS, Event.AFTER_LOSS})
 INTERPOLATED = frozenset({Event.BEFORE_FORWARD, Event.AFTER_LOSS})
@@ -42,7 +41,7 @@ class PairMixing(Algorithm):
         """Replace the inputs by mixed ones; return the weight of each sample's own target, and the other samples' rows."""
         raise NotImplementedError
 
-    def mix_targets(self, logits: object, targets: object) -> Any:
+    def mix_targets(self, logits: object, targets: object) -> Batch:
         """Return targets mixed as the inputs were."""
         own = self._own_weight
 

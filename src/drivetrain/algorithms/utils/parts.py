@@ -1,7 +1,6 @@
 """Parts of a batch: one tensor, or several where a key selects several; whatever is done to one is done to all."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -9,7 +8,7 @@ from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.types import Batch
 
 
-def map_tensors(function: Callable[..., object], part: Batch, *others: Any) -> Batch:
+def map_tensors(function: Callable[..., object], part: Batch, *others: Batch) -> Batch:
     """Return the part with `function` applied to each tensor, together with the tensors at the same position of the other parts."""
     if isinstance(part, Tensor):
         return function(part, *others)
@@ -44,7 +43,7 @@ def first_tensor(part: object, who: str) -> Tensor:
     return found
 
 
-def take_rows(part: object, index: Tensor) -> Any:
+def take_rows(part: object, index: Tensor) -> Batch:
     """Return the rows that `index` names, of every tensor."""
     return map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
 

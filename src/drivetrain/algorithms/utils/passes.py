@@ -7,13 +7,13 @@ be synchronised.
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.algorithms.utils.parts import tensors_of
 from drivetrain.context.state import State
+from drivetrain.core.types import Batch
 from drivetrain.module.precision import parse_precision
 from drivetrain.module.wrapping import unwrap
 
@@ -30,7 +30,7 @@ def bare_model(state: State) -> nn.Module:
     return unwrap(state.model, keep_compile=True)
 
 
-def call_model(state: State, batch: object) -> Any:
+def call_model(state: State, batch: object) -> Batch:
     """Return the model's outputs for a batch, which meets the model as it does in the loop.
 
     Algorithms that give the model more than the loader does (`prepare_batch(state, batch) -> batch`, which changes nothing else) do
@@ -51,7 +51,7 @@ def call_model(state: State, batch: object) -> Any:
     return model(batch)
 
 
-def own_loss(state: State) -> Any:
+def own_loss(state: State) -> Batch:
     """Return the model's method `loss(outputs, batch)`, or None where it has none."""
     loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
     return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None

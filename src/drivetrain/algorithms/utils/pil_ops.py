@@ -1,80 +1,83 @@
 """The operations of image augmentation on PIL images; `tensor_ops` has the same ones for tensors."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Matrix = tuple[float, float, float, float, float, float]
 """Where an output pixel (x, y) comes from: (a x + b y + c, d x + e y + f), counted from pixel corners."""
 
 
-def size(image: Any) -> tuple[int, int]:
+def size(image: "Image") -> tuple[int, int]:
     """Return width and height."""
     return image.size
 
 
-def autocontrast(image: Any) -> Any:
+def autocontrast(image: "Image") -> "Image":
     """Stretch each channel to the full range."""
     from PIL import ImageOps
 
     return ImageOps.autocontrast(image)
 
 
-def equalize(image: Any) -> Any:
+def equalize(image: "Image") -> "Image":
     """Make each channel's values equally frequent."""
     from PIL import ImageOps
 
     return ImageOps.equalize(image)
 
 
-def posterize(image: Any, bits: int) -> Any:
+def posterize(image: "Image", bits: int) -> "Image":
     """Keep the highest bits of each value."""
     from PIL import ImageOps
 
     return ImageOps.posterize(image, bits)
 
 
-def solarize(image: Any, threshold: int) -> Any:
+def solarize(image: "Image", threshold: int) -> "Image":
     """Invert the values that reach the threshold."""
     from PIL import ImageOps
 
     return ImageOps.solarize(image, threshold)
 
 
-def rotate(image: Any, degrees: float) -> Any:
+def rotate(image: "Image", degrees: float) -> "Image":
     """Turn counter-clockwise around the centre."""
     from PIL import Image
 
     return image.rotate(degrees, resample=Image.Resampling.BILINEAR)
 
 
-def affine(image: Any, matrix: Matrix) -> Any:
+def affine(image: "Image", matrix: Matrix) -> "Image":
     """Move every pixel; what comes from outside is black."""
     from PIL import Image
 
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.BILINEAR)
 
 
-def color(image: Any, factor: float) -> Any:
+def color(image: "Image", factor: float) -> "Image":
     """Change the saturation: 0 is grey, 1 leaves the image as it is."""
     from PIL import ImageEnhance
 
     return ImageEnhance.Color(image).enhance(factor)
 
 
-def contrast(image: Any, factor: float) -> Any:
+def contrast(image: "Image", factor: float) -> "Image":
     """Change the contrast: 0 is plain grey, 1 leaves the image as it is."""
     from PIL import ImageEnhance
 
     return ImageEnhance.Contrast(image).enhance(factor)
 
 
-def brightness(image: Any, factor: float) -> Any:
+def brightness(image: "Image", factor: float) -> "Image":
     """Change the brightness: 0 is black, 1 leaves the image as it is."""
     from PIL import ImageEnhance
 
     return ImageEnhance.Brightness(image).enhance(factor)
 
 
-def sharpness(image: Any, factor: float) -> Any:
+def sharpness(image: "Image", factor: float) -> "Image":
     """Change the sharpness: 0 is smooth, 1 leaves the image as it is."""
     from PIL import ImageEnhance
 

@@ -9,6 +9,7 @@ around 1, the `_original` variants as in the paper's code.
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from drivetrain.algorithms.utils import pil_ops, tensor_ops
 from drivetrain.algorithms.utils.draws import Generator, draw_coin, draw_integer, draw_uniform
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 
-Augmentation = Callable[..., Any]
+Image = Any
+"""A PIL image or a tensor (C, H, W)."""
+Augmentation = Callable[..., Image]
 """`(image, level, generator=None) -> image`"""
 
 
@@ -29,11 +32,11 @@ class UnknownSetError(ConfigError, KeyError):
         return Exception.__str__(self)
 
 
-def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augmentation:
+def _augmentation(operate: Callable[[ModuleType, Image, float, Generator], Image]) -> Augmentation:
     """Turn `(operations, image, level, generator)` into a function of an image of any kind."""
 
     @wraps(operate)
-    def augment(image: object, level: float, generator: Generator = None) -> Any:
+    def augment(image: Image, level: float, generator: Generator = None) -> Image:
         if is_pil(image):
             return operate(pil_ops, image, level, generator)
         if not isinstance(image, Tensor) or image.ndim != 3:
@@ -50,108 +53,108 @@ def _augmentation(operate: Callable[[Any, Any, float, Generator], Any]) -> Augme
 
 
 @_augmentation
-def autocontrast(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def autocontrast(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Stretch each channel to the full range."""
     return operations.autocontrast(image)
 
 
 @_augmentation
-def equalize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def equalize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Make each channel's values equally frequent."""
     return operations.equalize(image)
 
 
 @_augmentation
-def posterize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def posterize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Keep one to four bits of each value."""
     return operations.posterize(image, 4 - int(_strength(level, 4, generator)))
 
 
 @_augmentation
-def rotate(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def rotate(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Turn by up to 30 degrees to either side."""
     return operations.rotate(image, _either_sign(int(_strength(level, 30, generator)), generator))
 
 
 @_augmentation
-def solarize(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def solarize(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Invert the brightest values."""
     return operations.solarize(image, 256 - int(_strength(level, 256, generator)))
 
 
 @_augmentation
-def shear_x(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def shear_x(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Shear to either side."""
     slope = _either_sign(_strength(level, 0.3, generator), generator)
     return operations.affine(image, (1, slope, 0, 0, 1, 0))
 
 
 @_augmentation
-def shear_y(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def shear_y(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Shear up or down."""
     slope = _either_sign(_strength(level, 0.3, generator), generator)
     return operations.affine(image, (1, 0, 0, slope, 1, 0))
 
 
 @_augmentation
-def translate_x(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def translate_x(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Move by up to a third to either side."""
     shift = _either_sign(int(_strength(level, operations.size(image)[0] / 3, generator)), generator)
     return operations.affine(image, (1, 0, shift, 0, 1, 0))
 
 
 @_augmentation
-def translate_y(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def translate_y(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Move by up to a third up or down."""
     shift = _either_sign(int(_strength(level, operations.size(image)[1] / 3, generator)), generator)
     return operations.affine(image, (1, 0, 0, 0, 1, shift))
 
 
 @_augmentation
-def color(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def color(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the saturation."""
     return operations.color(image, _around_one(level, generator))
 
 
 @_augmentation
-def contrast(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def contrast(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the contrast."""
     return operations.contrast(image, _around_one(level, generator))
 
 
 @_augmentation
-def brightness(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def brightness(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the brightness; brightening is drawn weaker, because it soon leaves nothing to see."""
     factor = _around_one(level, generator)
     return operations.brightness(image, factor * 0.75 if factor > 1 else factor)
 
 
 @_augmentation
-def sharpness(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def sharpness(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the sharpness."""
     return operations.sharpness(image, _around_one(level, generator))
 
 
 @_augmentation
-def color_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def color_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the saturation by the paper's factor."""
     return operations.color(image, _strength(level, 1.8, generator) + 0.1)
 
 
 @_augmentation
-def contrast_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def contrast_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the contrast by the paper's factor."""
     return operations.contrast(image, _strength(level, 1.8, generator) + 0.1)
 
 
 @_augmentation
-def brightness_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def brightness_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the brightness by the paper's factor."""
     return operations.brightness(image, _strength(level, 1.8, generator) + 0.1)
 
 
 @_augmentation
-def sharpness_original(operations: Any, image: Any, level: float, generator: Generator) -> Any:
+def sharpness_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
     """Change the sharpness by the paper's factor."""
     return operations.sharpness(image, _strength(level, 1.8, generator) + 0.1)
 
@@ -232,7 +235,7 @@ def check_image(image: object, who: str) -> None:
             )
 
 
-def each_image(augment: Callable[[Any], Any], images: object) -> Any:
+def each_image(augment: Callable[[Image], Image], images: object) -> Image:
     """Apply a function to one image, or to each image of a batch on its own."""
     if isinstance(images, Tensor) and images.ndim == 4:
         return torch.stack([augment(image) for image in images]) if len(images) else images
@@ -254,7 +257,7 @@ def as_tensor(image: object) -> Tensor:
     return values.unsqueeze(0) if values.ndim == 2 else values.permute(2, 0, 1)
 
 
-def as_pil(values: Tensor, mode: str) -> Any:
+def as_pil(values: Tensor, mode: str) -> Image:
     """Return a tensor (C, H, W) as a PIL image."""
     from PIL import Image
 
@@ -263,6 +266,6 @@ def as_pil(values: Tensor, mode: str) -> Any:
     return image if image.mode == mode else image.convert(mode)
 
 
-def on_tensor(function: Callable[[Tensor], Tensor], image: Any) -> Any:
+def on_tensor(function: Callable[[Tensor], Tensor], image: Image) -> Image:
     """Apply a function of tensors to an image of either kind and return that kind."""
     return as_pil(function(as_tensor(image)), image.mode) if is_pil(image) else function(image)
