@@ -125,21 +125,37 @@ def difference(
 def judged(
     task: Task,
     expected: nn.Module,
-    run: Callable[[], nn.Module | dict[str, Tensor]],
+    run: Callable[[], nn.Module | dict[str, Tensor] | str],
     tolerance: float,
     is_rounded: bool = False,
 ) -> str:
     """Run, compare with what was expected and say how it went."""
+    found: nn.Module | dict[str, Tensor] | str = ""
+
+    def keep() -> None:
+        nonlocal found
+        found = run()
+
+    outcome = outcome_of(keep)
+    if outcome is None and isinstance(found, str):  # of the ranks
+        outcome = found
+    if outcome is not None:
+        return outcome
+    apart, name = difference(task, weights(expected), found if isinstance(found, dict) else weights(found), is_rounded)
+    return "ok" if apart <= tolerance else f"wrong: {name} is off by {apart:.2g} of its movement"
+
+
+def outcome_of(run: Callable[[], object]) -> str | None:
+    """Run quietly; return how it was rejected or failed, None where it was not."""
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore")
         try:
-            found = run()
+            run()
         except DrivetrainError as error:
             return f"rejected: {_first_line(error)}"
         except Exception as error:  # what a user would see as a crash
             return f"error: {type(error).__name__}: {_first_line(error)}"
-    apart, name = difference(task, weights(expected), found if isinstance(found, dict) else weights(found), is_rounded)
-    return "ok" if apart <= tolerance else f"wrong: {name} is off by {apart:.2g} of its movement"
+    return None
 
 
 def _first_line(error: BaseException) -> str:
@@ -215,10 +231,9 @@ def check_surgery(entry: Entry, name: str) -> str:
 # ---------------------------------------------------------------------- on two ranks
 
 
-def on_rank(build: Callable[[], Entry], plan: object | None) -> dict[str, Tensor]:
-    """Train on this rank, as one of several, and return the whole weights."""
+def on_rank(build: Callable[[], Entry], plan: object | None) -> dict[str, Tensor] | str:
+    """Train on this rank, as one of several; return the whole weights, or how the run was rejected or failed."""
     task = build().build()
     settings = {} if plan is None else {"strategy": [plan]}
-    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        warnings.simplefilter("ignore")
-        return weights(trained(task, find_unused_parameters=plan is None, **settings))
+    found: dict[str, Tensor] = {}
+    return outcome_of(lambda: found.update(weights(trained(task, **settings)))) or found
