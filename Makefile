@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 # Small models and two-core machines: one thread per process is faster than several that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu check stubs docs clean
+.PHONY: demo test test-slow test-gpu check stubs docs clean zoo
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
@@ -28,6 +28,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typed_script.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Every model of benchmarks/zoo; those of transformers and timm where they are installed.
+zoo: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.zoo --out benchmarks/results/zoo.json --table docs/zoo.md
 
 stubs: $(VENV)/.dev
 	$(BIN)/python -m tools.write_stubs

@@ -114,7 +114,8 @@ TABLE: list[tuple[str, str, str, str, Callable[[torch.Generator], Sample], dict[
     ("gemma2", "decoder, grouped queries", "Gemma2Config", "Gemma2ForCausalLM", _causal, {**GROUPED, "head_dim": 8}),
     ("phi3", "decoder, grouped queries", "Phi3Config", "Phi3ForCausalLM", _causal, {**GROUPED, "resid_pdrop": 0.0}),
     ("olmo2", "decoder, grouped queries", "Olmo2Config", "Olmo2ForCausalLM", _causal, GROUPED),
-    ("falcon", "decoder, one key", "FalconConfig", "FalconForCausalLM", _causal, {**DECODER, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    ("falcon", "decoder, one key", "FalconConfig", "FalconForCausalLM", _causal, {
+        **DECODER, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     ("mixtral", "experts", "MixtralConfig", "MixtralForCausalLM", _causal, {**GROUPED, **EXPERTS}),
     ("qwen2_moe", "experts", "Qwen2MoeConfig", "Qwen2MoeForCausalLM", _causal, {
         **GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),

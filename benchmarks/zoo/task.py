@@ -33,7 +33,7 @@ class Task:
     """None for a model whose output carries its loss."""
     collate_fn: Callable[..., object] | None = None
     mixes_samples: bool = False
-    """Whether what a sample gets depends on its neighbours in the batch, as with batch norm; then ranks and micro-batches differ by right."""
+    """Whether a sample's loss depends on the others of its batch, as with batch norm: then other batches give other gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,3 +104,21 @@ def test_a_fused_loss_that_cannot_be_warns():
     with pytest.warns(NoEffectWarning, match="fused_loss"):
         trainer = Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), (), algorithms=[fast])
     fast.close(trainer.state, trainer.logbook)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_fused_sgd_takes_parameters_whose_first_gradients_come_in_different_steps(is_loaded):
+    def train(is_fused):
+        early, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9)
+        if is_fused:
+            assert use_fused_kernels(optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            (early.sum() + (2 * late.sum() if step else 0)).backward()
+            optimizer.step()
+            if is_loaded:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return torch.cat([early, late])
+
+    assert torch.equal(train(is_fused=True), train(is_fused=False))

@@ -278,6 +278,27 @@ def test_what_a_compiled_model_averages_over_is_found_without_compiling_it_again
     assert_same(ours, expected(name))
 
 
+class Positioned(nn.Module):
+    """Multiplies by a buffer, which the backward pass needs, and carries its loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.register_buffer("scale", torch.full((FEATURES,), 2.0))
+
+    def forward(self, x):
+        return {"loss": (self.layer(x) * self.scale).square().mean()}
+
+
+def test_a_compiled_model_is_looked_at_without_writing_to_its_buffers():
+    """Its first backward pass follows, and torch rejects one whose saved tensors were written to."""
+    model = Positioned()
+    model.compile(backend="aot_eager")
+    data = [{"x": torch.ones(FEATURES)} for _ in range(4)]
+    Trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=()).train(data, num_epochs=1)
+    assert model.scale.eq(2.0).all()
+
+
 def test_an_unknown_way_to_count_is_refused():
     with pytest.raises(ConfigError, match="count_items='tokens'"):
         Trainer(Tagger(), count_items="tokens")

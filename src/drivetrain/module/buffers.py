@@ -1,4 +1,4 @@
-"""Run a model for a trial without leaving a trace in its buffers."""
+"""Run a model for a trial without changing its buffers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,25 @@ from torch import nn
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put running statistics and the like back afterwards."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Restore running statistics and the like afterwards, in place: what was compiled or recorded finds them at the same address."""
+    kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+            for buffer, version, value in kept:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def buffers_copied(model: nn.Module) -> Iterator[None]:
+    """Give a model copies of its buffers for a while. The originals are not written to, so a backward pass that needs them can follow."""
+    held = [(child, name, buffer) for child in model.modules() for name, buffer in child._buffers.items()]
+    for child, name, buffer in held:
+        child._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for child, name, buffer in held:
+            child._buffers[name] = buffer

@@ -3,13 +3,15 @@
 Schedules know tensors only, and a loss wants the model's output as the model gives it. `FlatCall` stands between the two.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from drivetrain.module.buffers import buffers_copied
 
 
 class Elsewhere(nn.Module):
@@ -46,7 +48,7 @@ class StagePart(nn.Module):
             return fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
         inputs = call.unflatten_inputs(inputs)
         received = tuple(map(_with_contiguous_gradient, received))
-        with kept_buffers(self) if call.is_probing else nullcontext():
+        with buffers_copied(self) if call.is_probing else nullcontext():
             output = fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
         return call.flatten_output(output)
 
@@ -121,19 +123,6 @@ def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
 def is_batched(leaf: Any) -> bool:
     """Say whether a value has a row for each sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-@contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Let a module write to copies of its buffers meanwhile."""
-    held = [(child, name, buffer) for child in module.modules() for name, buffer in child._buffers.items()]
-    for child, name, buffer in held:
-        child._buffers[name] = None if buffer is None else buffer.clone()
-    try:
-        yield
-    finally:
-        for child, name, buffer in held:
-            child._buffers[name] = buffer
 
 
 def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.pipeline_parts import kept_buffers
+from drivetrain.module.buffers import buffers_copied
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "triu_indices", "tril_indices")
@@ -53,7 +53,7 @@ def _trace(
     state = torch.get_rng_state()
     try:
         # A batch norm would count the fake batch, and remembered keys belong to whole models.
-        with _factories_traced(tracer), kept_buffers(model), _without_cache(model):
+        with _factories_traced(tracer), buffers_copied(model), _without_cache(model):
             return tracer.trace(model, concrete_args=constants or None)
     except ConfigError:
         raise

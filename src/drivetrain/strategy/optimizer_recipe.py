@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.optimizer_kernels import start_momentum
 from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
 
 
@@ -35,7 +36,7 @@ class OptimizerRecipe:
     def make(self, model: nn.Module) -> Optimizer:
         """Return the optimizer of the final model."""
         if self.existing is None:
-            return self.build(self.groups(unwrap(model)), **self.settings)
+            return self._build(model)
         if not self.is_changed:
             new = dict(named_clean_parameters(model))
             if any(new.get(name) is not old for name, old in self.names.items()):
@@ -46,7 +47,12 @@ class OptimizerRecipe:
                 f"the plan makes a new optimizer in place of the {type(self.existing).__name__} given, which has state already. Apply "
                 "the plan before the first step."
             )
-        return self.build(self.groups(unwrap(model)), **self.settings)
+        return self._build(model)
+
+    def _build(self, model: nn.Module) -> Optimizer:
+        optimizer = self.build(self.groups(unwrap(model)), **self.settings)
+        start_momentum(optimizer)
+        return optimizer
 
 
 def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:

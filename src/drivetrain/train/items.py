@@ -17,7 +17,7 @@ from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
-from drivetrain.module.buffers import buffers_kept
+from drivetrain.module.buffers import buffers_copied
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of
 from drivetrain.module.wrappers import is_compiled_shell
 from drivetrain.module.wrapping import unwrap
@@ -180,7 +180,7 @@ def _probe(trainer: "TrainerHooks", batch: Any) -> LossItems:
     watch, generators = LossWatch(part, min(2, rows)), capture_rng()
     args, kwargs = form.arguments(part)
     try:
-        with torch.no_grad(), buffers_kept(model), trainer.runtime.autocast(), uncompiled(), watch:
+        with torch.no_grad(), buffers_copied(model), trainer.runtime.autocast(), uncompiled(), watch:
             outputs = model(*args, **kwargs)
             if loss_func is not None:
                 loss = loss_func(form.predictions(outputs), form.targets(part))

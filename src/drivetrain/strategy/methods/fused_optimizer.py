@@ -4,6 +4,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.strategy.effects import UNFUSED_UPDATE
@@ -53,6 +54,8 @@ class FusedOptimizer(Method):
             ctx.note(f"fused_optimizer: left alone, because {chosen[0]} was given")
         elif len({is_dtensor(parameter) for parameter in parameters}) > 1:
             ctx.note("fused_optimizer: left alone, because some parameters are split over ranks and others are not")
+        elif problem := _no_kernel(ctx.model):
+            ctx.note(f"fused_optimizer: left alone, because {problem}")
         elif recipe.build in _FUSED:
             recipe.settings["fused"], recipe.is_changed = True, True
         elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build).parameters:
@@ -60,3 +63,14 @@ class FusedOptimizer(Method):
             ctx.note(f"fused_optimizer: foreach, because {name} has no fused kernel")
         else:
             ctx.note(f"fused_optimizer: left alone, because {name} has neither a fused nor a foreach form")
+
+
+def _no_kernel(model: nn.Module) -> str | None:
+    """Return why no fused kernel takes the parameters of a model, None where it may."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.is_floating_point():
+            return f"the parameter {name} is {parameter.dtype}"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"the layer {name} has sparse gradients"
+    return None
