@@ -77,5 +77,5 @@ def test_the_factory_makes_optimizers_by_name_and_names_what_is_wrong():
     assert make_optimizer("SAM", inside, rho=0.2).base_optimizer is inside
     with pytest.raises(ConfigError, match="Did you mean 'Lion'"):
         make_optimizer("Lionn", [weight])
-    with pytest.raises(ConfigError, match="refused its settings"):
+    with pytest.raises(ConfigError, match="rejects its settings"):
         make_optimizer("Lion", [weight], momentum=1)

@@ -1,6 +1,8 @@
 """What a Trainer holds, and what its run holds instead."""
 
+import gc
 import inspect
+import weakref
 from dataclasses import fields
 
 import pytest
@@ -9,7 +11,7 @@ from drivetrain.core.errors import StopTrainingError
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.run import Run
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.trainer import Trainer
+from drivetrain.train.trainer import DEFAULT_CALLBACKS, Trainer
 from tests.train.tasks import make_data, make_trainer, train
 
 RESOLVED = {"eval_interval", "nonfinite"}
@@ -74,3 +76,22 @@ def test_a_method_is_overridden_by_a_subclass_or_on_the_instance(name):
     trainer = make_trainer()
     setattr(trainer, name, lambda *args, **kwargs: None)
     assert trainer.overrides(name)
+
+
+@pytest.mark.parametrize("callbacks", [(), DEFAULT_CALLBACKS])
+def test_a_run_that_has_ended_keeps_no_loader_alive_through_a_cycle(callbacks):
+    def run():
+        trainer = make_trainer(callbacks=callbacks)
+        train(trainer, make_data(16), eval_dataset=make_data(8))
+        trainer.evaluate(make_data(8))
+        return [
+            weakref.ref(part) for part in (trainer, trainer.run, trainer.run.data.train, trainer.run.data.evaluation)
+        ]
+
+    run()  # what the first run of a process imports may leave tracebacks behind
+    gc.collect()
+    gc.disable()
+    try:
+        assert [part() for part in run()] == [None] * 4
+    finally:
+        gc.enable()

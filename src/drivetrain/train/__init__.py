@@ -1,1 +1,1 @@
-"""The Trainer: the loop and what stands around it."""
+"""The Trainer: the loop, and what prepares, records and restores it."""

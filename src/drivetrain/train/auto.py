@@ -330,7 +330,7 @@ class _Request:
         return options.world_size if options.plan_only and options.world_size else get_num_processes()
 
     def require_data(self) -> None:
-        """Refuse a search without what it needs."""
+        """Reject a search without what it needs."""
         missing = [] if self.optim_func is not None else ["optim_func"]
         if self.dataset is None and self.options.sample_batch is None:
             missing.append("dataset (or sample_batch with batch_size)")
@@ -347,8 +347,8 @@ class _Request:
         device, world, start = self._device(), self.world, constraints.start
         if start is not None and start.mesh is not None and mesh_size(start.mesh) != world:
             constraints = replace(constraints, start=start.rescale(world))
-        tell = print if self.options.verbose else None
-        plan = find_plan(self.task, device=device, world=world, constraints=constraints, on_progress=tell)
+        report = print if self.options.verbose else None
+        plan = find_plan(self.task, device=device, world=world, constraints=constraints, on_progress=report)
         plan = replace(plan, fingerprint=fingerprint(self.model, device, world, self.task.global_batch_size))
         if plan.failure is not None:
             return False, None, plan
@@ -399,20 +399,14 @@ class _Request:
         if isinstance(ctx.optimizer, PlannedOptimizer) and self.scheduler_cls is not None:
             inner = self.scheduler_cls(ctx.optimizer.inner, **self.scheduler_args)
             ctx.context.lr_scheduler = PlannedScheduler(inner, ctx.optimizer)  # type: ignore[attr-defined]
-        plan = replace(
-            plan,
-            mesh=resolved.axes[::-1],
-            batch=batch,
-            dropped=resolved.dropped,
-            reasons=(*plan.reasons, *ctx.notes),
-        )
+        reasons = (*plan.reasons, *ctx.notes)
+        plan = replace(plan, mesh=resolved.axes[::-1], batch=batch, dropped=resolved.dropped, reasons=reasons)
         watch_memory(ctx, plan)
         return True, self._result(ctx, batch), plan
 
     def _device(self) -> torch.device:
-        if _spec_of(self.options) is not None:
-            return choose_device("cpu")  # a preset or a DeviceSpec describes a machine that is not here
-        return choose_device(self.options.device)
+        is_elsewhere = _spec_of(self.options) is not None  # a preset or a DeviceSpec describes another machine
+        return choose_device("cpu" if is_elsewhere else self.options.device)
 
     def _failed(self, plan: Strategy, failure: Failure) -> Strategy:
         if self.options.strict:
@@ -434,28 +428,23 @@ class _Request:
         micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
         size = self._global_size()
         if self.loader_args.get("batch_sampler") is not None and size is None:
-            return BatchPlan(  # batches of any size: parts of each, in turn
-                global_size=resolved.data_ranks * (accumulation or 1), micro=1, accumulation=accumulation or 1,
-                data_ranks=resolved.data_ranks,
-            )  # fmt: skip
+            parts, ranks = accumulation or 1, resolved.data_ranks  # batches of any size: parts of each, in turn
+            return BatchPlan(global_size=ranks * parts, micro=1, accumulation=parts, data_ranks=ranks)
         if size is None:
             if self.dataset is None and config is None:
                 return None
             size = 1 if self.dataset is not None else resolved.data_ranks * (micro or 1) * (accumulation or 1)
-        return plan_batch(
-            size, resolved.data_ranks, micro, accumulation, allow_rounding=self.options.allow_batch_rounding
-        )
+        rounds = self.options.allow_batch_rounding
+        return plan_batch(size, resolved.data_ranks, micro, accumulation, allow_rounding=rounds)
 
     # Applying it.
 
     def _make_loader(self, batch: BatchPlan, ctx: Application) -> PlannedLoader:
-        arguments = {**self._loader_defaults(ctx), **self.loader_args}
-        return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
-
-    def _loader_defaults(self, ctx: Application) -> dict[str, Any]:
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
-        return {"pin_memory": defaults["pin_memory"], "num_workers": 0 if is_stream else defaults["num_workers"]}
+        workers = 0 if is_stream else defaults["num_workers"]
+        arguments = {"pin_memory": defaults["pin_memory"], "num_workers": workers, **self.loader_args}
+        return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
     def _result(self, ctx: Application, batch: BatchPlan | None) -> AutoAccelerateResult:
         items = dict(ctx.context.items())
@@ -490,21 +479,17 @@ class _Request:
 
     def _samples(self) -> Any:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
-        random_state = capture_rng()
-        try:
-            return self._read_samples()
-        finally:
-            restore_rng(random_state)
+        if self.dataset is not None:
+            random_state = capture_rng()
+            try:
+                return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+            finally:
+                restore_rng(random_state)
+        if not self.options.expand_sample_batch:
+            return self.options.sample_batch
+        from torch.utils._pytree import tree_map_only
 
-    def _read_samples(self) -> Any:
-        options = self.options
-        if self.dataset is None:
-            if not options.expand_sample_batch:
-                return options.sample_batch
-            from torch.utils._pytree import tree_map_only
-
-            return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), options.sample_batch)
-        return read_samples(self.dataset, self.loader_args.get("collate_fn"))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)
 
 
 def read_samples(dataset: Any, collate: Any = None, count: int = SAMPLES) -> Any:

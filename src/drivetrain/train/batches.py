@@ -15,7 +15,7 @@ The choice is made on the first batch and again only when the type of the batch 
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,13 +23,16 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarn
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import unwrap
 
+if TYPE_CHECKING:
+    from drivetrain.train.hooks import TrainerHooks
+
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 
 
 class PairForm:
     """`(inputs, targets, ...)` with a loss function."""
 
-    def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
+    def run(self, trainer: "TrainerHooks", batch: Any) -> dict[str, Any]:
         """Compute what a loss hook returns."""
         targets = batch[1]
         outputs = trainer.forward(batch[0])
@@ -51,7 +54,7 @@ class PairForm:
 class OtherForm(PairForm):
     """What the other forms share: any arguments, and targets that may be absent."""
 
-    def run(self, trainer: Any, batch: Any) -> dict[str, Any]:
+    def run(self, trainer: "TrainerHooks", batch: Any) -> dict[str, Any]:
         """Compute what a loss hook returns."""
         args, kwargs = self.arguments(batch)
         outputs, targets = trainer.forward(*args, **kwargs), self.targets(batch)

@@ -97,7 +97,7 @@ def restored_modes(model: Any) -> Iterator[None]:
 
 @contextmanager
 def evaluating_optimizer(optimizer: Any) -> Iterator[None]:
-    """Tell an optimizer with modes (schedule-free) that the weights are evaluated, not trained."""
+    """Switch an optimizer with modes (schedule-free) to evaluation: the weights are evaluated, not trained."""
     has_modes = callable(getattr(type(optimizer), "eval", None)) and callable(getattr(type(optimizer), "train", None))
     was_training = getattr(optimizer, "training", True)
     if has_modes:

@@ -71,7 +71,7 @@ def _read(error: BaseException, loss_func: Any) -> Failure | None:
             in_loss = owner is loss_func or in_loss
             layer, given = owner, ", ".join(_shown(value) for value in _arguments(frame) if isinstance(value, Tensor))
         in_loss = in_loss or frame.f_code is getattr(loss_func, "__code__", None)
-        if not module.startswith("drivetrain."):  # ours may stand between a layer and its operation
+        if not module.startswith("drivetrain."):  # ours may be between a layer and its operation
             by_torch = module.startswith("torch.")
     if not phase or (batch is None and not in_data):
         return None

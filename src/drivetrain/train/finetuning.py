@@ -1,6 +1,6 @@
 """Freezing parts of a model for fine-tuning, by group of layers.
 
-A group is a direct child of the model. A layer is a leaf module, or a module that owns parameters beside its children
+A group is a direct child of the model. A layer is a leaf module, or a module that owns parameters next to its children
 (then only those parameters count, as with `nn.MultiheadAttention.in_proj_weight`). Parameters of the model itself
 belong to no group. Modules frozen in eval mode carry a mark, because `model.train()` at the next epoch would undo it.
 """

@@ -110,7 +110,7 @@ def _rows(history: "RunHistory") -> list[dict[str, Any]]:
 
 
 def _column(title: str, values: list[Any]) -> list[str]:
-    """Return the cells of one column, all of one width, under its title; None stands for rows left out."""
+    """Return the cells of one column, all of one width, under its title; None means rows left out."""
     cells = [title, *("…" if value is None else format_metric(value) for value in values)]
     width = max(map(len, cells))
     return [cell.rjust(width) for cell in cells]

@@ -138,7 +138,7 @@ class TrainerHooks:
         self.runtime = runtime
 
     def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or somebody on the instance, replaces a method of the Trainer."""
+        """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
         raise NotImplementedError  # `Trainer` knows its own methods
 
     @property
@@ -254,7 +254,7 @@ class TrainerHooks:
         self.model = self.get_model()
 
     def evaluation_run_start(self) -> None:
-        """Run before a stand-alone evaluation."""
+        """Run before an evaluation outside training."""
 
     def evaluation_run_end(self) -> None:
         """Unwrap the model."""

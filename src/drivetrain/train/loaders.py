@@ -1,7 +1,7 @@
 """What the loop asks of its data: loaders built, placed, limited and measured.
 
 A loader the Trainer builds is a `SmartDataLoader`: it delivers on the device, knows its place and counts samples over all ranks.
-A loader the user built is used as it is; what it cannot tell is found out another way.
+A loader the user built is used as it is; what it does not know is found out another way.
 """
 
 import itertools
@@ -44,16 +44,15 @@ if TYPE_CHECKING:
 
 def keep_data_ranks(trainer: "Trainer") -> None:
     """Remember which samples this rank reads by the trainer's plan, for all its runs."""
-    trainer._data_ranks = None
-    if num_data_ranks() != get_num_processes():
-        trainer._data_ranks = (data_rank(), num_data_ranks(), data_group())
-        use_data_ranks(trainer)
+    is_shared = num_data_ranks() != get_num_processes()
+    trainer._data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
+    use_data_ranks(trainer)
 
 
 def use_data_ranks(trainer: "Trainer") -> None:
     """Read the samples that the trainer's plan gives to this rank; the plan of another trainer holds for that one only."""
-    if trainer._data_ranks is not None:
-        set_data_ranks(*trainer._data_ranks, of_trainer=True)
+    if (own := trainer._data_ranks) is not None:
+        set_data_ranks(*own, of_trainer=True)
     elif data_ranks_are_of_a_trainer():
         clear_data_ranks()
 
@@ -247,7 +246,7 @@ def limit(loader: Any, batches: int | float | None) -> Any:
 
 
 def length(loader: Any) -> int | None:
-    """Return the number of batches, or None when the loader cannot tell."""
+    """Return the number of batches, or None for a loader without a length."""
     try:
         return len(loader)
     except TypeError:
@@ -262,13 +261,13 @@ def smart_loader(loader: Any) -> SmartDataLoader[Any] | None:
 
 
 def is_padding(loader: Any) -> bool:
-    """Whether the batch in hand is a stand-in for a rank that had no sample left."""
+    """Return whether the batch in hand is only padding, because this rank had no sample left."""
     smart = smart_loader(loader)
     return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, or its sampler, which epoch begins."""
+    """Pass the number of the epoch to a loader, or to its sampler."""
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):

@@ -463,7 +463,7 @@ class TrainerLoop(EvaluationLoop):
         return 0 if self.run.loss.is_first else self.state.clock.batch
 
     def _close_after(self, error: BaseException) -> None:
-        """Tell every plugin about an error and let it close what it holds; the error itself goes on unchanged."""
+        """Report an error to every plugin, which then closes what it holds."""
         run, signals = self.run, self.run.agreement.signals
         run.agreement.vote, run.fire, self.model = None, self.engine.on, self.get_model()
         self.callback_handler.call_event("on_exception", self, exception=error)

@@ -30,7 +30,7 @@ class MetricSet:
     """
 
     def __init__(self, metrics: Any = None, *, argument: str = "metrics"):
-        self._stateful: dict[str, Any] = {}  # torchmetrics metrics; a collection stands under ""
+        self._stateful: dict[str, Any] = {}  # torchmetrics metrics; a collection has the name ""
         self._plain: dict[str, PlainMetric] = {}
         self._means: dict[str, LossTracker] = {}
         if metrics is None:

@@ -1,6 +1,6 @@
 """Numbers that are known only when training starts, for use in the arguments of a scheduler.
 
-A placeholder stands for a number of the run; arithmetic with it builds a small tree, and the Trainer replaces trees by
+A placeholder represents a number of the run; arithmetic with it builds a small tree, and the Trainer replaces trees by
 numbers just before it makes the scheduler. No text is evaluated anywhere.
 
     create_scheduler_fn = partial(OneCycleLR, max_lr=0.1, total_steps=P.NUM_EPOCHS *
@@ -87,7 +87,7 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
         return set(cls)
 
     def evaluate(self, trainer: Any) -> int:
-        """Return the number this placeholder stands for in a run that has its loaders and configuration."""
+        """Return the number this placeholder represents in a run that has its loaders and configuration."""
         if self.value.startswith("_"):
             loader = getattr(trainer, self.value, None)
             try:

@@ -5,7 +5,7 @@ scaler, algorithms and random numbers go back, while clock, data and history sta
 bad one are passed over, as large runs do by hand after a loss spike (Chowdhery et al., 2022, section 5.1).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.accelerator import map_tensors
 
+if TYPE_CHECKING:
+    from drivetrain.train.loop import TrainerLoop
+
 _POSITION = frozenset(
     ["clock", "train_dataloader", "dataset_state", "history", "epoch_loss", "loggers", "gradients", "window_batches"]
     + ["custom_entries", "callbacks", "train_metrics", "eval_metrics", "max_duration"]
@@ -26,7 +29,7 @@ _POSITION = frozenset(
 """What a rollback leaves as it is."""
 
 
-def prepare_tests(trainer: Any) -> None:
+def prepare_tests(trainer: "TrainerLoop") -> None:
     """Decide once whether updates are tested, by whom, and whether there is a state to roll back to."""
     run, stepper = trainer.run, trainer.run.stepper
     guard = stepper.guard
@@ -43,7 +46,7 @@ def prepare_tests(trainer: Any) -> None:
         plugin.guard = guard if guard.is_active else None
 
 
-def act_on(trainer: Any, verdict: int) -> None:
+def act_on(trainer: "TrainerLoop", verdict: int) -> None:
     """Record an update that was left out, and stop or roll back where the policy says so; all ranks come here at the same step."""
     run, clock = trainer.run, trainer.state.clock
     guard, good = run.stepper.guard, run.good
@@ -68,9 +71,9 @@ def act_on(trainer: Any, verdict: int) -> None:
         trainer.print(what)
 
 
-def _stop(trainer: Any, message: str) -> None:
+def _stop(trainer: "TrainerLoop", message: str) -> None:
     last = trainer.last_checkpoint
-    trainer.run.has_agreed = True  # the verdict is the same on all ranks
+    trainer.run.agreement.is_reached = True  # the verdict is the same on all ranks
     raise NonFiniteError(
         f"{message} Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log or "
         f"division of zero.{'' if last is None else f' The last checkpoint is {last}.'}"

@@ -70,7 +70,7 @@ def make_state(
 
 
 def follow_current_run(settings: TrainSettings) -> TrainSettings:
-    """Inside an experiment, save into its folder and resume as the experiment was told to."""
+    """Inside an experiment, save into its folder and resume as the experiment does."""
     run = current_run()
     if run is None:
         return settings
@@ -288,7 +288,7 @@ def _reseed_rank(seed: int | None) -> None:
 def handle_signal(number: int, signals: StopSignals, checkpoints: CheckpointSchedule) -> None:
     """Save; then end the process as the signal asks, or go on after SIGUSR1."""
     if is_stop(number):
-        signals.request(number)  # also where another rank was told
+        signals.request(number)  # also where another rank got the signal
     if is_stop(number) or not is_stop(signals.requested):  # a save does not answer a stop that has come since
         signals.clear()
     checkpoints.save(final=is_stop(number))
@@ -329,4 +329,4 @@ def make_optimizer(name: str, groups: Any, **settings: Any) -> Optimizer:
     try:
         return find_optimizer(name)(groups, **settings)
     except TypeError as problem:
-        raise ConfigError(f"the optimizer {name!r} refused its settings {sorted(settings)}: {problem}") from problem
+        raise ConfigError(f"the optimizer {name!r} rejects its settings {sorted(settings)}: {problem}") from problem

@@ -138,7 +138,7 @@ class Measures:
     """Times the steps of this rank, on several processes."""
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Run:
     """One training run, or the idle state of a Trainer that has not trained yet."""
 

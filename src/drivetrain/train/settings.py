@@ -222,7 +222,7 @@ class TrainSettings:
 
 
 class RunLimits:
-    """Tells when a run has reached one of its ends."""
+    """The ends of a run, of which the first one reached counts."""
 
     def __init__(self, *ends: Time):
         self.ends = ends

@@ -281,7 +281,7 @@ def _log_steps(trainer: "Trainer") -> None:
 
 
 def _check_equal_lengths(batches: int | None) -> None:
-    """Refuse loaders of different lengths on several processes: the shorter one would leave the others waiting for ever."""
+    """Reject loaders of different lengths on several processes: the others would wait forever for the shorter one."""
     lengths = all_gather_values(batches)
     if len(set(lengths)) > 1:
         listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))

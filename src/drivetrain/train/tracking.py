@@ -1,8 +1,8 @@
 """What a run remembers: its history (`run_history`), the running mean of the loss, and the best value of a metric.
 
 A loss is a tensor on the device. Reading it makes the host wait, so `LossTracker.update` only keeps it: a few tensors
-wait in a ring, a full ring is folded into one running sum on the device, and a number leaves the device when somebody
-asks for it. Memory is constant over any number of steps, and an update costs about a microsecond.
+wait in a ring, a full ring is folded into one running sum on the device, and a number leaves the device when it is
+read. Memory is constant over any number of steps, and an update costs about a microsecond.
 """
 
 import math
@@ -131,7 +131,7 @@ class LossTracker:
 
     @property
     def latest_known(self) -> float | None:
-        """The last loss the host knows without waiting, or None; whoever reads a loss back may store it here."""
+        """The last loss the host knows without waiting, or None; a callback that reads a loss back may store it here."""
         if isinstance(self._last, Tensor) and self._last.device.type == "cpu":
             return float(self._last)
         return self._known
@@ -215,10 +215,10 @@ def of_data_ranks(value: Any) -> list[Any]:
     """
     if get_num_processes() == 1:
         return [value]
-    told: dict[int, Any] = {}
+    values: dict[int, Any] = {}
     for rank, item in all_gather_values((data_rank(), value)):
-        told.setdefault(rank, item)
-    return [told[rank] for rank in range(num_data_ranks())]
+        values.setdefault(rank, item)
+    return [values[rank] for rank in range(num_data_ranks())]
 
 
 def load_sums(tracker: LossTracker, ranks: Sequence[dict[str, int | float]]) -> None:

@@ -167,8 +167,7 @@ class Trainer(TrainerLoop):
         self.run = Run(agreement=Agreement(self.state), generate=options.generate)
         self.create_scheduler_fn: Any = None
         self.collate_fn: Any = None
-        self.train_dataset: Any = None
-        self.eval_dataset: Any = None
+        self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
         self.run.stepper = self.runtime.stepper
@@ -186,7 +185,7 @@ class Trainer(TrainerLoop):
             self.run.fire.init()
 
     def overrides(self, name: str) -> bool:
-        """Return whether a subclass, or somebody on the instance, replaces a method of the Trainer."""
+        """Return whether a subclass, or a function assigned to the instance, replaces a method of the Trainer."""
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     @property
@@ -475,10 +474,10 @@ class Trainer(TrainerLoop):
         checkpoints.check_entries(checkpoint_kwargs)
         if not self.writes_files:
             return
-        run, save = self.run, partial(checkpoints.save_state, self.state, output_dir, dict(checkpoint_kwargs or {}))
-        if run.inside_step and run.checkpoints is not None:
-            run.checkpoints.when_whole(save)
-            run.has_boundary_work = True
+        save = partial(checkpoints.save_state, self.state, output_dir, dict(checkpoint_kwargs or {}))
+        if self.run.inside_step and self.run.checkpoints is not None:
+            self.run.checkpoints.when_whole(save)
+            self.run.has_boundary_work = True
         else:
             save()
 
@@ -577,7 +576,7 @@ class Trainer(TrainerLoop):
 
 
 class TrainerWithTimmScheduler(Trainer):
-    """A trainer for timm's schedulers, which are told the number of updates and of finished epochs."""
+    """A trainer for timm's schedulers, which get the number of updates and of finished epochs."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -589,13 +588,13 @@ class TrainerWithTimmScheduler(Trainer):
         self.num_updates = self.state.clock.step
 
     def scheduler_step(self) -> None:
-        """Tell the scheduler how many updates have been made."""
+        """Pass the number of updates to the scheduler."""
         if self.scheduler is not None and not self._accelerator.optimizer_step_was_skipped:
             self.num_updates = (self.num_updates or 0) + 1
             self.scheduler.step_update(num_updates=self.num_updates)
 
     def training_run_epoch_end(self) -> None:
-        """Tell the scheduler which epoch has ended, once."""
+        """Pass the epoch that has ended to the scheduler, once."""
         super().training_run_epoch_end()
         if self.scheduler is not None:
             self.scheduler.step(self.run_history.current_epoch)

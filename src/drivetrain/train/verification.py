@@ -2,7 +2,7 @@
 
 It runs N steps; then, from the same start, half of them, saves, rebuilds everything, resumes, and runs the rest. It compares the two
 ends tensor by tensor, the learning rates step by step, and all recorded values, those of evaluations included. A run that cannot continue
-exactly (a loader without a place, a layer with hidden state, an evaluation that draws from a generator nobody saves) shows here, by
+exactly (a loader without a place, a layer with hidden state, an evaluation that draws from a generator that is not saved) shows here, by
 the names of the parts that differ.
 
 Loaders and datasets are the same objects in all runs. Generators that they hold are set back before each, as in a new process.
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.checkpoints import plain_scheduler_state
 from drivetrain.train.evaluation_state import load_loader_state, loader_state
 from drivetrain.train.loaders import is_ready_loader
+
+if TYPE_CHECKING:
+    from drivetrain.train.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ class _Rates(TrainerCallback):
     def __init__(self) -> None:
         self.by_step: dict[str, list[float]] = {}
 
-    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         optimizers = trainer.state.optimizers
         rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         self.by_step[f"learning rates.update {trainer.state.clock.step + 1}"] = rates
@@ -130,7 +133,7 @@ class _Interrupt(TrainerCallback):
     def __init__(self, at: int):
         self.at = at
 
-    def on_train_step_start(self, trainer: Any, **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         if trainer.state.clock.step == self.at:
             raise _Interrupted
 

@@ -1,4 +1,4 @@
-"""Callbacks: guests of the loop that watch, and the few shipped ones that act and say so."""
+"""Callbacks: plugins that observe the loop, and a few that act on it."""
 
 from drivetrain.core.errors import CallbackMethodNotImplementedError, StopTrainingError
 from drivetrain.train.callbacks.base import CallbackHandler, TrainerCallback

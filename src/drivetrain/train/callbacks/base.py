@@ -130,7 +130,7 @@ class TrainerCallback(Callback):
 class CallbackHandler:
     """The callbacks of a Trainer, in the user's order; classes become instances.
 
-    `on_change` is told the callbacks in force whenever that changes; a handler on its own calls them itself, by
+    `on_change` gets the callbacks in force whenever they change; a handler on its own calls them itself, by
     `call_event`.
     """
 

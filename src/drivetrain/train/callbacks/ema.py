@@ -1,4 +1,4 @@
-"""An average of the weights that follows training, is evaluated beside it and saved when it is the best."""
+"""An average of the weights that follows training, is evaluated with it, and saved when it is the best."""
 
 import copy
 import itertools

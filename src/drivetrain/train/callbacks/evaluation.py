@@ -26,7 +26,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
         self.eval_every_n_steps = eval_every_n_steps
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Refuse a run that has nothing to evaluate on."""
+        """Reject a run that has nothing to evaluate on."""
         if trainer.run.data.evaluation is None:
             raise ConfigError(
                 "StepBasedEvaluationCallback has nothing to evaluate on: train() got no eval_dataset. Pass one, or "
@@ -124,7 +124,7 @@ class LimitBatchesCallback(TrainerCallback):
         self.on_loaders_made(trainer)
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Cut the loader of a stand-alone evaluation."""
+        """Cut the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
     def _cut(self, loader: Any) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MoveModulesToDeviceCallback(TrainerCallback):
-    """Moves modules that the trainer holds beside its model, such as a loss with weights, to the device."""
+    """Moves modules that the trainer holds next to its model, such as a loss with weights, to the device."""
 
     writes = ("settings",)
 
@@ -24,7 +24,7 @@ class MoveModulesToDeviceCallback(TrainerCallback):
         self._move(trainer)
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Move before a stand-alone evaluation."""
+        """Move before an evaluation outside training."""
         self._move(trainer)
 
     def _move(self, trainer: "Trainer") -> None:

@@ -39,7 +39,7 @@ class ProgressBarCallback(TrainerCallback):
         self.plain_interval = plain_interval
         self._measures, self._optimizers = Measures(), tuple[Any, ...]()
         self._display: _Display | None = None
-        self._phases: list[_Phase] = []  # an evaluation inside an epoch stands on top of the epoch
+        self._phases: list[_Phase] = []  # an evaluation inside an epoch comes after the epoch
         self._epoch_began = 0  # the number of the epoch's first batch in the run
         self._next = float("inf")
         self._readback = AsyncReadback()
@@ -224,7 +224,7 @@ class _BarDisplay(_Display):
             TextColumn("{task.fields[times]}", style="progress.elapsed"),
             TextColumn("{task.fields[figures]}", style="progress.data.speed"),
             console=console,
-            auto_refresh=False,  # no thread beside the training: a step redraws when it is time
+            auto_refresh=False,  # no second thread: a step redraws when it is time
             expand=True,
         )
         self._tasks: dict[int, Any] = {}
@@ -262,7 +262,7 @@ class _BarDisplay(_Display):
 
 
 def _make_display() -> _Display:
-    """Return bars where somebody can see them, else plain lines."""
+    """Return bars on a terminal, else plain lines."""
     if sys.stdout is None:
         return _Display()
     from rich.console import Console

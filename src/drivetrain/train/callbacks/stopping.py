@@ -67,7 +67,7 @@ class EarlyStoppingCallback(TrainerCallback):
         return self._watch.best
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Count afresh, unless the run is resumed."""
+        """Count from zero, unless the run is resumed."""
         forget = self.reset_on_train and is_fresh_run(trainer)
         self._watch.start(trainer.run_history, forget)
         if forget:

@@ -19,7 +19,7 @@ WARM_UP = 3  # the first steps allocate and initialise, which waits
 
 @contextmanager
 def warnings_as_errors(is_strict: bool) -> Iterator[None]:
-    """Raise Drivetrain's own warnings meanwhile, if so asked; those of torch and others stay warnings."""
+    """Raise Drivetrain's own warnings inside the block, if strict; those of torch and others stay warnings."""
     if not is_strict:
         yield
         return
@@ -36,7 +36,7 @@ class StrictSteps(TrainerCallback):
         self._first_window = True
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Begin anew with every run."""
+        """Begin again with every run."""
         self._steps_seen, self._first_window = 0, True
 
     def batch_start(self, state: Any, logger: Any) -> None:
