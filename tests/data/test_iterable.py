@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from drivetrain.core.errors import ParameterError, ResumeError, StateError
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.order import Share
+from drivetrain.data.order import RankShare
 from drivetrain.data.stream import FilterReader, StreamStart
 from tests.data.test_loader import plain
 
@@ -218,10 +218,12 @@ def test_a_stateful_stream_is_not_read_again():
 def test_filtered_ranks_together_read_the_stream_once(world, length):
     def read(rank, position=0):
         reader = FilterReader(Stream(length), list, batched=True, rng="sample", own_collate=False)
-        return list(reader.batches(StreamStart(0, 5, 0, position, Share(rank, world, 4 // world, False))))
+        return list(reader.batches(StreamStart(0, 5, 0, position, RankShare(rank, world, 4 // world, False))))
 
     one = FilterReader(Stream(length), list, batched=True, rng="sample", own_collate=False)
-    expected = [sample for _, batch in one.batches(StreamStart(0, 5, 0, 0, Share(0, 1, 4, False))) for sample in batch]
+    expected = [
+        sample for _, batch in one.batches(StreamStart(0, 5, 0, 0, RankShare(0, 1, 4, False))) for sample in batch
+    ]
     for position in (0, 4, 8):
         rounds = zip(*[read(rank, position) for rank in range(world)])
         seen = [sample for parts in rounds for info, batch in parts for sample in batch[: info.size]]

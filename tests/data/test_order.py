@@ -13,9 +13,9 @@ from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.data.order import (
     BatchOrder,
     IndexOrder,
+    RankShare,
     ReplicaOrder,
     SamplerOrder,
-    Share,
     as_indices,
     epoch_permutation,
     load_sampler_state,
@@ -37,7 +37,8 @@ def real_rows(info):
 def global_sequence(order, world, batch_size, drop_last=False, epoch=0, position=0, seed=7):
     """Simulate all ranks: the real samples of each global batch, in order of rank."""
     ranks = [
-        list(order.batches(seed, epoch, position, Share(rank, world, batch_size, drop_last))) for rank in range(world)
+        list(order.batches(seed, epoch, position, RankShare(rank, world, batch_size, drop_last)))
+        for rank in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1, "all ranks yield equally many batches"
     sequence = []
@@ -76,7 +77,7 @@ def test_batches_of_a_global_size_do_not_depend_on_the_world(length, global_batc
     order = IndexOrder(range(length), shuffle)
     one = global_sequence(order, 1, global_batch, drop_last)
     assert global_sequence(order, world, global_batch // world, drop_last) == one
-    assert order.num_batches(Share(0, world, global_batch // world, drop_last)) == len(one)
+    assert order.num_batches(RankShare(0, world, global_batch // world, drop_last)) == len(one)
 
 
 @given(length=st.integers(0, 50), world=st.integers(1, 5), size=st.integers(1, 6), epoch=st.integers(0, 3))
@@ -104,7 +105,7 @@ def test_a_long_order_crosses_the_blocks_in_which_it_is_cut():
 
 
 def test_a_rank_without_samples_gets_one_marked_copy():
-    infos = [next(sliced_batches(None, 2, 0, 0, Share(rank, 4, 1, False))) for rank in range(4)]
+    infos = [next(sliced_batches(None, 2, 0, 0, RankShare(rank, 4, 1, False))) for rank in range(4)]
     assert [(info.size, info.pad, list(info.rows)) for info in infos] == [
         (1, 0, [0]),
         (1, 0, [1]),
@@ -115,7 +116,7 @@ def test_a_rank_without_samples_gets_one_marked_copy():
 
 
 def test_infos_tell_the_place():
-    infos = list(sliced_batches(None, 11, 5, 0, Share(1, 2, 2, False)))
+    infos = list(sliced_batches(None, 11, 5, 0, RankShare(1, 2, 2, False)))
     assert [(i.epoch, i.index, i.first, i.size, i.global_size, i.pad, i.end, i.last) for i in infos] == [
         (5, 0, 2, 2, 4, 0, 4, False),
         (5, 1, 6, 2, 4, 0, 8, False),
@@ -173,19 +174,19 @@ def test_a_distributed_sampler_is_used_as_it_is():
     data = range(10)
     for rank in range(2):
         sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=4)
-        infos = list(ReplicaOrder(sampler).batches(0, 3, 0, Share(0, 1, 2, False)))
+        infos = list(ReplicaOrder(sampler).batches(0, 3, 0, RankShare(0, 1, 2, False)))
         sampler.set_epoch(3)
         assert [row for info in infos for row in rows_of(info)] == list(sampler)
         assert [info.end for info in infos] == [4, 8, 10] and infos[0].first == rank
-        resumed = list(ReplicaOrder(sampler).batches(0, 3, 4, Share(0, 1, 2, False)))
+        resumed = list(ReplicaOrder(sampler).batches(0, 3, 4, RankShare(0, 1, 2, False)))
         assert [rows_of(info) for info in resumed] == [rows_of(info) for info in infos[1:]]
         with pytest.raises(ResumeError, match="multiple of 2"):
-            ReplicaOrder(sampler).batches(0, 3, 3, Share(0, 1, 2, False))
+            ReplicaOrder(sampler).batches(0, 3, 3, RankShare(0, 1, 2, False))
 
 
 def test_a_batch_samplers_batches_go_round_the_ranks():
     order = BatchOrder(BatchSampler(SequentialSampler(range(10)), 3, drop_last=False))
-    hands = [list(order.batches(0, 0, 0, Share(rank, 3, 1, False))) for rank in range(3)]
+    hands = [list(order.batches(0, 0, 0, RankShare(rank, 3, 1, False))) for rank in range(3)]
     assert [[rows_of(info) for info in hand] for hand in hands] == [
         [[0, 1, 2], [9]],
         [[3, 4, 5], [9]],
@@ -193,16 +194,16 @@ def test_a_batch_samplers_batches_go_round_the_ranks():
     ]
     assert [hand[1].pad for hand in hands] == [0, 1, 1] and hands[2][1].size == 0
     assert [hand[0].first for hand in hands] == [0, 3, 6] and {hand[0].global_size for hand in hands} == {9}
-    assert order.num_batches(Share(0, 3, 1, False)) == 2
-    assert [rows_of(info) for info in order.batches(0, 0, 9, Share(0, 1, 1, False))] == [[9]]
+    assert order.num_batches(RankShare(0, 3, 1, False)) == 2
+    assert [rows_of(info) for info in order.batches(0, 0, 9, RankShare(0, 1, 1, False))] == [[9]]
     with pytest.raises(ResumeError, match="start of one"):
-        order.batches(0, 0, 4, Share(0, 1, 1, False))
+        order.batches(0, 0, 4, RankShare(0, 1, 1, False))
 
 
 def test_a_batch_sampler_over_a_distributed_sampler_is_not_split_again():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
     order = BatchOrder(BatchSampler(sampler, 2, drop_last=False))
-    infos = list(order.batches(0, 0, 0, Share(1, 2, 1, False)))
+    infos = list(order.batches(0, 0, 0, RankShare(1, 2, 1, False)))
     assert [rows_of(info) for info in infos] == [[1, 3], [5, 7]]
     assert [info.end for info in infos] == [4, 8]
 
@@ -218,4 +219,4 @@ def test_a_sampler_without_a_length_is_refused():
     with pytest.raises(ParameterError, match="no __len__"):
         SamplerOrder(iter([1, 2]), 3)
     with pytest.raises(ParameterError, match="batch 1 is empty"):
-        BatchOrder([[1], []]).batches(0, 0, 0, Share(0, 1, 1, False))
+        BatchOrder([[1], []]).batches(0, 0, 0, RankShare(0, 1, 1, False))

@@ -476,7 +476,7 @@ def test_on_a_gpu_a_step_finds_its_batch_on_the_device():
 
     def at_hand(prepare_input):
         trial = SimpleNamespace(task=SimpleNamespace(prepare_input=prepare_input), device=device)
-        return measuring._Trial._at_hand(trial, batch)
+        return measuring._TimedTrial._at_hand(trial, batch)
 
     moved, pinned = at_hand(None), at_hand(lambda batch, device: batch)
     assert moved["x"].is_cuda and moved["more"][0].is_cuda

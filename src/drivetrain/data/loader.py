@@ -36,7 +36,7 @@ from drivetrain.data.order import (
     BatchOrder,
     IndexOrder,
     Pairs,
-    Share,
+    RankShare,
     load_sampler_state,
     num_sliced_batches,
     sampler_state,
@@ -245,7 +245,7 @@ class SmartDataLoader(DataLoader[T_co]):
             cursor.sampler = sampler_state(self._order)
         return cursor
 
-    def _open(self, cursor: Cursor, share: Share) -> Iterator[Batch]:
+    def _open(self, cursor: Cursor, share: RankShare) -> Iterator[Batch]:
         """Return the batches from a place on: read, brought to the device, and published one by one."""
         device, seed = self._device if self.move_output else None, self._seed
         fetch: Any = None
@@ -291,7 +291,7 @@ class SmartDataLoader(DataLoader[T_co]):
         if self._cursor is cursor:
             self._cursor = Cursor(cursor.epoch + 1, before=cursor.info)
 
-    def _stream(self, cursor: Cursor, share: Share) -> Pairs:
+    def _stream(self, cursor: Cursor, share: RankShare) -> Pairs:
         stream = own_stream_state(cursor.stream, self.iterable, share.rank, share.world, self.num_workers)
         start = StreamStart(next(_tokens), self._seed, cursor.epoch, cursor.start, share, stream)
         assert self._reader is not None
@@ -466,10 +466,10 @@ class SmartDataLoader(DataLoader[T_co]):
         if draws and not self._seed_agrees and get_num_processes() > 1:
             self._seed, self._seed_agrees = broadcast_from_master(self._seed), True
 
-    def _share(self) -> Share:
+    def _share(self) -> RankShare:
         world = num_data_ranks()
         size = self.batch_size if self.batch_sampler is None or self._batch_size is not None else None
-        return Share(data_rank(), world, size or 1, self.drop_last)
+        return RankShare(data_rank(), world, size or 1, self.drop_last)
 
     def _samples(self) -> int | None:
         """Return the samples of an epoch, for the state; None where only the stream knows."""

@@ -59,7 +59,7 @@ Pairs = Iterator[tuple[BatchInfo, Batch]]
 """Batches, each with its place."""
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """How one rank cuts the global order."""
 
     rank: int
@@ -79,7 +79,7 @@ def share_of(total: int, rank: int, world: int) -> tuple[int, int]:
 
 
 def sliced_batches(
-    order: Tensor | Sequence[Any] | None, length: int, epoch: int, position: int, share: Share
+    order: Tensor | Sequence[Any] | None, length: int, epoch: int, position: int, share: RankShare
 ) -> Iterator[BatchInfo]:
     """Yield this rank's part of each global batch from `position` on; `order` None means 0..length-1."""
     rank, world, size, drop_last = share
@@ -112,7 +112,7 @@ def _full_rows(places: Any, position: int, length: int, whole: int, offset: int,
         yield from block.narrow(1, offset, size).unbind()
 
 
-def num_sliced_batches(length: int, share: Share) -> int:
+def num_sliced_batches(length: int, share: RankShare) -> int:
     """Return how many batches `sliced_batches` yields in a whole epoch; the same on every rank."""
     whole = share.batch_size * share.world
     return length // whole if share.drop_last else -(-length // whole)
@@ -135,10 +135,10 @@ class SampleOrder(Protocol):
     def samples(self) -> int | None:
         """Samples in an epoch; None when only the batches themselves determine it."""
 
-    def num_batches(self, share: Share) -> int:
+    def num_batches(self, share: RankShare) -> int:
         """Return the number of batches of an epoch, the same on every rank."""
 
-    def batches(self, seed: int, epoch: int, position: int, share: Share) -> Iterator[BatchInfo]:
+    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         """Prepare the epoch now and return this rank's batches from `position` on."""
 
 
@@ -161,10 +161,10 @@ class IndexOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(epoch_permutation(len(self), self.seed, self.epoch).tolist() if self.shuffle else range(len(self)))
 
-    def num_batches(self, share: Share) -> int:
+    def num_batches(self, share: RankShare) -> int:
         return num_sliced_batches(len(self), share)
 
-    def batches(self, seed: int, epoch: int, position: int, share: Share) -> Iterator[BatchInfo]:
+    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         self.seed, self.epoch = seed, epoch
         order = None
         if self.shuffle:
@@ -187,10 +187,10 @@ class SamplerOrder:
     def samples(self) -> int | None:
         return _sized_length(self.sampler, "sampler")
 
-    def num_batches(self, share: Share) -> int:
+    def num_batches(self, share: RankShare) -> int:
         return num_sliced_batches(_sized_length(self.sampler, "sampler"), share)
 
-    def batches(self, seed: int, epoch: int, position: int, share: Share) -> Iterator[BatchInfo]:
+    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         keys = as_indices(draw_stream(self.sampler, seed, epoch), self.rows)
         if share.world > 1:
             keys = broadcast_from_master(keys)
@@ -210,10 +210,10 @@ class ReplicaOrder:
     def samples(self) -> int | None:
         return len(self.sampler) * self.sampler.num_replicas
 
-    def num_batches(self, share: Share) -> int:
-        return num_sliced_batches(len(self.sampler), Share(0, 1, share.batch_size, share.drop_last))
+    def num_batches(self, share: RankShare) -> int:
+        return num_sliced_batches(len(self.sampler), RankShare(0, 1, share.batch_size, share.drop_last))
 
-    def batches(self, seed: int, epoch: int, position: int, share: Share) -> Iterator[BatchInfo]:
+    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         rank, world = self.sampler.rank, self.sampler.num_replicas
         if position % world:
             raise ResumeError(
@@ -223,7 +223,9 @@ class ReplicaOrder:
         keys = as_indices(draw_stream(self.sampler, seed, epoch), None)
         if isinstance(keys, Tensor) and self.device is not None:
             keys = keys.to(self.device)
-        own = sliced_batches(keys, len(keys), epoch, position // world, Share(0, 1, share.batch_size, share.drop_last))
+        own = sliced_batches(
+            keys, len(keys), epoch, position // world, RankShare(0, 1, share.batch_size, share.drop_last)
+        )
         return (_on_all_replicas(info, rank, world) for info in own)
 
 
@@ -247,11 +249,11 @@ class BatchOrder:
     def samples(self) -> int | None:
         return None
 
-    def num_batches(self, share: Share) -> int:
+    def num_batches(self, share: RankShare) -> int:
         world = 1 if self.replicas is not None else share.world
         return -(-_sized_length(self.batch_sampler, "batch_sampler") // world)
 
-    def batches(self, seed: int, epoch: int, position: int, share: Share) -> Iterator[BatchInfo]:
+    def batches(self, seed: int, epoch: int, position: int, share: RankShare) -> Iterator[BatchInfo]:
         lists = [list(batch) for batch in draw_stream(self.batch_sampler, seed, epoch)]
         if any(not batch for batch in lists):
             raise ParameterError(

@@ -15,7 +15,7 @@ import torch.utils.data
 
 from drivetrain.core.errors import ResumeError
 from drivetrain.core.types import Batch
-from drivetrain.data.order import BatchInfo, Share, share_of
+from drivetrain.data.order import BatchInfo, RankShare, share_of
 from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
 from drivetrain.runtime.seeds import derive_seed
 
@@ -32,7 +32,7 @@ class StreamStart:
     seed: int
     epoch: int
     position: int
-    share: Share
+    share: RankShare
     stream: Any = None
     """What the state holds about the stream; its meaning depends on the mode."""
 
@@ -155,7 +155,7 @@ class FilterReader(StreamReader):
             yield step
             position = step[0].end
 
-    def _next(self, position: int, share: Share, wanted: bool) -> Any:
+    def _next(self, position: int, share: RankShare, wanted: bool) -> Any:
         whole = share.batch_size * share.world
         samples = self.take(position, whole)
         if not samples or (share.drop_last and len(samples) < whole):

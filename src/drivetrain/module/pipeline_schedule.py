@@ -57,7 +57,7 @@ class PipelinedModel(nn.Module):
     all_names: frozenset[str]
     """Every key of the whole model's state."""
     _names: set[str]
-    _runs: dict[Any, "_Run"]
+    _runs: dict[Any, "_ScheduleRun"]
     _full_size: int | None
     _loss_func: Callable[[Any, Any], Any] | None
     _weight: Callable[[], Any]
@@ -147,7 +147,7 @@ class PipelinedModel(nn.Module):
         key = (is_training, chunks, _shapes(inputs))
         run = self._runs.get(key)
         if run is None:
-            run = self._runs[key] = _Run(self, chunks, is_training)
+            run = self._runs[key] = _ScheduleRun(self, chunks, is_training)
         return run(inputs, batch)
 
     def joined_loss(self, inputs: Any, outputs: Any, loss_func: Callable[[Any, Any], Any]) -> Tensor:
@@ -216,7 +216,7 @@ def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
-class _Run:
+class _ScheduleRun:
     """The schedule for batches of one shape."""
 
     def __init__(self, pipeline: PipelinedModel, chunks: int, is_training: bool):

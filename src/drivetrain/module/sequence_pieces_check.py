@@ -84,7 +84,7 @@ def _try_block(
         given = given or made_up_inputs(block, length)
         reason = ""
         for by_layer in (True, False):
-            trial = _Trial(block, state, given, styles, by_layer)
+            trial = _PiecesTrial(block, state, given, styles, by_layer)
             try:
                 trial.run(size)
             except _CannotRun as error:
@@ -106,7 +106,7 @@ class _Mixed(Exception):
     """A whole tensor met a piece; the module it comes from should return pieces."""
 
 
-class _Trial:
+class _PiecesTrial:
     """One block with made-up weights: how it runs whole, and how it runs on each rank's piece."""
 
     def __init__(
@@ -226,7 +226,7 @@ class _Trial:
 class _Marking(TorchFunctionMode):
     """Marks what is computed from pieces, and stops where a piece meets a whole tensor or a parameter."""
 
-    def __init__(self, trial: _Trial):
+    def __init__(self, trial: _PiecesTrial):
         super().__init__()
         self.trial = trial
 

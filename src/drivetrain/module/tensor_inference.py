@@ -78,7 +78,7 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
         state = made_up_state(block)
         args, kwargs = made_up_inputs(block) if given is None else given
         try:
-            trial = _Trial(block, state, args, kwargs)
+            trial = _SplitTrial(block, state, args, kwargs)
         except Exception as error:  # the block needs other arguments, or code that cannot be followed
             remarks.append(f"{name} could not be tried ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
             return {}
@@ -94,7 +94,7 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
         return styles
 
 
-class _Trial:
+class _SplitTrial:
     """One block with made-up weights: how it runs whole, and how it would run split."""
 
     def __init__(self, block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):

@@ -18,7 +18,7 @@ _ROWS, LENGTH = 2, 8
 _TOLERANCE = 1e-4
 
 
-class _Seen(Exception):
+class _SeenCall(Exception):
     """Ends a run of the whole model when every family has been reached."""
 
 
@@ -33,7 +33,7 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
         kept = {key: _plain(value) for key, value in kwargs.items()}
         seen.setdefault(block, (tuple(map(_plain, args)), kept))
         if len(seen) == len(families):
-            raise _Seen
+            raise _SeenCall
 
     hooks = [family.members[0].register_forward_pre_hook(note, with_kwargs=True) for family in families]
     try:
@@ -41,7 +41,7 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
             tokens = torch.randint(0, min(embedding.num_embeddings, 100), (_ROWS, length)).to(embedding.weight.device)
             names = inspect.signature(model.forward).parameters
             model(tokens, **({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {}))
-    except _Seen:
+    except _SeenCall:
         pass
     except Exception:  # the model wants something other than tokens; each block is then tried on its own
         return {}

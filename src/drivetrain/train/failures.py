@@ -21,7 +21,7 @@ _DATA_NAMES = {"train": "train_dataset", "evaluation": "eval_dataset", "predicti
 _BUILT_IN = (RuntimeError, ValueError, IndexError, TypeError, KeyError)
 
 
-class Failure(NamedTuple):
+class StepFailure(NamedTuple):
     """What the traceback of an error shows."""
 
     phase: str
@@ -56,7 +56,7 @@ def explain_failure(error: BaseException, model: Any, loss_func: Any, batch_inde
     return error
 
 
-def _read(error: BaseException, loss_func: Any) -> Failure | None:
+def _read(error: BaseException, loss_func: Any) -> StepFailure | None:
     batch: Any = None
     phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
     for frame in _frames(error):
@@ -75,7 +75,7 @@ def _read(error: BaseException, loss_func: Any) -> Failure | None:
             by_torch = module.startswith("torch.")
     if not phase or (batch is None and not in_data):
         return None
-    return Failure(phase, batch, layer, given, in_loss, in_data and batch is None, by_torch)
+    return StepFailure(phase, batch, layer, given, in_loss, in_data and batch is None, by_torch)
 
 
 def _frames(error: BaseException) -> Iterator[types.FrameType]:
@@ -90,7 +90,7 @@ def _arguments(frame: types.FrameType) -> list[Any]:
     return [frame.f_locals.get(name) for name in names.args if name != "self"]
 
 
-def _describe(failure: Failure, model: Any, loss_func: Any, index: int) -> str:
+def _describe(failure: StepFailure, model: Any, loss_func: Any, index: int) -> str:
     number = f"batch {index + 1}" if index else "the first batch"
     if failure.in_data:
         name = _DATA_NAMES[failure.phase]

@@ -88,10 +88,10 @@ def _says_no_memory(error: BaseException) -> bool:
 
 def measure(order: Order, task: TrainingTask, device: torch.device, tell: Tell, *, may_reset: bool) -> None:
     """Try a plan in this process; `may_reset` says that the compiler's caches in memory are this trial's own."""
-    _Trial(order, task, device, tell, may_reset).run()
+    _TimedTrial(order, task, device, tell, may_reset).run()
 
 
-class _Trial:
+class _TimedTrial:
     def __init__(self, order: Order, task: TrainingTask, device: torch.device, tell: Tell, may_reset: bool):
         self.order, self.task, self.device, self.tell, self.may_reset = order, task, device, tell, may_reset
         self.meter = MemoryMeter(device)
