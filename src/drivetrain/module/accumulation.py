@@ -58,7 +58,7 @@ class AccumulationWindow:
         """Forget the micro-batches seen; the next one opens a window."""
         self.count = 0
         self.items: Count = 0  # n summed over this rank's micro-batches
-        self.everywhere: Count | None = 0  # n summed over all ranks, or None when only a reduction can tell
+        self.everywhere: Count | None = 0  # n summed over all ranks, or None when only a reduction knows
 
     def begin(self, last: bool) -> None:
         """Take the next micro-batch into the window; `last` closes a window that is not full."""
@@ -87,7 +87,7 @@ class AccumulationWindow:
         return loss * as_factor(widened(items) / (self.reference * self.length), loss)
 
     def add(self, items: Count, items_everywhere: Count | None) -> None:
-        """Count the items of a micro-batch, on this rank and on all of them; None where only a reduction can tell."""
+        """Count the items of a micro-batch, on this rank and on all of them; None where only a reduction knows."""
         self.items = items if not isinstance(self.items, Tensor) and self.items == 0 else self.items + items
         if self.everywhere is not None:
             self.everywhere = None if items_everywhere is None else self.everywhere + items_everywhere

@@ -160,7 +160,7 @@ class AveragedWeights:
                 self._shadow[name] = fit_tensor(shadow, tensor)
 
     def _plan_for(self, model: nn.Module) -> "_Plan":
-        """Return how to update from the model, made anew when its tensors are not the ones seen last."""
+        """Return how to update from the model, made again when its tensors are not the ones seen last."""
         view = self._view_of(model)
         if self._plan is None or not self._plan.still_holds(view.tensors()):
             live = view.named()
@@ -190,7 +190,7 @@ class _View:
                         self.places.append((home, key))
 
     def shows(self, root: nn.Module) -> bool:
-        """Say whether this is a view of that model, and of the model as it is: sharding may have come since."""
+        """Return whether this is a view of that model, and of the model as it is: sharding may have come since."""
         return self.model() is root and bool(self.sharded) == is_fully_sharded(root)
 
     def tensors(self) -> list[Tensor]:
@@ -238,7 +238,7 @@ class _Plan:
         return plan
 
     def still_holds(self, live: list[Tensor]) -> bool:
-        """Say whether these are the same tensors where they were, and nothing has been unfrozen."""
+        """Return whether these are the same tensors where they were, and nothing has been unfrozen."""
         return (
             all(map(operator.is_, live, self.live))
             and all(values[0].device == averages[0].device for averages, values in self.groups)
@@ -254,7 +254,7 @@ def _not_saved(module: nn.Module) -> set[str]:
 
 
 def _is_averaged(tensor: Tensor) -> bool:
-    """Say whether a tensor belongs into the shadow: buffers, and parameters that are trained."""
+    """Return whether a tensor belongs into the shadow: buffers, and parameters that are trained."""
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 

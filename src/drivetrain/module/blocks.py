@@ -45,7 +45,7 @@ class BlockGroup:
 
     @property
     def repeats(self) -> bool:
-        """Say whether this is a family of blocks and not a single leftover unit."""
+        """Return whether this is a family of blocks and not a single leftover unit."""
         return len(self.members) > 1
 
 
@@ -191,7 +191,7 @@ def _leftover_units(root: nn.Module, families: list[Family], sizes: _Sizes, miss
     units: list[tuple[str, nn.Module]] = []
 
     def cut(name: str, module: nn.Module, is_beside_family: bool) -> bool:
-        """Collect units inside a module, or the module itself; say whether anything was taken."""
+        """Collect units inside a module, or the module itself; return whether anything was taken."""
         is_above_family = module in ancestors
         if module in taken or (sizes.own(module) == 0 and not is_above_family):
             return False

@@ -105,7 +105,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: A
 
 
 def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Wrap a DDP model anew with the same settings, after parameters were frozen, unfrozen or moved.
+    """Wrap a DDP model again with the same settings, after parameters were frozen, unfrozen or moved.
 
     DDP looks at `requires_grad` and devices only when it is built. Anything that is not in DDP is returned as it is.
     """

@@ -120,7 +120,7 @@ class DeferredLogits:
                 return getattr(self._computed(name), name)(*args, **kwargs)
             return self._like(self._hidden, dtype=like.dtype)
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args, **kwargs).shape
-        # Rows may be arranged anew as long as the last dimension is that of the classes, whole and by itself.
+        # Rows may be arranged again as long as the last dimension is that of the classes, whole and by itself.
         if (
             self._is_swapped
             or not shape

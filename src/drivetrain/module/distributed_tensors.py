@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_dtensor(value: Any) -> bool:
-    """Say whether a value is a sharded or replicated tensor; nothing is one before DTensor was imported."""
+    """Return whether a value is a sharded or replicated tensor; nothing is one before DTensor was imported."""
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(value, package.DTensor)
 

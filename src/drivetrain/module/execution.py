@@ -16,7 +16,7 @@ from drivetrain.module.families import Family
 
 
 def runs_one_after_another(family: Family, fake_run: "FakeRun | None" = None) -> bool:
-    """Say whether the family's members form a chain."""
+    """Return whether the family's members form a chain."""
     if family.is_chain:
         return True
     seen = fake_run.shows_chain(family.members) if fake_run is not None else None
@@ -24,7 +24,7 @@ def runs_one_after_another(family: Family, fake_run: "FakeRun | None" = None) ->
 
 
 def _has_router(family: Family) -> bool:
-    """Say whether something beside the members, in the module that runs them, scores exactly as many choices as there
+    """Return whether something beside the members, in the module that runs them, scores exactly as many choices as there
     are."""
     count, inside = len(family.members), {module for member in family.members for module in member.modules()}
     weights = [parameter for parameter in family.owner._parameters.values() if parameter is not None]
@@ -42,7 +42,7 @@ class FakeRun:
         self._calls: dict[nn.Module, tuple[list[Any], list[Any]]] | None = None  # graph nodes into and out of a module
 
     def shows_chain(self, members: tuple[nn.Module, ...]) -> bool | None:
-        """Say whether each member's input depends on the output of the one before; None when the run cannot tell."""
+        """Return whether each member's input depends on the output of the one before; None when the run does not show it."""
         if self._calls is None:
             self._calls = self._run()
         calls = [self._calls[member] for member in members if member in self._calls]
@@ -93,7 +93,7 @@ def _nodes(value: Any) -> list[Any]:
 
 
 def _reaches(starts: Iterable[Any], goals: set[Any]) -> bool:
-    """Say whether walking the autograd graph backwards from `starts` meets one of `goals`."""
+    """Return whether walking the autograd graph backwards from `starts` meets one of `goals`."""
     stack, seen = list(starts), set(starts)
     while stack:
         node = stack.pop()

@@ -35,7 +35,7 @@ class Family:
 
 
 def is_plain_container(module: nn.Module) -> bool:
-    """Say whether a module is only a holder: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
+    """Return whether a module is only a holder: torch's own ModuleList, Sequential or ModuleDict, not a subclass."""
     return written_class(module) in _PLAIN
 
 
@@ -116,7 +116,7 @@ def num_matrices(module: nn.Module) -> int:
 
 
 def _is_layer(modules: dict[nn.Module, str]) -> bool:
-    """Say whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one
+    """Return whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one
     matrix."""
     first = next(iter(modules))
     matrices = max(num_matrices(module) for module in modules)

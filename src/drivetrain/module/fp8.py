@@ -1,7 +1,7 @@
 """Linear layers whose matrix products run in 8-bit floating point (Micikevicius et al., 2022, arXiv 2209.05433).
 
 Values are scaled so that the largest magnitude of a tensor (or of each row) is the largest number of the 8-bit type: e4m3 for
-inputs and weights, e5m2, which has more range, for gradients. Scales are computed anew in every pass, so there is no history to
+inputs and weights, e5m2, which has more range, for gradients. Scales are computed again in every pass, so there is no history to
 save. Parameters stay in their own precision. Where the device has no 8-bit matrix product, the rounded values are multiplied in
 float32: the same numbers, to test with and not to train with. Forward products add up with the fewer bits that the matrix units are
 fast with, those of gradients with all of float32's.
@@ -27,7 +27,7 @@ _TINY = 1e-12
 
 
 def supports_fp8(device: torch.device | str) -> bool:
-    """Say whether a device multiplies 8-bit matrices: CUDA of compute capability 8.9 or newer."""
+    """Return whether a device multiplies 8-bit matrices: CUDA of compute capability 8.9 or newer."""
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
         return False
@@ -181,7 +181,7 @@ class Float8Linear(nn.Linear):
 
 
 def check_fp8(who: str, recipe: str, min_features: int) -> None:
-    """Refuse settings that no layer could have."""
+    """Reject settings that no layer could have."""
     if recipe not in RECIPES:
         raise ConfigError(unknown_name("recipe", recipe, RECIPES, where=who))
     if isinstance(min_features, bool) or not isinstance(min_features, int) or min_features < 1:

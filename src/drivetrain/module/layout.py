@@ -28,7 +28,7 @@ def channels_last_input(tensor: Tensor) -> Tensor:
 
 
 def is_worth_channels_last(model: nn.Module) -> bool:
-    """Say whether 2-D and 3-D convolutions hold most of the parameters.
+    """Return whether 2-D and 3-D convolutions hold most of the parameters.
 
     A vision transformer with one patch convolution does not gain; a convolutional network does.
     """

@@ -51,7 +51,7 @@ def select_parameters(model: nn.Module, patterns: str | Iterable[str], *, where:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Say whether a pattern names a parameter or a module above it."""
+    """Return whether a pattern names a parameter or a module above it."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[: end + 1]), pattern) for end in range(len(parts)))
 

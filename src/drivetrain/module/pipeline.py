@@ -3,7 +3,7 @@
 A cut stands before a block. Whatever the code before a cut makes of parameters and the code after it needs is sent from stage to
 stage; what it makes of the inputs alone (masks, positions) is made again, because every rank of a pipeline holds the inputs. Where
 to cut is found by balancing the floating-point operations of a sample, or without one the parameters, of which an embedding's do not
-count: looking up costs nothing. Parameters used on both sides of a cut are refused.
+count: looking up costs nothing. Parameters used on both sides of a cut are rejected.
 """
 
 import copy
@@ -77,7 +77,7 @@ def split_model(
 
 
 def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, Any] | None) -> None:
-    """Refuse code between blocks that does something else in evaluation: the recorded steps are one of the two."""
+    """Reject code between blocks that does something else in evaluation: the recorded steps are one of the two."""
     modes = [(module, module.training) for module in opened]
     for module, mode in modes:
         module.training = not mode
@@ -348,7 +348,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _is_random(model: nn.Module, node: fx.Node) -> bool:
-    """Say whether a step may draw random numbers, so that making its value twice would give two values."""
+    """Return whether a step may draw random numbers, so that making its value twice would give two values."""
     if node.op == "call_module":
         return any(
             isinstance(m, nn.modules.dropout._DropoutNd) for m in model.get_submodule(str(node.target)).modules()
@@ -365,7 +365,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 def _refuse_shared(model: nn.Module, steps: list[list[fx.Node]]) -> None:
-    """Refuse parameters that two stages would hold; each would train a copy of its own."""
+    """Reject parameters that two stages would hold; each would train a copy of its own."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     holder: dict[int, int] = {}
     for stage, nodes in enumerate(steps):

@@ -121,14 +121,14 @@ def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
 
 
 def is_batched(leaf: Any) -> bool:
-    """Say whether a value has a row for each sample."""
+    """Return whether a value has a row for each sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
     """Register the named modules and tensors of a model in `root`, in their order and under their names.
 
-    Containers on the way are made anew, lists as lists; their other members become `Elsewhere`.
+    Containers on the way are made again, lists as lists; their other members become `Elsewhere`.
     """
 
     def visit(here: nn.Module, there: nn.Module, prefix: str) -> None:

@@ -88,7 +88,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _ValueProxy(fx.Proxy):
-    """A traced value that knows its length where a sample tells it."""
+    """A traced value that knows its length where a sample has it."""
 
     def __len__(self) -> int:
         value = self.node.meta.get(VALUE, _UNKNOWN)

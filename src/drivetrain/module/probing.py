@@ -14,7 +14,7 @@ _SIDE, _ROWS, _LENGTH = 16, 2, 8
 
 
 def keeps_shape(block: nn.Module) -> bool | None:
-    """Say whether a block returns a tensor of its input's shape; None when it cannot be tried."""
+    """Return whether a block returns a tensor of its input's shape; None when it cannot be tried."""
     shape = _likely_input(block)
     if shape is None:
         return None
@@ -40,7 +40,7 @@ def _likely_input(block: nn.Module) -> tuple[int, ...] | None:
 
 
 def _resizes(block: nn.Module) -> bool:
-    """Say whether some convolution of a block changes the size of its image."""
+    """Return whether some convolution of a block changes the size of its image."""
     return any(
         isinstance(module, _ConvTransposeNd) or (isinstance(module, _ConvNd) and max(module.stride) > 1)
         for module in block.modules()

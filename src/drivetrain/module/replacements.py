@@ -24,7 +24,7 @@ class ReplacePair:
     """The base of pairs: a test for what is replaced, and the maker of its replacement."""
 
     def matches(self, module: nn.Module) -> bool:
-        """Say whether a module may be replaced."""
+        """Return whether a module may be replaced."""
         raise NotImplementedError
 
     def replace(self, module: nn.Module, **kwargs: Any) -> nn.Module | None:
@@ -73,7 +73,7 @@ def pair_names() -> list[str]:
 
 
 def check_pair(name: str) -> None:
-    """Refuse a name that is no pair."""
+    """Reject a name that is no pair."""
     if name not in _pairs:
         raise ConfigError(unknown_name("pair", name, _pairs, where="module_replace"))
 

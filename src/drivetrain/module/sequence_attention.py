@@ -89,7 +89,7 @@ class SequenceAttention:
 
 
 def check_heads(heads: int, size: int) -> None:
-    """Refuse a number of heads that does not spread over the ranks."""
+    """Reject a number of heads that does not spread over the ranks."""
     if heads % size:
         sizes = [n for n in range(2, heads + 1) if heads % n == 0]
         raise ConfigError(

@@ -5,7 +5,7 @@ so a model finds its positions as it always did. At the first block of a family 
 between, activations, which are most of the memory, are divided by the number of ranks. Tables that come in from outside are cut like
 the sequence, masks are not, because attention sees all of it. Blocks become generated subclasses: names, keys and deep copies stay.
 
-The first call of a kind runs the model twice more, without gradients, whole and split, and refuses a model that is not the same (see
+The first call of a kind runs the model twice more, without gradients, whole and split, and rejects a model that is not the same (see
 `sequence_check`). If something between two blocks needs the whole sequence, each block cuts and joins for itself.
 
 The mean of gradients over the ranks of the group is the gradient of the whole model.
@@ -231,7 +231,7 @@ def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
 
 
 def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what tells one kind of call from another: which path a model takes may depend on it."""
+    """Return what distinguishes kinds of calls: which path a model takes may depend on it."""
 
     def describe(value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -4,7 +4,7 @@ In a pre-norm block everything between two pairs of split layers treats position
 on pieces. A norm hands the whole sequence to the layers behind it, and the layer that closes a pair hands pieces back. Which norms and
 which layers these are is found by running one block of each family on made-up weights, once for every rank with that rank's piece, while
 every tensor is marked as a piece or as whole. What comes out must be the rank's piece of the whole result. A parameter that would meet a
-piece outside a norm would have the gradient of a part; it is refused, like a block that is not built this way.
+piece outside a norm would have the gradient of a part; it is rejected, like a block that is not built this way.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class PiecePlan:
 
 
 def find_pieces(model: nn.Module, styles: Mapping[str, Any], size: int) -> PiecePlan:
-    """Return where the blocks of a model, split as `styles` says, can run on pieces; what cannot is refused with the reason."""
+    """Return where the blocks of a model, split as `styles` says, can run on pieces; what cannot is rejected with the reason."""
     plan = PiecePlan()
     families = [family for family in find_blocks(model) if family.repeats]
     length = max(LENGTH, 2 * size)
@@ -278,7 +278,7 @@ class _Hooks:
 
 
 def is_stream(value: Any) -> bool:
-    """Say whether a value can be the activations of a sequence: (batch, sequence, features)."""
+    """Return whether a value can be the activations of a sequence: (batch, sequence, features)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
@@ -300,7 +300,7 @@ def with_first(out: Any, stream: Any) -> Any:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Say whether a module is a norm over features, torch's or one of the same name."""
+    """Return whether a module is a norm over features, torch's or one of the same name."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
     name = written_class(module).__name__

@@ -1,6 +1,6 @@
 """An optimizer whose state is split over ranks (Rajbhandari et al., 2020, ZeRO stage 1) and saved as if it were not.
 
-torch's ZeroRedundancyOptimizer must be told to gather its state before it can be saved. Here `state_dict()` does it: every rank calls
+torch's ZeroRedundancyOptimizer must be asked to gather its state before it can be saved. Here `state_dict()` does it: every rank calls
 it, as with every state that is split, and every rank gets the state that an optimizer on one process would have. Loading takes such a
 state, from any number of ranks and from runs that did not split at all.
 """

@@ -124,7 +124,7 @@ class Stepper:
     ) -> Tensor:
         """Return the loss weighted by its share of the window's items.
 
-        `everywhere` are the items on all ranks, None where only a reduction can tell. `reference` is the count that weights are relative
+        `everywhere` are the items on all ranks, None where only a reduction knows. `reference` is the count that weights are relative
         to. A batch may come in parts, of which the last completes the count; `is_whole` says that it never does.
         """
         window = self.window
@@ -216,7 +216,7 @@ class Stepper:
         """End an update that is not made."""
         self.was_skipped = True
         if self.scaler is not None:
-            self.scaler.update()  # it has unscaled these gradients, and is told that they are done with
+            self.scaler.update()  # it has unscaled these gradients, and learns here that they are done with
 
     def left_out(self) -> "Sequence[bool | Tensor] | None":
         """Return what a scaler has left out of the last update, None where the guard itself has tested."""

@@ -1,7 +1,7 @@
 """Replace layers of a model by others, and keep its optimizers in step.
 
 The walk first decides everything and touches nothing; then it exchanges modules, then parameters in the optimizers. If
-an optimizer cannot take the new parameters the modules are put back, so a failed call leaves model and optimizers
+an optimizer cannot take the new parameters the modules are restored, so a failed call leaves model and optimizers
 alone. Replacements build their own weights (each layer's `from_*` constructor does that); here they only receive what
 belongs to the place: device, dtype, training mode and `requires_grad`.
 """
@@ -215,7 +215,7 @@ def _plan_exchange(
     new: Sequence[_Named],
     optimizers: list[Optimizer],
 ) -> _Exchange:
-    """Find out what has to change, and refuse what cannot be decided."""
+    """Find out what has to change, and reject what cannot be decided."""
     old_ids, new_ids = {id(p) for _, p in old}, {id(p) for _, p in new}
     leaving = [p for _, p in old if id(p) not in new_ids]
     added = [(name, p) for name, p in new if id(p) not in old_ids]

@@ -169,7 +169,7 @@ def _check_style(name: str, style: Any) -> None:
 
 
 def is_splittable(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed."""
+    """Return whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed."""
     return isinstance(module, nn.Linear) or _is_transposed(module)
 
 

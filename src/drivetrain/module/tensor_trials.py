@@ -121,7 +121,7 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def is_parameter(block: nn.Module, name: str) -> bool:
-    """Say whether a name in a block's state is a parameter's."""
+    """Return whether a name in a block's state is a parameter's."""
     owner, _, key = name.rpartition(".")
     return key in block.get_submodule(owner)._parameters
 
@@ -144,7 +144,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def agree(expected: list[Tensor], found: list[Tensor]) -> bool:
-    """Say whether tensors are the same up to rounding."""
+    """Return whether tensors are the same up to rounding."""
     if [x.shape for x in expected] != [x.shape for x in found]:
         return False
     return all(

@@ -4,7 +4,7 @@ A shell is recognised by its class, never by having an attribute called `module`
 layers. Classes from packages that are expensive to import are looked up among the modules already imported; what has
 never been imported cannot have wrapped anything.
 
-Two kinds are told apart. A *shell* is a separate module around the user's (DataParallel, DDP, torch.compile's
+There are two kinds. A *shell* is a separate module around the user's (DataParallel, DDP, torch.compile's
 OptimizedModule, the older FSDP, torch's checkpoint wrapper); it adds a component to every name inside. `fully_shard`
 and `module.compile()` change a module in place, so there is nothing to take off and no name to clean.
 """
@@ -44,12 +44,12 @@ def inner_attribute(module: nn.Module) -> str | None:
 
 
 def is_compiled_shell(module: nn.Module) -> bool:
-    """Say whether `torch.compile(model)` made this module."""
+    """Return whether `torch.compile(model)` made this module."""
     return inner_attribute(module) == "_orig_mod"
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Say whether `fully_shard` was applied to this very module."""
+    """Return whether `fully_shard` was applied to this very module."""
     cls = _late_class("torch.distributed.fsdp", "FSDPModule")
     return cls is not None and isinstance(module, cls)
 
@@ -66,7 +66,7 @@ def wrapping_of(module: nn.Module) -> str | None:
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Say whether the model is a shell around another one, or is sharded by `fully_shard`."""
+    """Return whether the model is a shell around another one, or is sharded by `fully_shard`."""
     return inner_attribute(model) is not None or is_fully_sharded(model)
 
 

@@ -177,7 +177,7 @@ class RankWatch:
             os._exit(HANG_STATUS)
 
     def _answer(self, store: dist.Store, place: str) -> None:
-        """Tell the other ranks, wait until they have reported, and list all of them once."""
+        """Notify the other ranks, wait until they have reported, and list all of them once."""
         store.set(f"at/{self._rank}", place)
         if not store.check(["hang"]):
             store.set("hang", f"rank {self._rank}, {place}")

@@ -282,7 +282,7 @@ def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed
     if traceback is not None:
         how = f"with:\n\n{traceback}"
     elif exit_code < 0:
-        how = f"by signal {first.signal_name()}. It left no traceback; the system's log may tell why."
+        how = f"by signal {first.signal_name()}. It left no traceback; the system's log may have the reason."
     elif exit_code == HANG_STATUS:
         how = f"with exit code {exit_code}: no progress for hang_timeout. It printed where all ranks were."
     else:
