@@ -90,9 +90,10 @@ def test_several_targets_beside_several_outputs():
     assert batch[1].shape == (2, 3) and batch[2].shape == (2, 4)
 
 
-def test_a_loss_inside_the_model_is_out_of_reach():
+@pytest.mark.parametrize("key", ["labels", 1])  # a batch of this model has no entry 1, which is the default
+def test_a_loss_inside_the_model_is_out_of_reach(key):
     with pytest.raises(ConfigError, match="computes its loss itself"):
-        train(text_trainer(LabelSmoothing(target_key="labels")), TokenData())
+        train(text_trainer(LabelSmoothing(target_key=key)), TokenData())
 
 
 def test_a_loss_of_indices_only_is_refused():

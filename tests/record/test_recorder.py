@@ -232,12 +232,27 @@ def test_a_dropped_recorder_writes_what_it_has(tmp_path):
 
 def test_the_end_of_the_program_writes_what_there_is(tmp_path):
     code = f"""
+import atexit
 from drivetrain.record import Recorder
-keep = Recorder({str(tmp_path)!r}, tensorboard=False)
+class Tracker:
+    remote = True
+    def open(self, folder, resume):
+        print("opened", flush=True)
+        atexit.register(print, "its own end", flush=True)
+    def scalar(self, tag, value, step, time):
+        print(tag, flush=True)
+    def close(self):
+        print("closed", flush=True)
+keep = Recorder({str(tmp_path)!r}, tensorboard=False, sinks=[Tracker()])
 keep.scalars({{"x": 1, "y": 2}})
+keep.step()
+print("last line", flush=True)
+keep.scalar("x", 3)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert scalars(tmp_path) == [(0, "x", 1), (0, "y", 2)]
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert scalars(tmp_path) == [(0, "x", 1), (0, "y", 2), (1, "x", 3)]
+    # A tracker is opened while the program runs, and closed before its own hooks of the interpreter's end are called.
+    assert done.stdout.split("\n")[:-1] == ["opened", "x", "y", "last line", "x", "closed", "its own end"]
 
 
 def test_a_closed_recorder_says_so(recorder):

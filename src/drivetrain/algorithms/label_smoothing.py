@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from drivetrain.algorithms.utils.losses import check_soft_targets, logits_for
+from drivetrain.algorithms.utils.losses import check_loss_is_outside, check_soft_targets, logits_for
 from drivetrain.algorithms.utils.parts import map_tensors
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot, infer_target_type
 from drivetrain.context.state import State
@@ -46,6 +46,8 @@ class LabelSmoothing(Algorithm):
             state.batch_set_item(self.target_key, self._true)
             self._true = None
             return
+        if not self._is_checked:
+            check_loss_is_outside(state, str(self))
         self._true = state.batch_get_item(self.target_key)
         logits = logits_for(state.outputs, self._true, str(self))
         smooth = map_tensors(lambda one, target: smooth_labels(one, target, self.smoothing), logits, self._true)

@@ -92,7 +92,9 @@ class Recorder:
         self._recorded = False  # something, since the last step
         self._tags: set[str] = set()
         self._stream = Stream(self._folder, journal, outlets, every, bool(file))
-        self._stream.due = time.monotonic() + every
+        # A tracker starts with the first step: it cannot start threads and processes any more when a short program ends.
+        has_tracker = any(getattr(outlet.sink, "remote", False) for outlet in outlets)
+        self._stream.due = 0.0 if has_tracker else time.monotonic() + every
         # Whatever is still on the device is written when the Recorder is dropped, or when the program ends.
         self._finalizer = weakref.finalize(self, self._stream.close)
 

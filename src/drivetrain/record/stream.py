@@ -5,6 +5,7 @@ waiting; `flush` waits. Sinks are opened with the first row, so a Recorder that 
 given a saved state first opens them as a resume.
 """
 
+import atexit
 import hashlib
 import os
 import re
@@ -98,6 +99,7 @@ class Stream:
     def close_sinks(self) -> None:
         """Close every sink; the next row opens them again."""
         self.is_open = False
+        atexit.unregister(self.close)
         for outlet in self.outlets:
             outlet.close()
 
@@ -181,6 +183,10 @@ class Stream:
             if not outlet.is_open:
                 run_id = getattr(outlet.sink, "run_id", None) or self.restored_runs.get(outlet.name)
                 outlet.open(self.folder, self._resume and replace(self._resume, run_id=run_id))
+        if not self.is_open:
+            atexit.register(
+                self.close
+            )  # before what a tracker has registered to end itself: the last registered runs first
         self.is_open = True
 
     def _flush_outlets(self) -> None:
