@@ -104,6 +104,7 @@ def empty_folder(tmp_path, monkeypatch):
     restore_rng(generators)
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch's own, in torch.onnx
 @pytest.mark.parametrize("page", [with_marks(page) for page in PYTHON_PAGES])
 def test_the_python_of_a_page_runs(page, empty_folder, capsys):
     if not run_blocks(page, peers=False):

@@ -221,6 +221,15 @@ def test_evaluate_goes_on_with_the_sets_of_the_training_run():
     assert list(trainer.eval_dataset) == ["clean", "noisy"]
 
 
+def test_evaluate_returns_its_own_numbers_only():
+    trainer = make_trainer()
+    trainer.evaluate(two_sets())
+    numbers = trainer.evaluate(make_data(10), reset_run_history=False)
+    assert set(numbers) == {"evaluation_loss"}
+    again = trainer.evaluate(make_data(10), reset_run_history=False)  # the same name once more
+    assert again == numbers and len(trainer.run_history.get_metric_values("evaluation_loss")) == 2
+
+
 def test_callbacks_and_hooks_meet_each_set_under_its_name(capsys):
     seen, built = [], []
 

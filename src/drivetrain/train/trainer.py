@@ -357,13 +357,12 @@ class Trainer(TrainerLoop):
         if reset_run_history:
             self.run_history.reset()
         setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
-        before = set(self.run_history.get_metric_names())
+        history = self.run_history
+        before = {name: history._num_values(name) for name in history.get_metric_names()}
         with report_errors(self), generating(self.run, chosen):
             self._run_evaluation()
-        names = [
-            name for name in self.run_history.get_metric_names() if name.startswith("evaluation_") or name not in before
-        ]
-        return {name: self.run_history.get_latest_metric(name) for name in names}
+        names = [name for name in history.get_metric_names() if history._num_values(name) > before.get(name, 0)]
+        return {name: history.get_latest_metric(name) for name in names}
 
     @ending_workers()
     def predict(
