@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 # Small models and two-core machines: one thread per process is faster than several that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu check stubs docs clean zoo
+.PHONY: demo test test-slow test-gpu check stubs docs pictures clean zoo
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
@@ -38,6 +38,10 @@ stubs: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+# The pictures of the documentation, from real runs; the report needs Chromium.
+pictures: $(VENV)/.dev
+	$(BIN)/python -m tools.pictures
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
