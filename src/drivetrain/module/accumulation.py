@@ -130,7 +130,7 @@ def share_of(items: Count, total: Count, world: int = 1) -> Count:
     return items * world / total if total else 0.0
 
 
-def widened(count: Any) -> Any:
+def widened(count: object) -> Any:
     """Return a count whose quotients are exact enough for any loss: torch divides integers in float32."""
     if not isinstance(count, Tensor):
         return count

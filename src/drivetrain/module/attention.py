@@ -108,7 +108,7 @@ def _name(cls: type | str) -> str:
     return cls if isinstance(cls, str) else cls.__name__
 
 
-def _reader(what: Any, kind: type) -> Callable[[nn.Module], Any]:
+def _reader(what: object, kind: type) -> Callable[[nn.Module], Any]:
     if callable(what):
         return what
     if isinstance(what, str):
@@ -153,7 +153,7 @@ class _BiasMode(TorchFunctionMode):
 class Intercepted(GeneratedClass):
     """Makes a layer's calls of scaled dot-product attention use its bias."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         with _BiasMode(getattr(self, ATTRIBUTE)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 

@@ -17,7 +17,7 @@ class Autocasting(GeneratedClass):
     _autocast_device: str
     _autocast_dtype: torch.dtype
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the module's own forward in low precision."""
         with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -26,7 +26,7 @@ class Autocasting(GeneratedClass):
 class AutocastingGenerator(Autocasting):
     """Runs `generate` under autocast too."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """Run the module's own generate in low precision."""
         with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
             return super().generate(*args, **kwargs)  # type: ignore[misc]

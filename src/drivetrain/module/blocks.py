@@ -10,7 +10,6 @@ the model is cut at module boundaries into about sixteen pieces.
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -49,7 +48,7 @@ class BlockGroup:
         return len(self.members) > 1
 
 
-def find_blocks(model: nn.Module, sample: Any = None) -> list[BlockGroup]:
+def find_blocks(model: nn.Module, sample: object = None) -> list[BlockGroup]:
     """Return the block groups of a model in definition order.
 
     `sample` (a tensor, a tuple of arguments or a dict of keywords) allows one run on fake tensors where the structure
@@ -79,13 +78,13 @@ def find_blocks(model: nn.Module, sample: Any = None) -> list[BlockGroup]:
     return [_as_group(family, sizes) for family in families]
 
 
-def repeated_blocks(model: nn.Module, sample: Any = None) -> list[tuple[str, nn.Module]]:
+def repeated_blocks(model: nn.Module, sample: object = None) -> list[tuple[str, nn.Module]]:
     """Return name and module of every block of every family, in definition order; empty when no class repeats."""
     groups = [group for group in find_blocks(model, sample) if group.repeats]
     return [pair for group in groups for pair in zip(group.names, group.members)]
 
 
-def select_modules(model: nn.Module, what: Any, *, where: str = "blocks") -> list[tuple[str, nn.Module]]:
+def select_modules(model: nn.Module, what: object, *, where: str = "blocks") -> list[tuple[str, nn.Module]]:
     """Return name and module of all that `what` names: "auto", a class, a class name, a dotted name or pattern, a
     module, a list.
 
@@ -112,7 +111,7 @@ def select_modules(model: nn.Module, what: Any, *, where: str = "blocks") -> lis
     return sorted(chosen.items(), key=lambda pair: order[pair[1]])
 
 
-def _matches(item: Any, name: str, module: nn.Module) -> bool:
+def _matches(item: object, name: str, module: nn.Module) -> bool:
     if isinstance(item, type):
         return isinstance(module, item)
     if isinstance(item, nn.Module):

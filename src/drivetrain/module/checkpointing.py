@@ -73,7 +73,7 @@ class _CountedOnce:
 
 def checkpoint_blocks(
     model: nn.Module,
-    blocks: Any = "auto",
+    blocks: object = "auto",
     mode: Mode = "full",
     every: int = 1,
     max_modules: int | None = None,

@@ -17,9 +17,9 @@ from drivetrain.module.wrappers import is_fully_sharded
 class GeneratedClass:
     """Marks classes made by `subclass_of`; the class the user wrote is the next base."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Pickle as an instance of the mixin and the written class, because the generated class cannot be imported."""
-        reduced: tuple[Any, ...] = super().__reduce_ex__(2)  # type: ignore[assignment]
+        reduced: tuple[object, ...] = super().__reduce_ex__(2)  # type: ignore[assignment]
         mixin, base = type(self).__bases__[0], type(self).__bases__[-1]
         return (_new_instance, (mixin, base), *reduced[2:])  # the rest is the instance's state
 

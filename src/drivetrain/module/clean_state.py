@@ -38,7 +38,7 @@ def clean_state_dict(module: nn.Module) -> dict[str, Any]:
     state = type(module).state_dict(
         module
     )  # the parts that this rank holds, also where `gather_on_request` gives the whole
-    cleaned: OrderedDict[str, Any] = OrderedDict((clean_key(module, key), value) for key, value in state.items())
+    cleaned: OrderedDict[str, object] = OrderedDict((clean_key(module, key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         # A shell and what it holds get the same key; the inner one comes later and stays.
@@ -47,7 +47,7 @@ def clean_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_clean_state_dict(
-    module: nn.Module, state: Mapping[str, Any], strict: bool = True
+    module: nn.Module, state: Mapping[str, object], strict: bool = True
 ) -> tuple[list[str], list[str]]:
     """Load a state into a module, whatever is wrapped on either side, and return the missing and unexpected names.
 
@@ -65,7 +65,7 @@ def load_clean_state_dict(
             + "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
         )
     unfitting = {fault.name for fault in faults if fault.kind == "unfitting"}
-    loadable: OrderedDict[str, Any] = OrderedDict()
+    loadable: OrderedDict[str, object] = OrderedDict()
     for name, value in given.items():
         if name not in unfitting:
             key = real_keys.get(name, name)
@@ -82,7 +82,7 @@ def load_clean_state_dict(
     ]
 
 
-def state_faults(module: nn.Module, state: Mapping[str, Any]) -> list[StateFault]:
+def state_faults(module: nn.Module, state: Mapping[str, object]) -> list[StateFault]:
     """Return what `load_clean_state_dict` would raise about a state, loading nothing."""
     bare = unwrap(module)
     live = clean_state_dict(bare)
@@ -107,7 +107,7 @@ def _fault_line(fault: StateFault, valid: Mapping[str, str]) -> str:
     return f"{fault.name}: {fault.kind}" + (f" (nearest: {near})" if near else "")
 
 
-def _without_prefixes(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _without_prefixes(state: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
     """Take wrapper prefixes off the given keys, in the way under which most of them are known."""
 
     def front(key: str) -> str:
@@ -157,7 +157,7 @@ def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callab
     return under(inventing), under(reshaping)
 
 
-def _real_metadata(module: nn.Module, metadata: Mapping[str, Any]) -> "OrderedDict[str, Any]":
+def _real_metadata(module: nn.Module, metadata: Mapping[str, object]) -> "OrderedDict[str, Any]":
     """Spread the metadata of clean names over the module's real paths; a shell gets its inner module's."""
     paths = {path: clean_key(module, path) for path, _ in module.named_modules()}
     given = _without_prefixes(metadata, {clean: path for path, clean in paths.items()})

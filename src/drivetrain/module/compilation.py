@@ -18,7 +18,7 @@ from drivetrain.module.blocks import find_blocks, repeated_blocks
 Scope = Literal["auto", "block", "model"]
 
 
-def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwargs: Any) -> nn.Module:
+def compile_module(model: nn.Module, scope: Scope = "auto", **torch_compile_kwargs: object) -> nn.Module:
     """Compile a model in place and return it.
 
     `block` compiles each block that `find_blocks` finds, `model` the whole; `auto` takes blocks where a class repeats.
@@ -53,10 +53,10 @@ def _compile_in_place(module: nn.Module, **torch_compile_kwargs: Any) -> None:
         module.compile(**torch_compile_kwargs)
 
 
-_callers: dict[type, Callable[..., Any]] = {}
+_callers: dict[type, Callable[..., object]] = {}
 
 
-def _caller(cls: type) -> Callable[..., Any]:
+def _caller(cls: type) -> Callable[..., object]:
     """Return a function that calls a module, with code of its own for each class: what is compiled is counted, and limited, by code."""
     if cls not in _callers:
         name = f"call_{cls.__name__}"
@@ -64,11 +64,11 @@ def _caller(cls: type) -> Callable[..., Any]:
     return _callers[cls]
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, *args: object, **kwargs: object) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> Callable[..., Any]:
+def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) -> Callable[..., Any]:
     """Return a compiled loss function; a module is compiled in place, so that its keys stay.
 
     Where kernels are recorded (CUDA graphs), the next step writes its loss into the same memory: the loss is copied out, so that it may
@@ -76,7 +76,7 @@ def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> 
     """
     if isinstance(loss_func, nn.Module):
         _compile_in_place(loss_func, **torch_compile_kwargs)
-        compiled: Callable[..., Any] = loss_func
+        compiled: Callable[..., object] = loss_func
     else:
         compiled = torch.compile(loss_func, **torch_compile_kwargs)
     return _CopiedOut(compiled) if torch_compile_kwargs.get("mode") == "reduce-overhead" else compiled
@@ -85,10 +85,10 @@ def compile_loss(loss_func: Callable[..., Any], **torch_compile_kwargs: Any) -> 
 class _CopiedOut:
     """A function whose tensors are copied when it returns."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., object]):
         self.function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(Tensor, torch.clone, self.function(*args, **kwargs))

@@ -27,7 +27,7 @@ class TransparentDDP(DistributedDataParallel):
         super().__init__(module, **settings)
         self.__dict__["_own_names"] = frozenset(self.__dict__)  # from here on, other names may be the model's
 
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         try:
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -70,7 +70,7 @@ def _explain_unused(model: DistributedDataParallel, text: str) -> str:
     )
 
 
-def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: Any) -> nn.Module:
+def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: object) -> nn.Module:
     """Return the model in DDP, averaging gradients over the data ranks.
 
     A model without trainable parameters, or already in DDP, is returned as it is. `device` moves the model first;
@@ -114,7 +114,7 @@ def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn
     return wrap_ddp(model.module, device, **model.__dict__.get("_wrap_settings", {}))
 
 
-def _check_keywords(kw: dict[str, Any]) -> None:
+def _check_keywords(kw: dict[str, object]) -> None:
     valid = [
         name
         for name in inspect.signature(DistributedDataParallel.__init__).parameters

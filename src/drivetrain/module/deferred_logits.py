@@ -112,7 +112,7 @@ class DeferredLogits:
             return self.transpose(1, 2)
         return self._computed("permute").permute(*order)
 
-    def _moved(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _moved(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Do to the hidden states what would be done to the logits, where the classes stay as they are."""
         if name in _CASTS:
             like = getattr(torch.empty(0, dtype=self.dtype, device=self.device), name)(*args, **kwargs)
@@ -166,23 +166,23 @@ class DeferredLogits:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "gt", "lt", "ge", "le", "pow"):
     # Operators are looked up on the class, where `__getattr__` does not help.
-    def _operate(self: DeferredLogits, *others: Any, _name: str = f"__{_name}__") -> Any:
+    def _operate(self: DeferredLogits, *others: object, _name: str = f"__{_name}__") -> object:
         return getattr(self._computed(_name), _name)(*others)
 
     setattr(DeferredLogits, f"__{_name}__", _operate)
 
 
-def _is_mask(part: Any) -> bool:
+def _is_mask(part: object) -> bool:
     return isinstance(part, Tensor) and part.dtype == torch.bool
 
 
 def _chunked(
-    input: Any,
-    target: Any,
-    weight: Any,
-    size_average: Any,
+    input: object,
+    target: object,
+    weight: object,
+    size_average: object,
     ignore_index: int,
-    reduce: Any,
+    reduce: object,
     reduction: str,
     label_smoothing: float,
 ) -> Tensor | None:
@@ -236,7 +236,7 @@ class DeferredLoss(DeferredSource):
 
     def __init__(
         self,
-        loss_func: Callable[..., Any],
+        loss_func: Callable[..., object],
         head: nn.Linear,
         *,
         position: int,
@@ -248,7 +248,7 @@ class DeferredLoss(DeferredSource):
         self.loss_func, self.position, self.leaf = loss_func, position, leaf
         """`position`: which argument is the model's output; `leaf`: which of its tensors the head made."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         """Compute the loss; while the model trains, its output holds hidden states."""
         if not self.head.training:
             return self.loss_func(*args)
@@ -262,7 +262,7 @@ class DeferredLoss(DeferredSource):
         return self.loss_func(*args[: self.position], outputs, *args[self.position + 1 :])
 
 
-def find_final_linear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int, bool]:
+def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, int, bool]:
     """Return the name of the linear layer whose output the model returns untouched, which of its output tensors that is, and whether the
     model computes a loss of its own beside it.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> bool:
     """Return whether a value is a sharded or replicated tensor; nothing is one before DTensor was imported."""
     package = sys.modules.get("torch.distributed.tensor")
     return package is not None and isinstance(value, package.DTensor)

@@ -37,9 +37,11 @@ def _has_router(family: Family) -> bool:
 class FakeRun:
     """One run of a model on fake tensors, made when the first question is asked."""
 
-    def __init__(self, root: nn.Module, sample: Any):
+    def __init__(self, root: nn.Module, sample: object):
         self.root, self.sample = root, sample
-        self._calls: dict[nn.Module, tuple[list[Any], list[Any]]] | None = None  # graph nodes into and out of a module
+        self._calls: dict[nn.Module, tuple[list[object], list[object]]] | None = (
+            None  # graph nodes into and out of a module
+        )
 
     def shows_chain(self, members: tuple[nn.Module, ...]) -> bool | None:
         """Return whether each member's input depends on the output of the one before; None when the run does not show it."""
@@ -50,10 +52,10 @@ class FakeRun:
             return None
         return all(_reaches(into, set(out)) for (_, out), (into, _) in pairwise(calls))
 
-    def _run(self) -> dict[nn.Module, tuple[list[Any], list[Any]]]:
-        calls: dict[nn.Module, tuple[list[Any], list[Any]]] = {}
+    def _run(self) -> dict[nn.Module, tuple[list[object], list[object]]]:
+        calls: dict[nn.Module, tuple[list[object], list[object]]] = {}
 
-        def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             calls.setdefault(module, (_nodes((args, kwargs)), _nodes(output)))
 
         handles = [module.register_forward_hook(record, with_kwargs=True) for module in self.root.modules()]
@@ -69,7 +71,7 @@ class FakeRun:
         return calls
 
 
-def _call_on_fake_tensors(root: nn.Module, sample: Any) -> None:
+def _call_on_fake_tensors(root: nn.Module, sample: object) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
 
@@ -86,7 +88,7 @@ def _call_on_fake_tensors(root: nn.Module, sample: Any) -> None:
         torch.func.functional_call(root, state, args, kwargs, tie_weights=True)
 
 
-def _nodes(value: Any) -> list[Any]:
+def _nodes(value: object) -> list[object]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]

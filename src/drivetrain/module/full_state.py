@@ -60,7 +60,7 @@ def give_parts_again(model: nn.Module) -> None:
             del unwrap(model).__dict__[name]
 
 
-def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> object:
     if args or kwargs.get("keep_vars") or kwargs.get("destination") is not None:
         return type(module).state_dict(
             module, *args, **kwargs
@@ -68,10 +68,10 @@ def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return full_state_dict(module, prefix=kwargs.get("prefix", ""))
 
 
-def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> object:
     """Gather on all ranks, write on rank 0, and let the others wait for the files."""
     state, result = full_state_dict(module), None
-    write: Callable[..., Any] = type(module).save_pretrained  # type: ignore[attr-defined]
+    write: Callable[..., object] = type(module).save_pretrained  # type: ignore[attr-defined]
     try:
         if is_master():
             module.__dict__["state_dict"] = lambda *_, **__: state
@@ -82,7 +82,7 @@ def _save_pretrained(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     if not isinstance(value, Tensor):
         return value
     return value.full_tensor().detach().cpu() if is_dtensor(value) else value.detach()  # type: ignore[attr-defined]

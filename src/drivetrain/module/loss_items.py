@@ -71,7 +71,7 @@ class LossItems:
         mine, theirs = (vars(items) | {"weight": id(items.weight)} for items in (self, other))
         return mine == theirs
 
-    def count(self, batch: Any) -> Count:
+    def count(self, batch: object) -> Count:
         """Return how many items a batch has; a number for labels on the host, else a tensor on their device, which is not read."""
         labels = entry_of(batch, self.path)
         if self.cut is not ALL:
@@ -125,7 +125,7 @@ class LossWatch(TorchFunctionMode):
     3
     """
 
-    def __init__(self, batch: Any, rows: int):
+    def __init__(self, batch: object, rows: int):
         super().__init__()
         self.rows = rows
         self._entries = list(_tensors(batch))
@@ -137,7 +137,7 @@ class LossWatch(TorchFunctionMode):
         self._sizes: Any = WeakIdKeyDictionary()  # of sums, how many elements they have
         self._picked: Any = WeakIdKeyDictionary()  # their sizes depend on values
 
-    def items_of(self, loss: Any) -> LossItems:
+    def items_of(self, loss: object) -> LossItems:
         """Return what a loss, computed while the watch was active, is a mean over."""
         if not isinstance(loss, Tensor):
             return UNKNOWN
@@ -177,12 +177,12 @@ class LossWatch(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         global _active
         _active = None
         super().__exit__(*error)
 
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _follow(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any], result: object) -> None:
         """Note where a function's result comes from, where that matters."""
         name = getattr(func, "__name__", "")
         tensors = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
@@ -238,7 +238,7 @@ class LossWatch(TorchFunctionMode):
                 return replace(labels, cut=cut)
         return None
 
-    def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossItems | None:
+    def _cross_entropy(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> LossItems | None:
         given = _arguments(func, args, kwargs)
         if given is None:
             return UNKNOWN
@@ -259,7 +259,7 @@ class LossWatch(TorchFunctionMode):
             weight=None if weight is None else weight.detach(), is_one_per_row=labels.ndim == 1 and weight is None,
         )  # fmt: skip
 
-    def _pointwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossItems | None:
+    def _pointwise(self, func: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> LossItems | None:
         given = _arguments(func, args, kwargs)
         if given is None or (func in _SUMMED_WEIGHTS and given.get("weight") is not None):
             return UNKNOWN
@@ -296,7 +296,7 @@ class LossWatch(TorchFunctionMode):
         # So many for each row: as long as rows keep their shape, that is a mean over samples.
         return SAMPLES if size % max(1, self.rows) == 0 else UNKNOWN
 
-    def _combined(self, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> LossItems:
+    def _combined(self, name: str, args: tuple[object, ...], tensors: list[Tensor]) -> LossItems:
         """Return what a function of losses counts."""
         found = [self._losses.get(tensor, UNKNOWN) for tensor in tensors]
         first = found[0]
@@ -344,7 +344,7 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     return None if is_old else arguments
 
 
-def _last_cut(index: Any, ndim: int) -> Cut | None:
+def _last_cut(index: object, ndim: int) -> Cut | None:
     """Return which part of the last dimension an index takes, all others whole; None for any other index."""
     parts = index if isinstance(index, tuple) else (index,)
     *others, last = parts
@@ -355,11 +355,11 @@ def _last_cut(index: Any, ndim: int) -> Cut | None:
     return (last.start, last.stop) if reaches_last and is_whole else None
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return value is None or isinstance(value, int)
 
 
-def _is_masked(name: str, args: tuple[Any, ...]) -> bool:
+def _is_masked(name: str, args: tuple[object, ...]) -> bool:
     if name != "__getitem__":
         return False
     parts = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -377,7 +377,7 @@ def _is_target(path: Path) -> bool:
     return bool(path) and (path[0] in ("labels", "label", "targets", "target", "y") or path[0] == 1)
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flat(value: object) -> Iterator[object]:
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _flat(item)
@@ -388,7 +388,7 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     entries = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (tuple, list)) else None
     )
@@ -399,7 +399,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(item, (*path, key))
 
 
-def _tensors(batch: Any) -> Iterator[tuple[Path, Tensor]]:
+def _tensors(batch: object) -> Iterator[tuple[Path, Tensor]]:
     return ((path, value) for path, value in _leaves(batch) if isinstance(value, Tensor) and value.ndim)
 
 

@@ -52,7 +52,7 @@ class MasterCopies:
         return self._buffers[key]
 
     @torch.no_grad()
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: object, **kwargs: object) -> Any:
         """Update the copies and write them back."""
         self._follow_parameters()
         if any(parameter.grad is not None for parameter, _ in self._served):
@@ -144,7 +144,7 @@ def with_master_weights(
         served.append((parameter, master))
         return master
 
-    def replaced_group(group: Any) -> Any:
+    def replaced_group(group: object) -> object:
         if not isinstance(group, Mapping):
             return replaced(group)
         held = group["params"]

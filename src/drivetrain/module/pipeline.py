@@ -46,7 +46,7 @@ def split_model(
     num_stages: int,
     *,
     split: str | Sequence[str] = "auto",
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, object] | None = None,
 ) -> Split:
     """Cut a model into stages: at the modules that `split` names, or where the work is balanced.
 
@@ -76,7 +76,7 @@ def split_model(
     return _cut(model, nodes, cuts)
 
 
-def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, Any] | None) -> None:
+def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, object] | None) -> None:
     """Reject code between blocks that does something else in evaluation: the recorded steps are one of the two."""
     modes = [(module, module.training) for module in opened]
     for module, mode in modes:
@@ -118,7 +118,7 @@ def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
                 node.replace_input_with(argument, zeros)
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor."""
     return isinstance(value, Tensor)
 
@@ -343,7 +343,7 @@ def _made_again(model: nn.Module, nodes: list[fx.Node]) -> set[fx.Node]:
     return result
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
@@ -357,7 +357,7 @@ def _is_random(model: nn.Module, node: fx.Node) -> bool:
     return any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal"))
 
 
-def _attribute(model: nn.Module, path: str) -> Any:
+def _attribute(model: nn.Module, path: str) -> object:
     found: Any = model
     for part in path.split("."):
         found = getattr(found, part)

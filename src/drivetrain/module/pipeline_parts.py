@@ -59,7 +59,7 @@ class FlatCall:
     A call that is `probing` finds out shapes: it leaves buffers alone, and its output is not collected.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], *, is_last: bool, probing: bool, collects: bool):
+    def __init__(self, inputs: Mapping[str, object], *, is_last: bool, probing: bool, collects: bool):
         leaves, self._form = tree_flatten(dict(inputs))
         named = {f"leaf_{index}": leaf for index, leaf in enumerate(leaves)}
         self.batched = {name: leaf for name, leaf in named.items() if is_batched(leaf)}
@@ -67,7 +67,7 @@ class FlatCall:
         self._names = list(named)
         self.is_last, self.is_probing, self.collects = is_last, probing, collects
         self._output_form: Any = None
-        self._output_rest: dict[int, Any] = {}
+        self._output_rest: dict[int, object] = {}
         self._collected: list[list[Tensor]] = []
 
     def unflatten_inputs(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class FlatCall:
         self.is_probing = False
         return tuple(tensors)
 
-    def unflatten_output(self, output: Any) -> Any:
+    def unflatten_output(self, output: object) -> Any:
         """Return the model's output that a tensor or tensors stand for."""
         tensors = iter(output if isinstance(output, tuple | list) else (output,))
         count = self._output_form.num_leaves
@@ -107,11 +107,11 @@ class _ContiguousGradient(torch.autograd.Function):
     """The identity, whose gradient can be sent to another rank as it is."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad.contiguous()
 
 
@@ -120,7 +120,7 @@ def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
     return result
 
 
-def is_batched(leaf: Any) -> bool:
+def is_batched(leaf: object) -> bool:
     """Return whether a value has a row for each sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 

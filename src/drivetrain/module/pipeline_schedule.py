@@ -72,7 +72,7 @@ class PipelinedModel(nn.Module):
         *,
         schedule: str,
         microbatches: int,
-        group: Any,
+        group: object,
         device: torch.device,
     ):
         super().__init__()
@@ -135,7 +135,7 @@ class PipelinedModel(nn.Module):
                 module.training = mode
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """In training, run forward and backward and return a `PipelineOutput`; in evaluation, the output on the last stage."""
         inputs = self._bind(args, kwargs)
         batch = _as_batch(args, kwargs)
@@ -150,7 +150,7 @@ class PipelinedModel(nn.Module):
             run = self._runs[key] = _ScheduleRun(self, chunks, is_training)
         return run(inputs, batch)
 
-    def joined_loss(self, inputs: Any, outputs: Any, loss_func: Callable[[Any, Any], Any]) -> Tensor:
+    def joined_loss(self, inputs: object, outputs: object, loss_func: Callable[[Any, Any], Any]) -> Tensor:
         """Return the loss of an evaluation on all ranks, each of which must call this."""
         with torch.no_grad():
             loss = _first(loss_func(inputs, outputs)) if self.is_last else torch.zeros((), device=self.device)
@@ -165,7 +165,7 @@ class PipelinedModel(nn.Module):
         dist.all_reduce(total)
         return total
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that stages use, by name."""
         try:
             given = self.split.signature.bind(*args, **kwargs).arguments
@@ -242,7 +242,7 @@ class _ScheduleRun:
         takes = inspect.signature(self._schedule.step).parameters
         self._settings: dict[str, Any] = {"return_outputs": False} if "return_outputs" in takes else {}
 
-    def __call__(self, inputs: dict[str, Any], batch: Any) -> Any:
+    def __call__(self, inputs: dict[str, Any], batch: object) -> Any:
         """Run all micro-batches of one batch."""
         pipeline = self.pipeline
         calls = [
@@ -268,7 +268,7 @@ class _ScheduleRun:
         self._is_first, self._batch = False, None
         return calls[-1].joined_output() if pipeline.is_last else PipelineOutput()
 
-    def _loss(self, output: Any, index: Tensor) -> Tensor:
+    def _loss(self, output: object, index: Tensor) -> Tensor:
         """Return what is back-propagated for one micro-batch, and keep its true value."""
         pipeline = self.pipeline
         place = int(index)  # on the CPU: nobody waits
@@ -336,7 +336,7 @@ def read_schedule(name: str) -> str:
     return found
 
 
-def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _as_batch(args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
     """Return the model's input as the loss takes it, from how the model was called."""
     if args and kwargs:
         raise ConfigError(
@@ -345,7 +345,7 @@ def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs if kwargs else args[0] if len(args) == 1 else args
 
 
-def _rows(batch: Any) -> int:
+def _rows(batch: object) -> int:
     """Return the number of samples, which is the first size of every tensor."""
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if is_batched(leaf)]
     if not sizes or len(set(sizes)) > 1:
@@ -356,7 +356,7 @@ def _rows(batch: Any) -> int:
     return sizes[0]
 
 
-def _shapes(inputs: Any) -> tuple[Any, ...]:
+def _shapes(inputs: object) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 

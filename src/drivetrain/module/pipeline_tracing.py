@@ -25,7 +25,7 @@ _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "te
 _UNKNOWN = object()
 
 
-def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, Any] | None = None) -> fx.Graph:
+def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, object] | None = None) -> fx.Graph:
     """Return the graph of a model in which all modules but `opened` are single steps.
 
     `given` holds the arguments of a sample call by name; arguments that are not in it keep their defaults. Without a sample,
@@ -47,7 +47,7 @@ def trace_chain(model: nn.Module, opened: set[nn.Module], given: Mapping[str, An
 
 
 def _trace(
-    model: nn.Module, opened: set[nn.Module], constants: dict[str, Any], given: Mapping[str, Any] | None = None
+    model: nn.Module, opened: set[nn.Module], constants: dict[str, object], given: Mapping[str, object] | None = None
 ) -> fx.Graph:
     tracer = _Tracer(opened, given)
     state = torch.get_rng_state()
@@ -100,7 +100,7 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: set[nn.Module], given: Mapping[str, Any] | None):
+    def __init__(self, opened: set[nn.Module], given: Mapping[str, object] | None):
         super().__init__(autowrap_modules=(math,))
         self._opened, self._given = opened, given
         self._mode: Any = None
@@ -127,13 +127,13 @@ class _Tracer(fx.Tracer):
             given = () if default is inspect.Parameter.empty else (default,)
             proxies.append(self.create_proxy("placeholder", name, given, {}))
 
-        def run(root: nn.Module, *values: Any) -> Any:
+        def run(root: nn.Module, *values: object) -> Any:
             known = {name: value for name, value in constants.items() if name not in loose}
             return root_fn(root, **dict(zip(names, values)), **known)
 
         return run, [self.root, *proxies]
 
-    def create_arg(self, a: Any) -> Any:
+    def create_arg(self, a: object) -> Any:
         """Keep the class of a mapping with a class of its own, such as the outputs of transformers, which losses ask by attribute."""
         from torch.utils._pytree import SUPPORTED_NODES
 
@@ -145,13 +145,13 @@ class _Tracer(fx.Tracer):
         return m not in self._opened
 
     def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if self._is_computing:  # inside a single step, on fake values
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(self, attr: str, attr_val: object, parameter_proxy_cache: dict[str, Any]) -> Any:
         return attr_val if self._is_computing else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -216,8 +216,8 @@ def _factories_traced(tracer: _Tracer) -> Iterator[None]:
     """Let torch's factories be recorded when a size or device given to them is traced."""
     originals = {name: getattr(torch, name) for name in _FACTORIES}
 
-    def traced(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(*args: Any, **kwargs: Any) -> Any:
+    def traced(original: Callable[..., object]) -> Callable[..., object]:
+        def make(*args: Any, **kwargs: Any) -> object:
             found: list[fx.Proxy] = []
             fx.node.map_aggregate(
                 (args, kwargs), lambda item: found.append(item) if isinstance(item, fx.Proxy) else None

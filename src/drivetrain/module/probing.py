@@ -4,8 +4,6 @@ What a block takes is guessed from its layers: images of as many channels as its
 its first norm or matrix. A block that needs more than that cannot be tried, and the answer is None.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
@@ -47,7 +45,7 @@ def _resizes(block: nn.Module) -> bool:
     )
 
 
-def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> Any:
+def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> object:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     generator = torch.get_rng_state()

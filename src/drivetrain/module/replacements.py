@@ -27,7 +27,7 @@ class ReplacePair:
         """Return whether a module may be replaced."""
         raise NotImplementedError
 
-    def replace(self, module: nn.Module, **kwargs: Any) -> nn.Module | None:
+    def replace(self, module: nn.Module, **kwargs: object) -> nn.Module | None:
         """Return the module that takes the place, with the same parameters, or None to leave it."""
         raise NotImplementedError
 
@@ -48,7 +48,7 @@ _pairs: dict[str, _Registered] = {}
 
 def register_replace_pair(
     pair_name: str,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     supported_dtypes: Sequence[torch.dtype] = FLOATS,
     pair_cls: type[ReplacePair] | None = None,
 ) -> Callable[[type[ReplacePair]], type[ReplacePair]]:
@@ -79,7 +79,7 @@ def check_pair(name: str) -> None:
 
 
 def replace_pairs(
-    model: nn.Module, pairs: Mapping[str, Mapping[str, Any]] | None = None
+    model: nn.Module, pairs: Mapping[str, Mapping[str, object]] | None = None
 ) -> tuple[list[str], list[str]]:
     """Replace in place; return the names of the modules replaced, and remarks about those that were left."""
     wanted = {name: {} for name in _pairs} if pairs is None else pairs
@@ -105,7 +105,7 @@ def replace_pairs(
     return replaced, remarks
 
 
-def _verified(registered: _Registered, module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[nn.Module | None, str]:
+def _verified(registered: _Registered, module: nn.Module, kwargs: Mapping[str, object]) -> tuple[nn.Module | None, str]:
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if dtypes - set(registered.supported_dtypes):
         return None, f"left, because its type {dtypes} is not supported by the replacement"
@@ -146,7 +146,7 @@ class _RmsNorm(ReplacePair):
         new.weight = weight
         return new
 
-    def sample(self, module: nn.Module) -> tuple[Any, ...]:
+    def sample(self, module: nn.Module) -> tuple[object, ...]:
         weight = module._parameters["weight"]
         assert weight is not None
         steps = torch.linspace(-2, 2, 6 * weight.shape[0], device=weight.device, dtype=weight.dtype)
@@ -159,14 +159,14 @@ register_replace_pair("rms_norm", pair_cls=_RmsNorm)
 class FusedAttention(GeneratedClass):
     """Multi-head attention that returns no weights unless asked for them, so that torch's fused kernel can run."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Attend; the fifth argument, or the keyword, still asks for weights."""
         if len(args) < 5:
             kwargs.setdefault("need_weights", False)
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def fuse_attention(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[str], list[str]]:
+def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) -> tuple[list[str], list[str]]:
     """Let attention layers use `F.scaled_dot_product_attention`; return the names changed, and remarks.
 
     `run` calls the model on a few samples. Whether a model uses the attention weights only shows in its outputs, so without samples
@@ -200,7 +200,7 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> 
     return [], [f"attention: left, because {remark}"]
 
 
-def _largest_difference(expected: Any, given: Any) -> float:
+def _largest_difference(expected: object, given: object) -> float:
     from torch.utils._pytree import tree_leaves
 
     pairs = [(a, b) for a, b in zip(tree_leaves(expected), tree_leaves(given)) if isinstance(a, Tensor)]

@@ -121,14 +121,14 @@ def local_mask(mask: Tensor | None, heads: int, length: int, size: int, rank: in
     return mask
 
 
-def to_heads(x: Tensor, group: Any, size: int) -> Tensor:
+def to_heads(x: Tensor, group: object, size: int) -> Tensor:
     """Trade (batch, heads, piece, width) for (batch, heads / size, whole sequence, width)."""
     batch, heads, piece, width = x.shape
     parts = x.reshape(batch, size, heads // size, piece, width).permute(1, 0, 2, 3, 4)
     return _exchange(parts, group).permute(1, 2, 0, 3, 4).reshape(batch, heads // size, size * piece, width)
 
 
-def to_sequence(x: Tensor, group: Any, size: int) -> Tensor:
+def to_sequence(x: Tensor, group: object, size: int) -> Tensor:
     """Trade (batch, heads / size, whole sequence, width) for (batch, heads, piece, width)."""
     batch, heads, length, width = x.shape
     parts = x.reshape(batch, heads, size, length // size, width).permute(2, 0, 1, 3, 4)
@@ -243,7 +243,7 @@ class RingAttention:
         self.mesh = mesh
         _enable_ring()
 
-    def __deepcopy__(self, memo: Any) -> "RingAttention":
+    def __deepcopy__(self, memo: object) -> "RingAttention":
         return self
 
     def __call__(self, call: dict[str, Any]) -> Tensor:

@@ -41,7 +41,7 @@ class Fingerprints:
             local.append(x.narrow(1, self.rank * heads, heads))
         self._note(local, call)
 
-    def note_local(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, Any]) -> None:
+    def note_local(self, query: Tensor, key: Tensor, value: Tensor, call: dict[str, object]) -> None:
         """Note a call that has this rank's heads and the whole sequence."""
         self._note([query, key, value], call)
 
@@ -49,13 +49,13 @@ class Fingerprints:
         """Return the lengths of the sequences that were attended over."""
         return {shape[2] for shape, _, _ in self.shapes}
 
-    def _note(self, tensors: list[Tensor], call: dict[str, Any]) -> None:
+    def _note(self, tensors: list[Tensor], call: dict[str, object]) -> None:
         self.dtype = tensors[0].dtype
         self.calls.append([_weighted_sum(x) for x in tensors])
         self.shapes.append((tuple(tensors[0].shape), call.get("attn_mask") is None, bool(call.get("is_causal"))))
 
 
-def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[Any, Any]) -> str | None:
+def difference(whole: Fingerprints, split: Fingerprints, outputs: tuple[object, object]) -> str | None:
     """Say how a split run differs from a whole one, or None when it does not."""
     if not whole.calls:
         return (
@@ -117,7 +117,7 @@ def _close(first: Tensor, second: Tensor, tolerance: float) -> bool:
     return bool((first - second).abs().max() <= tolerance * first.abs().max() + 1e-6)
 
 
-def _floats(value: Any) -> list[Tensor]:
+def _floats(value: object) -> list[Tensor]:
     """Return the floating-point tensors of nested lists, tuples and dicts; caches and other objects are passed over."""
     if isinstance(value, Tensor):
         return [value.detach()] if value.is_floating_point() else []

@@ -48,7 +48,7 @@ class SequenceSplit:
         self.checked: dict[Any, Mode] = {}
         """How each kind of call is run, from its one check."""
 
-    def __deepcopy__(self, memo: Any) -> "SequenceSplit":
+    def __deepcopy__(self, memo: object) -> "SequenceSplit":
         return SequenceSplit(self.group, self.seq_dim, self.ring)  # a process group cannot be copied, and need not be
 
     def piece(self, x: Tensor, dim: int) -> Tensor:
@@ -58,7 +58,12 @@ class SequenceSplit:
 
 
 def split_sequence(
-    model: nn.Module, group: Any, seq_dim: int = 1, *, mesh: Any = None, impl: Literal["ulysses", "ring"] = "ulysses"
+    model: nn.Module,
+    group: object,
+    seq_dim: int = 1,
+    *,
+    mesh: object = None,
+    impl: Literal["ulysses", "ring"] = "ulysses",
 ) -> list[str]:
     """Let a model's blocks run on pieces of the sequence, in place; return their names.
 
@@ -89,7 +94,7 @@ class SequenceModel(GeneratedClass):
 
     _sequence_split: SequenceSplit
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Run the model's own forward, checking a kind of call that is new."""
         run, split = super().forward, self._sequence_split  # type: ignore[misc]
         kind = _kind(self, args, kwargs)
@@ -114,7 +119,7 @@ class SequenceBlock(GeneratedClass):
     _sequence_split: SequenceSplit
     _sequence_place: tuple[bool, bool]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Cut what comes in whole, attend over all ranks, and join what leaves the family."""
         run, split = super().forward, self._sequence_split  # type: ignore[misc]
         if split.mode == "whole":
@@ -190,7 +195,7 @@ class _Cut:
         return dims[0] if dims else None
 
 
-def _named(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any]]:
+def _named(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[list[str], list[Any]]:
     """Return the names and values of all arguments, positional ones first."""
     parameters = inspect.signature(written_class(block).forward).parameters.values()
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
@@ -233,7 +238,7 @@ def _joined(out: Any, split: SequenceSplit, length: int) -> Any:
 def _kind(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what distinguishes kinds of calls: which path a model takes may depend on it."""
 
-    def describe(value: Any) -> Any:
+    def describe(value: object) -> Any:
         if isinstance(value, Tensor):
             return value.ndim
         if isinstance(value, dict):

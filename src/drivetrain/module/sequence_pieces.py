@@ -28,7 +28,7 @@ class Pieces:
         self.mesh = mesh
         self.is_cut = False
 
-    def __deepcopy__(self, memo: Any) -> "Pieces":
+    def __deepcopy__(self, memo: object) -> "Pieces":
         return Pieces(self.mesh)  # process groups cannot be copied, and need not be
 
     def changed(self, x: Tensor, is_piece: bool, to_piece: bool) -> Tensor:
@@ -44,7 +44,7 @@ class Pieces:
         return DTensor.from_local(x, self.mesh, _layouts(is_piece), run_check=False)
 
 
-def run_on_pieces(model: nn.Module, mesh: Any, plan: PiecePlan, *, joins_each: bool = False) -> None:
+def run_on_pieces(model: nn.Module, mesh: object, plan: PiecePlan, *, joins_each: bool = False) -> None:
     """Let the blocks of a model whose layers are split run on pieces, in place.
 
     Row-wise layers among the closers must return sums that are not added up yet. `joins_each` makes the stream whole after every block, for
@@ -139,7 +139,7 @@ def _leave_norm(norm: nn.Module, args: Any, out: Any) -> Any:
     return out.redistribute(placements=_layouts(False)).to_local()
 
 
-def _close(module: nn.Module, args: Any, out: Any) -> Any:
+def _close(module: nn.Module, args: object, out: object) -> Any:
     """Return pieces: of sums that are not added up yet, or of what every rank has whole."""
     pieces: Pieces = module.__dict__[_KEY]
     first = floats(out)[0]

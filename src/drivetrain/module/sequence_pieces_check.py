@@ -47,7 +47,7 @@ class PiecePlan:
     """Modules that take the whole sequence and return pieces."""
 
 
-def find_pieces(model: nn.Module, styles: Mapping[str, Any], size: int) -> PiecePlan:
+def find_pieces(model: nn.Module, styles: Mapping[str, object], size: int) -> PiecePlan:
     """Return where the blocks of a model, split as `styles` says, can run on pieces; what cannot is rejected with the reason."""
     plan = PiecePlan()
     families = [family for family in find_blocks(model) if family.repeats]
@@ -75,7 +75,7 @@ def find_pieces(model: nn.Module, styles: Mapping[str, Any], size: int) -> Piece
 
 
 def _try_block(
-    name: str, block: nn.Module, styles: Mapping[str, Any], size: int, length: int, given: Any
+    name: str, block: nn.Module, styles: Mapping[str, object], size: int, length: int, given: object
 ) -> tuple[set[str], set[str]]:
     """Return the norms and closers of a block, by their names inside it."""
     with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
@@ -173,7 +173,7 @@ class _PiecesTrial:
     def _run_whole(self) -> list[Tensor]:
         self.whole = {}
 
-        def after(name: str, module: nn.Module, out: Any) -> None:
+        def after(name: str, module: nn.Module, out: object) -> None:
             self.whole.setdefault(name, []).extend(x.detach().clone() for x in floats(out)[:1])
 
         with _Hooks(self.block, None, after):
@@ -190,7 +190,7 @@ class _PiecesTrial:
         with _Hooks(self.block, self._enter, self._leave), _Marking(self):
             return self._call(tuple(args), dict(zip(self.kwargs, rest)))
 
-    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def _enter(self, name: str, module: nn.Module, args: object) -> None:
         gets_piece = any(getattr(x, _PIECE, False) for x in tensors_in(args))
         if gets_piece and _is_norm(module) and not self.inside_norms:
             self._once(name)
@@ -199,7 +199,7 @@ class _PiecesTrial:
         elif gets_piece and name in self.styles and not self.inside_norms:
             raise _CannotRun(f"no norm stands before {name}")
 
-    def _leave(self, name: str, module: nn.Module, out: Any) -> Any:
+    def _leave(self, name: str, module: nn.Module, out: object) -> Any:
         first = floats(out)[:1]
         if name in self.norms and self.inside_norms:
             self.inside_norms -= 1
@@ -272,17 +272,17 @@ class _Hooks:
                 self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self.hooks.append(module.register_forward_hook(leave))
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
 
-def is_stream(value: Any) -> bool:
+def is_stream(value: object) -> bool:
     """Return whether a value can be the activations of a sequence: (batch, sequence, features)."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3
 
 
-def floats(out: Any) -> list[Tensor]:
+def floats(out: object) -> list[Tensor]:
     """Return the floating-point tensors of an output, in their order."""
     return [x for x in tensors_in(out) if x.is_floating_point()]
 

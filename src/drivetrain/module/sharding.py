@@ -106,7 +106,7 @@ def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], mode
             optimizer.state[fresh] = states[id(old)]
 
 
-def _sharded_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
+def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dict[str, Any]:
     """Return optimizer state for `new` made of that for `old`."""
     if not is_dtensor(new):
         return dict(state)
@@ -142,7 +142,7 @@ def _default_mesh(model: nn.Module) -> Any:
     return init_device_mesh(kind, (dist.get_world_size(),))
 
 
-def _units(model: nn.Module, wrap: Any) -> list[nn.Module]:
+def _units(model: nn.Module, wrap: object) -> list[nn.Module]:
     """Return the modules asked for, inner ones before the ones around them."""
     if isinstance(wrap, bool) or wrap is None:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]
     return list(chosen)
 
 
-def _policies(mixed_precision: Any) -> tuple[Any, Any]:
+def _policies(mixed_precision: object) -> tuple[Any, Any]:
     """Return the policy of the blocks and that of the root."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

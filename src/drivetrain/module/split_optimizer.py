@@ -30,13 +30,13 @@ def _split_class() -> Any:
     class SplitOptimizer(ZeroRedundancyOptimizer):
         """Splits the state of an optimizer over ranks, and gathers it to be saved."""
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self) -> dict[str, object]:
             """Return the whole state, on the host; all ranks must call this together."""
             import torch.distributed as dist
 
             self._sync_param_groups(self.param_groups, self.optim.param_groups)  # type: ignore[attr-defined]
             own = _map_tensors(self.optim.state_dict(), lambda tensor: tensor.detach().cpu())
-            parts: list[Any] = [None] * self.world_size
+            parts: list[object] = [None] * self.world_size
             dist.all_gather_object(parts, own, group=self.process_group)
             self._all_state_dicts = parts
             try:
@@ -63,7 +63,7 @@ def _count_on_device(state: dict[str, Any], parameter: Tensor) -> None:
         state["step"] = state["step"].to(parameter.device)
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, change, value)

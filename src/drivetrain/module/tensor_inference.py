@@ -60,7 +60,7 @@ def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
         return plan
     inputs = inputs_of_blocks(model, families)
     for family in families:
-        known: dict[Any, dict[str, str]] = {}
+        known: dict[object, dict[str, str]] = {}
         for name, block in zip(family.names, family.members):
             structure = structure_of(block)
             if structure not in known:
@@ -97,7 +97,7 @@ def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: li
 class _SplitTrial:
     """One block with made-up weights: how it runs whole, and how it would run split."""
 
-    def __init__(self, block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, block: nn.Module, state: dict[str, Tensor], args: tuple[object, ...], kwargs: dict[str, object]):
         self.block, self.state, self.args, self.kwargs = block, state, args, kwargs
         self.layers = {name: module for name, module in block.named_modules() if is_splittable(module)}
         self.results: dict[str, list[Tensor]] = {}
@@ -126,7 +126,7 @@ class _SplitTrial:
             def before(module: nn.Module, args: Any, name: str = name) -> None:
                 enter(name, args[0])
 
-            def after(module: nn.Module, args: Any, out: Tensor, name: str = name) -> None:
+            def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> None:
                 self.results.setdefault(name, []).append(out.detach().clone())
                 setattr(out, _ATTRIBUTE, frozenset({name}))
 
@@ -178,7 +178,7 @@ class _SplitTrial:
         hooks = []
         for name in pair.sinks:
 
-            def after(module: nn.Module, args: Any, out: Tensor, name: str = name) -> Tensor:
+            def after(module: nn.Module, args: object, out: Tensor, name: str = name) -> Tensor:
                 shares[name].append(out.detach().clone())
                 return self.results[name][0].view_as(out).clone()
 

@@ -27,7 +27,7 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None or any(not _is_real(tensor) for tensor in [*model.parameters(), *model.buffers()]):
         return {}
-    seen: dict[nn.Module, Any] = {}
+    seen: dict[nn.Module, object] = {}
 
     def note(block: nn.Module, args: Any, kwargs: Any) -> None:
         kept = {key: _plain(value) for key, value in kwargs.items()}
@@ -51,7 +51,7 @@ def inputs_of_blocks(model: nn.Module, families: list[BlockGroup], length: int =
     return seen
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return an argument as a trial can use it: tensors on the CPU in float32, no caches."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().clone()
@@ -132,7 +132,7 @@ def structure_of(block: nn.Module) -> tuple[Any, ...]:
     return shapes, tuple((name, type(module).__name__) for name, module in block.named_modules())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors of nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]

@@ -49,7 +49,7 @@ class SplitLogits(TorchFunctionMode):
 class SplitLogitsModel(GeneratedClass):
     """Makes a model's own forward, loss included where it has one, know split logits."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         with SplitLogits():
@@ -69,10 +69,10 @@ def _leave(head: nn.Module, args: Any, out: Any) -> Any:
 class SplitLogitsLoss:
     """Makes a loss function know split logits."""
 
-    def __call__(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, loss_func: Callable[..., object]) -> Callable[..., Any]:
         from torch.utils._pytree import tree_map_only
 
-        def loss_of_split_logits(*args: Any) -> Any:
+        def loss_of_split_logits(*args: object) -> object:
             args = tree_map_only(Tensor, _marked, args)
             with SplitLogits():
                 return loss_func(*args)
@@ -102,7 +102,7 @@ def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out if is_same else None
 
 
-def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor | None:
+def _cross_entropy(*args: object, **kwargs: object) -> Tensor | None:
     """Return the loss of split logits of (rows, words) and one word a row, or None for anything more."""
     bound = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -44,7 +44,7 @@ SHARED: dict[str, Any] = {
 NONFINITE = ("skip", "raise", "ignore")
 
 
-def check_shared(name: str, value: Any) -> Any:
+def check_shared(name: str, value: object) -> Any:
     """Return the value of a shared argument, or raise an error."""
     if name in ("distributed", "use_amp"):
         return check_flag(name, value)
@@ -57,7 +57,7 @@ def check_shared(name: str, value: Any) -> Any:
 
 
 def check_keywords(
-    function: Callable[..., Any], given: Mapping[str, Any], owner: str, also_valid: Iterable[str] = ()
+    function: Callable[..., object], given: Mapping[str, object], owner: str, also_valid: Iterable[str] = ()
 ) -> None:
     """Check keywords against a signature; an unknown or missing one is a TypeError with the nearest name."""
     accepted, required = keywords_of(function)
@@ -74,7 +74,7 @@ def check_keywords(
             raise ConfigTypeError(f"{owner} needs the argument {name!r}, which was not given.")
 
 
-def keywords_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[str]]:
+def keywords_of(function: Callable[..., object]) -> tuple[list[str] | None, list[str]]:
     """Return the keywords a bound function accepts (None: any) and those it requires."""
     parameters = [
         p
@@ -86,7 +86,7 @@ def keywords_of(function: Callable[..., Any]) -> tuple[list[str] | None, list[st
     return (None if takes_any else [p.name for p in named]), [p.name for p in named if p.default is p.empty]
 
 
-def one_of_two_names(conf: dict[str, Any], alias: str, name: str, value: Any) -> Any:
+def one_of_two_names(conf: dict[str, object], alias: str, name: str, value: object) -> Any:
     """Take an alias out of `conf`; given under both names with different values is an error."""
     if alias not in conf:
         return value

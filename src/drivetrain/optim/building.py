@@ -20,7 +20,7 @@ from drivetrain.optim.selection import as_list, names_parameter, unknown_module
 OptimizerMaker = Callable[..., Optimizer]
 
 
-def find_optimizer(optim_type: Any) -> OptimizerMaker:
+def find_optimizer(optim_type: object) -> OptimizerMaker:
     """Return the optimizer class of a name (torch.optim, then drivetrain.optim, then a dotted path), or the maker given."""
     if isinstance(optim_type, str):
         return _checked_class(optim_type, _find_by_name(optim_type))
@@ -33,7 +33,10 @@ def find_optimizer(optim_type: Any) -> OptimizerMaker:
 
 
 def build_optimizer(
-    optim_type: Any, optim_conf: Mapping[str, Any], own: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]]
+    optim_type: object,
+    optim_conf: Mapping[str, object],
+    own: Mapping[str, nn.Parameter],
+    groups: Sequence[Mapping[str, object]],
 ) -> Optimizer:
     """Return the optimizer over a unit's own parameters, its groups made by name pattern."""
     maker = find_optimizer(optim_type)
@@ -61,7 +64,7 @@ def build_optimizer(
     return optimizer
 
 
-def check_groups(groups: Any) -> list[dict[str, Any]]:
+def check_groups(groups: object) -> list[dict[str, Any]]:
     """Return the `param_groups` argument as a list of mappings with `match`, or raise an error that names the problem."""
     if groups is None:
         return []
@@ -78,7 +81,7 @@ def check_groups(groups: Any) -> list[dict[str, Any]]:
     return [dict(group) for group in groups]
 
 
-def _find_by_name(name: str) -> Any:
+def _find_by_name(name: str) -> object:
     found = getattr(torch.optim, name, None)
     if found is None:
         found = getattr(importlib.import_module("drivetrain.optim"), name, None)
@@ -127,7 +130,7 @@ def import_dotted(path: str, where: str) -> Any:
     raise ConfigError(f"{where}={path!r}: there is no module {parts[0]!r}.")
 
 
-def _checked_class(name: str, value: Any) -> type[Optimizer]:
+def _checked_class(name: str, value: object) -> type[Optimizer]:
     if not isinstance(value, type) or not issubclass(value, Optimizer) or value is Optimizer:
         what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise ConfigError(f"optim_type={name!r} is {what}; expected a subclass of torch.optim.Optimizer.")
@@ -148,7 +151,7 @@ def _closure_message(name: str) -> str:
     )
 
 
-def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, Any]) -> None:
+def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, object]) -> None:
     accepted, required = keywords_of(maker)
     if "params" in conf:
         raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be given.")

@@ -54,7 +54,9 @@ def resolve_type(query: str) -> type[OptimScheduler]:
     return value
 
 
-def from_config(cfg: Mapping[str, Any], model: nn.Module, *, file: YamlFile | None = None, **shared: Any) -> OptimSet:
+def from_config(
+    cfg: Mapping[str, object], model: nn.Module, *, file: YamlFile | None = None, **shared: object
+) -> OptimSet:
     """Build a set from a mapping; `shared` values hold for units that do not give their own."""
     reader = _ConfigReader(file)
     _check_shared_names(shared)
@@ -71,14 +73,16 @@ def from_yaml(source: Any, model: nn.Module, **shared: Any) -> OptimSet:
     return from_config(file.data, model, file=file, **shared)
 
 
-def build_optim_sches(model: nn.Module, optim_sche_cfg: Mapping[str, Any], args: Any = None, **shared: Any) -> OptimSet:
+def build_optim_sches(
+    model: nn.Module, optim_sche_cfg: Mapping[str, object], args: object = None, **shared: object
+) -> OptimSet:
     """Build a set as SpeeChain's runner does: `args` is a namespace or mapping that holds shared arguments among others."""
     values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
     found = {name: values[name] for name in SHARED if name in values}
     return from_config(optim_sche_cfg, model, **{**found, **shared})
 
 
-def as_optim_set(value: Any, model: nn.Module, **shared: Any) -> OptimSet:
+def as_optim_set(value: object, model: nn.Module, **shared: Any) -> OptimSet:
     """Turn whatever describes units into a set: units, optimizers, mappings of them, configuration, or a function.
 
     `shared` values hold for units that were not given their own.
@@ -128,7 +132,7 @@ class _ConfigReader:
         """Return the place for a message, with file and line where they are known."""
         return self.file.where(*path, key=key) if self.file is not None else ".".join(path)
 
-    def units(self, cfg: Any) -> dict[str, Any]:
+    def units(self, cfg: object) -> dict[str, object]:
         """Return the unit descriptions by name, for both forms."""
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"expected a mapping with {_KEY!r}, got a {type(cfg).__name__}.")
@@ -144,7 +148,7 @@ class _ConfigReader:
             )
         return {"main": dict(cfg)} if _is_single(cfg) else dict(cfg)
 
-    def build(self, name: str, spec: Any, model: nn.Module) -> OptimScheduler:
+    def build(self, name: str, spec: object, model: nn.Module) -> OptimScheduler:
         """Build one unit, its keys checked first."""
         path: tuple[str, ...] = (_KEY, name)
         if self.file is not None and self.file.line(*path) == self.file.line(_KEY) and name == "main":
@@ -188,16 +192,16 @@ class _ConfigReader:
         return f"{self.where(*path, key=key)}: unknown key {key!r}{hint} Valid: {', '.join(valid)}."
 
 
-def _holds_units(cfg: Mapping[str, Any]) -> bool:
+def _holds_units(cfg: Mapping[str, object]) -> bool:
     """Return whether a mapping is the content of `optim_sches`."""
     return _is_single(cfg) or (bool(cfg) and all(isinstance(unit, Mapping) and "type" in unit for unit in cfg.values()))
 
 
-def _is_single(cfg: Mapping[str, Any]) -> bool:
+def _is_single(cfg: Mapping[str, object]) -> bool:
     return isinstance(cfg.get("type"), str)
 
 
-def _check_shared_names(shared: Mapping[str, Any]) -> None:
+def _check_shared_names(shared: Mapping[str, object]) -> None:
     for name, value in shared.items():
         if name not in SHARED:
             raise ConfigTypeError(unknown_name("shared argument", name, SHARED))
@@ -213,9 +217,9 @@ def _type_name(cls: type) -> str:
     return f"{known}.{cls.__name__}" if known else _dotted(cls)
 
 
-def _conf(unit: OptimScheduler) -> dict[str, Any]:
-    conf: dict[str, Any] = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
-    general: dict[str, tuple[Any, Any]] = {
+def _conf(unit: OptimScheduler) -> dict[str, object]:
+    conf: dict[str, object] = {"optim_type": _optimizer_name(unit.optim_type), "optim_conf": _plain(unit.optim_conf)}
+    general: dict[str, tuple[object, object]] = {
         "optim_loss": (unit.optim_loss, None),
         "updated_modules": (unit.updated_modules, None),
         "excluded_modules": (unit.excluded_modules, None),
@@ -231,7 +235,7 @@ def _conf(unit: OptimScheduler) -> dict[str, Any]:
     return conf
 
 
-def _optimizer_name(optim_type: Any) -> str:
+def _optimizer_name(optim_type: object) -> str:
     if isinstance(optim_type, str):
         return optim_type
     if not isinstance(optim_type, type):
@@ -240,11 +244,11 @@ def _optimizer_name(optim_type: Any) -> str:
     return optim_type.__name__ if is_torch else _dotted(optim_type)
 
 
-def _dotted(value: Callable[..., Any]) -> str:
+def _dotted(value: Callable[..., object]) -> str:
     return f"{value.__module__}.{_qualified(value)}"
 
 
-def _qualified(value: Callable[..., Any]) -> str:
+def _qualified(value: Callable[..., object]) -> str:
     name = value.__qualname__
     if "<" in name:
         raise ConfigError(
@@ -253,7 +257,7 @@ def _qualified(value: Callable[..., Any]) -> str:
     return name
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value as a configuration can hold it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -34,12 +34,12 @@ class Argument:
     """For a duration, the fewest real steps that it may come to."""
 
 
-def number(name: str, default: Any) -> Argument:
+def number(name: str, default: object) -> Argument:
     """Return an argument that is a number above 0."""
     return Argument(name, default, lambda name, value: check_number(name, value, above=0))
 
 
-def fraction(name: str, default: Any) -> Argument:
+def fraction(name: str, default: object) -> Argument:
     """Return an argument that is a number from 0 to 1."""
     return Argument(name, default, check_fraction)
 
@@ -49,7 +49,7 @@ def choice(name: str, default: str, choices: Iterable[str]) -> Argument:
     return Argument(name, default, lambda name, value: check_choice(name, value, choices))
 
 
-def duration(name: str, default: Any = REQUIRED, least_steps: int = 0) -> Argument:
+def duration(name: str, default: object = REQUIRED, least_steps: int = 0) -> Argument:
     """Return an argument that is a number of real steps or a time."""
     return Argument(name, default, check_duration, least_steps)
 
@@ -64,7 +64,7 @@ def takes(*arguments: Argument) -> Callable[..., None]:
     parameters = [Parameter(one.name, Parameter.POSITIONAL_OR_KEYWORD, default=one.default) for one in arguments]
     signature = Signature([Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *parameters])
 
-    def sche_init(self: "ScheduleLr", *args: Any, **sche_conf: Any) -> None:
+    def sche_init(self: "ScheduleLr", *args: object, **sche_conf: object) -> None:
         given = signature.bind(self, *args, **sche_conf)
         given.apply_defaults()
         self._times = {}

@@ -6,7 +6,6 @@ known; the Trainer passes it to `bind`, in batches.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit, ensure_time
@@ -37,7 +36,7 @@ class RunLength:
         return None if self.total_batches is None else self.windows(self.total_batches, accum_grad)
 
 
-def check_duration(name: str, value: Any) -> Time:
+def check_duration(name: str, value: object) -> Time:
     """Return the duration as a Time, or raise an error; a bare whole number counts real steps."""
     if isinstance(value, bool) or not isinstance(value, (int, str, Time)):
         raise ConfigError(

@@ -59,7 +59,7 @@ def pick_loss(losses: Losses, terms: Terms, unit: str) -> Tensor:
     return total if total.ndim == 0 else total.squeeze()
 
 
-def _bad_loss(losses: Mapping[str, Any], name: str, unit: str) -> Exception:
+def _bad_loss(losses: Mapping[str, object], name: str, unit: str) -> Exception:
     if name not in losses:
         hint = did_you_mean(name, losses)
         given = ", ".join(map(str, losses)) or "none"

@@ -283,7 +283,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """Return the state of each unit under its name."""
         return {name: unit.state_dict() for name, unit in self._units.items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True) -> tuple[list[str], list[str]]:
         """Go on from a saved state; return the names missing in it and those unknown here, both empty when strict."""
         saved: Mapping[str, Any] = state_dict
         if len(self) == 1:
@@ -317,7 +317,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         for unit in self._units.values():
             unit.bind(total_steps, steps_per_epoch, **precision)
 
-    def share(self, **shared: Any) -> None:
+    def share(self, **shared: object) -> None:
         """Give all units values for the shared arguments that they were not given themselves."""
         for unit in self._units.values():
             unit.share(**shared)
@@ -334,14 +334,14 @@ class OptimSet(Mapping[str, OptimScheduler]):
             _log.warning("the run ended inside a window; gradients not used: %s.", ", ".join(left))
 
     @classmethod
-    def from_config(cls, cfg: Mapping[str, Any], model: nn.Module, **shared: Any) -> "OptimSet":
+    def from_config(cls, cfg: Mapping[str, object], model: nn.Module, **shared: Any) -> "OptimSet":
         """Build a set from a mapping with `optim_sches`; see `drivetrain.optim.config`."""
         from drivetrain.optim.config import from_config
 
         return from_config(cfg, model, **shared)
 
     @classmethod
-    def from_yaml(cls, source: Any, model: nn.Module, **shared: Any) -> "OptimSet":
+    def from_yaml(cls, source: object, model: nn.Module, **shared: object) -> "OptimSet":
         """Build a set from a YAML file or stream; see `drivetrain.optim.config`."""
         from drivetrain.optim.config import from_yaml
 
@@ -397,7 +397,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
 
     def _join_scalings(self) -> None:
         """Let units with the same loss and windows share a gradient scaler, so that they can share a pass."""
-        known: dict[tuple[Any, ...], Scaling] = {}
+        known: dict[tuple[object, ...], Scaling] = {}
         for unit in self._driven:
             if unit.real_step == 0:
                 key = (unit.loss_terms, unit.accum_grad, unit.step_per_update, unit.accumulate_skipped, unit.use_amp)
@@ -440,7 +440,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
             )
 
 
-def _check_units(units: Mapping[str, Any]) -> None:
+def _check_units(units: Mapping[str, object]) -> None:
     if not units:
         raise ConfigError("an OptimSet needs at least one unit.")
     for name, unit in units.items():

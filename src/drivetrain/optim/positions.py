@@ -29,7 +29,7 @@ class Position:
     Seconds, samples and tokens of a batch are not known before the loop has counted it, so those lag by one batch.
     """
 
-    def __init__(self, state: Any):
+    def __init__(self, state: object):
         self._state, self.ahead = state, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +59,7 @@ def span_of(time: Time, state: Any, ssr: float = 1.0) -> Span:
     return Span(round(time.value * run.value, _DECIMALS), run.unit)
 
 
-def in_common_unit(first: Span, second: Span, state: Any, who: str) -> tuple[Span, Span]:
+def in_common_unit(first: Span, second: Span, state: object, who: str) -> tuple[Span, Span]:
     """Return both spans in the second one's unit, or both in batches where one is in epochs."""
     if first.unit is second.unit:
         return first, second
@@ -84,7 +84,7 @@ def check_covers_run(end: Span, state: Any, who: str) -> None:
         )
 
 
-def _convert(span: Span, unit: TimeUnit, state: Any) -> Span | None:
+def _convert(span: Span, unit: TimeUnit, state: object) -> Span | None:
     batches, window = _batches_per_epoch(state), getattr(state, "accumulation_steps", 1) or 1
     in_batches = {_EPOCH: batches, _BATCH: 1, _STEP: window if batches is None or batches % window == 0 else None}
     if span.unit is unit:

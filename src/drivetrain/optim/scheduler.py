@@ -113,7 +113,7 @@ class OptimScheduler(ABC):
     def __init__(
         self,
         optim_type: str | type[Optimizer] | Callable[..., Optimizer],
-        optim_conf: Mapping[str, Any] | None,
+        optim_conf: Mapping[str, object] | None,
         model: nn.Module,
         distributed: bool = DISTRIBUTED,
         optim_loss: LossNames = None,
@@ -127,10 +127,10 @@ class OptimScheduler(ABC):
         *,
         accumulate_skipped: bool = False,
         excluded_modules: Names = None,
-        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        param_groups: Sequence[Mapping[str, object]] | None = None,
         nonfinite: str = "skip",
         manual: bool = False,
-        **sche_conf: Any,
+        **sche_conf: object,
     ):
         optim_loss = one_of_two_names(sche_conf, "optim_losses", "optim_loss", optim_loss)
         updated_modules = one_of_two_names(sche_conf, "update_modules", "updated_modules", updated_modules)
@@ -153,7 +153,7 @@ class OptimScheduler(ABC):
         self._given = {
             name: check_shared(name, value) for name, value in zip(SHARED, given) if not isinstance(value, Default)
         }
-        self._shared: dict[str, Any] = {}
+        self._shared: dict[str, object] = {}
         self.distributed, self.use_amp, self.accum_grad, self.ft_factor, self.grad_clip, self.grad_norm_type = (
             self._given.get(name, default.value) for name, default in SHARED.items()
         )
@@ -379,7 +379,7 @@ class OptimScheduler(ABC):
         self._pass = None
         self._make_stepper()
 
-    def share(self, **shared: Any) -> None:
+    def share(self, **shared: object) -> None:
         """Take values for the shared arguments that this unit was not given itself."""
         for name, value in shared.items():
             if name not in SHARED:
@@ -472,7 +472,7 @@ class OptimScheduler(ABC):
         """Return optimizer, scaler, clock and, inside a window, its gradients."""
         return save_unit(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Go on from a saved state; base rates come from the configuration, not from the file."""
         load_unit(self, state_dict)
 

@@ -51,7 +51,7 @@ def load_unit(unit: "OptimScheduler", state: Mapping[str, Any]) -> None:
         _load_window(unit, state["partial"])
 
 
-def _save_window(unit: "OptimScheduler") -> dict[str, Any] | None:
+def _save_window(unit: "OptimScheduler") -> dict[str, object] | None:
     if unit.closes and not unit.window.count:
         return None
     grads, window = {}, unit.window

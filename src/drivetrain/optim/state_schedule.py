@@ -15,7 +15,7 @@ from drivetrain.optim.positions import Position
 class StateSchedule(Protocol):
     """Anything that returns the factor on the learning rate for a state."""
 
-    def __call__(self, state: Any, ssr: float = 1.0) -> float:
+    def __call__(self, state: object, ssr: float = 1.0) -> float:
         """Return the factor."""
 
 

@@ -161,7 +161,7 @@ class StepLr(CurveLr):
         return schedules.step_decay(self.after_peak(real_step), self.steps["step_size"], self.gamma)
 
 
-def _check_milestones(name: str, value: Any) -> Sequence[Duration]:
+def _check_milestones(name: str, value: object) -> Sequence[Duration]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise ConfigError(f"{name}={value!r}: expected a list of steps or times, such as [30, 60] or ['3ep', '6ep'].")
     for milestone in value:
@@ -263,7 +263,7 @@ class OneCycleLr(CurveLr):
         return schedules.one_cycle(real_step - 1, self._peak, self._end, start, end, self.anneal)
 
 
-def _check_function(name: str, value: Any) -> Callable[..., float]:
+def _check_function(name: str, value: object) -> Callable[..., float]:
     found: Any = import_dotted(value, name) if isinstance(value, str) else value
     if not callable(found):
         raise ConfigError(f"{name}={value!r}: expected a function of the step, or of step and epoch.")
@@ -275,7 +275,7 @@ def _check_function(name: str, value: Any) -> Callable[..., float]:
     return function
 
 
-def _num_required(function: Callable[..., Any]) -> int:
+def _num_required(function: Callable[..., object]) -> int:
     parameters = inspect.signature(function).parameters.values()
     return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in parameters)
 

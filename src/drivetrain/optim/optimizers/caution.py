@@ -68,5 +68,5 @@ class Cautious(WrappedOptimizer):
         per_rate = type(self.base_optimizer).__name__.startswith("Decoupled")
         return decay * group["lr"] / (group["initial_lr"] if per_rate else 1), decay
 
-    def _own_settings(self) -> dict[str, Any]:
+    def _own_settings(self) -> dict[str, object]:
         return {"eps": self.eps}

@@ -51,5 +51,5 @@ class Lookahead(WrappedOptimizer):
             torch._foreach_copy_(fast, slow)
         return loss
 
-    def _own_settings(self) -> dict[str, Any]:
+    def _own_settings(self) -> dict[str, object]:
         return {"k": self.k, "alpha": self.alpha}

@@ -101,7 +101,7 @@ class MuonHybrid(Optimizer):
         """Take in a group, split into what Muon updates and what AdamW updates unless it says which with `muon`."""
         options = {name: value for name, value in param_group.items() if name not in ("params", "muon")}
         params = param_group["params"]
-        members: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+        members: list[object] = [params] if isinstance(params, Tensor) else list(params)
         for is_muon, own in self._sides(members, param_group.get("muon"), options):
             if own:
                 super().add_param_group({"params": own, "muon": is_muon, **options})
@@ -240,5 +240,5 @@ def _shown(member: Any) -> str:
     return member[0] if isinstance(member, tuple) else str(tuple(member.shape))
 
 
-def _is_named(member: Any, patterns: Iterable[str]) -> bool:
+def _is_named(member: object, patterns: Iterable[str]) -> bool:
     return isinstance(member, tuple) and any(fnmatch.fnmatchcase(member[0], pattern) for pattern in patterns)

@@ -34,7 +34,7 @@ class _ScheduleFree(Optimizer):
     _interpolation: ClassVar[str]
     """The group's entry that holds beta."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]):
+    def __init__(self, params: ParamsT, defaults: dict[str, object]):
         name = type(self).__name__
         if isinstance(defaults["lr"], Tensor):
             raise ConfigError(f"{name}(lr=...): expected a number; the averaging weights need the rate on the host.")
@@ -53,7 +53,7 @@ class _ScheduleFree(Optimizer):
                     "y. Give a number above 0; 0.9 is usual."
                 )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._training_weights = {}  # those of another moment
         self.__dict__.setdefault("_has_warned", False)
@@ -111,7 +111,7 @@ class _ScheduleFree(Optimizer):
             torch._foreach_add_(z, directions, alpha=-lr)
         return loss
 
-    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: dict[str, object], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
         """Return what a step of one goes against, weight decay included; each optimizer has its own."""
         raise NotImplementedError
 

@@ -90,5 +90,5 @@ class SAMOptimizer(WrappedOptimizer):
         if before:
             torch._foreach_copy_(local_parts(before), local_parts(before.values()))
 
-    def _own_settings(self) -> dict[str, Any]:
+    def _own_settings(self) -> dict[str, object]:
         return {"rho": self.rho, "epsilon": self.epsilon, "interval": self.interval}

@@ -23,7 +23,7 @@ def check_rates(who: str, **rates: Any) -> None:
     check_numbers(who, **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)})
 
 
-def check_betas(who: str, **pairs: Any) -> tuple[float, float]:
+def check_betas(who: str, **pairs: object) -> tuple[float, float]:
     """Refuse anything but two numbers from 0 to below 1."""
     ((name, pair),) = pairs.items()
     if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -75,7 +75,7 @@ def bare_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return inspect.unwrap(cls.step)
 
 
-def evaluate(closure: Callable[[], Any] | None) -> Any:
+def evaluate(closure: Callable[[], object] | None) -> Any:
     """Call a closure with gradients switched on, as every optimizer does first, and return its loss."""
     if closure is None:
         return None

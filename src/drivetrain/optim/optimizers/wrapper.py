@@ -56,7 +56,7 @@ class WrappedOptimizer(Optimizer):
         return self.base_optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
+    def defaults(self, defaults: dict[str, object]) -> None:
         self.base_optimizer.defaults = defaults
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -118,7 +118,7 @@ class WrappedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"base_optimizer": self.base_optimizer, "_kept": self._kept, **self._own_settings()}
 
-    def _own_settings(self) -> dict[str, Any]:
+    def _own_settings(self) -> dict[str, object]:
         """Return the attributes a copy needs."""
         return {}
 
