@@ -14,8 +14,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from drivetrain.core.errors import ParameterError, nearest_name
-
 if TYPE_CHECKING:
     from drivetrain.experiment.parameters import Parameter, ParameterSet
     from drivetrain.experiment.resolve import Given
@@ -89,6 +87,8 @@ class Parser(argparse.ArgumentParser):
 
     def hint(self, word: str) -> str:
         """Return the end of a sentence about an unknown option: the nearest one, if any is near."""
+        from drivetrain.core.errors import nearest_name
+
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
         near = nearest_name(word.partition("=")[0], [flag for action in shown for flag in action.option_strings])
         return f"; did you mean {near}?" if near else "."
@@ -114,6 +114,7 @@ class Command(NamedTuple):
 
 def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
     """Read the options of one experiment; anything that is not understood is a `ParameterError`."""
+    from drivetrain.core.errors import ParameterError
     from drivetrain.experiment.resolve import Given
 
     words = list(_spelled_out(argv, parameters))
@@ -135,6 +136,8 @@ def _own(option: str) -> str:
 
 def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[str]:
     """Yield the words with options in one spelling, and flags with their value, so that the next word is never taken for it."""
+    from drivetrain.core.errors import ParameterError
+
     for place, word in enumerate(map(str, argv)):
         flag, has_value, text = word.partition("=")
         name = flag[2:].replace("-", "_")

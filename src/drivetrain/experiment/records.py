@@ -12,9 +12,11 @@ from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, read_limited
 from drivetrain.core.locking import is_locked
 from drivetrain.experiment.run_folder import JSON_LIMIT, LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
-from drivetrain.experiment.standard import START_ONLY
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
+START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
+"""Parameters of one start of a program: never read from a file, and not shown among the parameters of a run."""
+
 STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, LOST)
 
 

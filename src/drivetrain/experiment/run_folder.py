@@ -5,14 +5,10 @@ The manifest says what the run was made of (command, origins of parameters, code
 
 import enum
 import functools
-import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import string
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -172,6 +168,8 @@ def describe_run(source: str | None, hidden: Iterable[str], **fields: object) ->
 
 def hash_source(path: str | Path | None) -> str | None:
     """Return the SHA-256 of a source file, None where it cannot be read."""
+    import hashlib
+
     try:
         return None if path is None else hashlib.sha256(read_limited(Path(path).resolve(), SOURCE_LIMIT)).hexdigest()
     except OSError:
@@ -184,6 +182,8 @@ def add_to_manifest(folder: Path, **fields: object) -> None:
 
 
 def _host() -> dict[str, object]:
+    import platform
+
     return {
         "name": platform.node(),
         "system": platform.platform(),
@@ -196,6 +196,8 @@ def _host() -> dict[str, object]:
 
 @functools.cache
 def _packages() -> dict[str, str]:
+    import importlib.metadata
+
     found = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
@@ -218,6 +220,8 @@ def _git(folder: str) -> dict[str, str] | None:
 
 
 def _git_output(folder: str, *arguments: str) -> str | None:
+    import subprocess
+
     try:
         done = subprocess.run(
             ["git", "-C", folder, *arguments], capture_output=True, text=True, errors="replace", timeout=10, check=False

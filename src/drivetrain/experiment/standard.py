@@ -15,9 +15,6 @@ BOOKKEEPING = frozenset(
 )
 """Where and how a run happens, not what it computes: they do not make it another run when it is resumed."""
 
-START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
-"""Parameters of one start of a program: never read from a file, and not shown among the parameters of a run."""
-
 
 def process_count(value: Any) -> int | str:
     """Read a number of processes, or `auto`."""

@@ -63,14 +63,16 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 def _run_verb(words: list[str]) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
-    from drivetrain.core.errors import DrivetrainError, unknown_name
-
     if chosen is not None and chosen not in VERBS:
+        from drivetrain.core.errors import unknown_name
+
         print_error(unknown_name("verb", chosen, VERBS), "Usage: drivetrain VERB ...    (--help lists all verbs)")
         return BAD_INPUT
     arguments, unknown = build_parser(chosen).parse_known_args(words)
     if unknown:
         arguments.parser.error(f"{unknown[0]} is not understood here{arguments.parser.hint(unknown[0])}")
+    from drivetrain.core.errors import DrivetrainError
+
     try:
         return int(arguments.execute(arguments))
     except DrivetrainError as error:
