@@ -7,9 +7,8 @@ Parameters of an experiment come in one order: plugins and standard ones, the gr
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from drivetrain.core.errors import ParameterError, nearest_name
 from drivetrain.experiment.command_line import (
@@ -30,6 +29,9 @@ from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
 from drivetrain.experiment.signature import CallSignature, description_of
 from drivetrain.experiment.standard import standard_parameters
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -169,7 +171,7 @@ class Experiment(_WithParameters):
         about = description_of(self.main_function)
         return experiment_parser(program or program_name(), self.parameters, about, common).format_help().rstrip()
 
-    def run_in_new_process(self, params: Mapping[str, Any]) -> BaseProcess:
+    def run_in_new_process(self, params: Mapping[str, Any]) -> "BaseProcess":
         """Run in a new process and return its handle; the caller waits for it."""
         from drivetrain.experiment.subprocesses import run_in_new_process
 
