@@ -3,6 +3,7 @@
 It is an object, not a module called `torch`, so that nothing can shadow the real one.
 """
 
+import contextlib
 import importlib
 
 _HOMES = {
@@ -12,13 +13,31 @@ _HOMES = {
     "drivetrain.record.recorder": ("Recorder",),
     "drivetrain.checkpoint.store": ("save_checkpoint", "load_checkpoint"),
     "drivetrain.runtime.ranks": ("is_distributed", "is_master", "get_num_processes", "get_rank", "get_local_rank"),
-    "drivetrain.runtime.collectives": ("broadcast_from_master", "distributed_barrier"),
+    "drivetrain.compat.pystematic_torch": ("broadcast_from_master",),
+    "drivetrain.runtime.collectives": ("distributed_barrier",),
     "drivetrain.runtime.group": ("init_distributed",),
     "drivetrain.runtime.seeds": ("derive_seed",),
     "drivetrain.context.state": ("State",),
     "drivetrain.checkpoint.checkpointer": ("Checkpointer",),
     "drivetrain.experiment.sweeps.sweeping": ("run_parameter_sweep",),
 }
+
+
+def broadcast_from_master(value: object) -> object:
+    """Return rank 0's value, numbers and lists of them as a tensor, as pystematic-torch does.
+
+    `drivetrain.broadcast_from_master` returns the kind it was given.
+    """
+    import torch
+
+    from drivetrain.runtime import collectives
+
+    if not isinstance(value, torch.Tensor):
+        with contextlib.suppress(
+            TypeError, ValueError, RuntimeError
+        ):  # text, dicts: pystematic could not send them at all
+            value = torch.tensor(value)
+    return collectives.broadcast_from_master(value)
 
 
 class TorchNames:

@@ -49,16 +49,16 @@ def print_any_text() -> None:
             stream.reconfigure(errors=REPLACED)
 
 
-class Argument(NamedTuple):
+class VerbArgument(NamedTuple):
     """What `add_argument` takes, so that a verb can declare its arguments as a table."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
 
 
-def argument(*names: str, **options: Any) -> Argument:
+def argument(*names: str, **options: Any) -> VerbArgument:
     """Declare one argument of a verb."""
-    return Argument(names, options)
+    return VerbArgument(names, options)
 
 
 JSON = argument("--json", action="store_true", help="print the same data as JSON")
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._negative_number_matcher = NUMBER
 
-    def add(self, arguments: Iterable[Argument]) -> None:
+    def add(self, arguments: Iterable[VerbArgument]) -> None:
         """Add the arguments of a table."""
         for entry in arguments:
             self.add_argument(*entry.names, **entry.options)
