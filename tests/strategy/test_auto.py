@@ -442,6 +442,24 @@ def test_apply_shapes_a_context_of_ones_own():
     assert pairs == pytest.approx(plain_losses()[0], rel=1e-4)
 
 
+def test_a_batch_that_cannot_be_split_leaves_ones_own_context_as_it_was():
+    from drivetrain import Context, SmartDataLoader
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    plan = Strategy([("micro_batch", 3), "fused_optimizer", ("half", "bf16")])
+    for arguments, message in (
+        ({"global_batch_size": 8}, "does not divide"),
+        ({"batch_size": 8}, "global_batch_size="),
+    ):
+        loader = SmartDataLoader(make_data(), loading_bar=False, **arguments)
+        ctx = Context(model=model, optimizer=optimizer, loader=loader, loss_func=loss_func)
+        with pytest.raises(ConfigError, match=message):
+            plan.apply(ctx)
+        assert ctx.optimizer is optimizer and ctx.loader is loader and ctx.loss_func is loss_func
+        assert {parameter.dtype for parameter in ctx.model.parameters()} == {torch.float32}
+
+
 def test_a_plan_changes_what_the_model_of_ones_own_context_is_called_with():
     from drivetrain import Context
 

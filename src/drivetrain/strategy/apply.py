@@ -24,6 +24,7 @@ from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
 from drivetrain.module.wrapping import unwrap, wrap_ddp
 from drivetrain.runtime.ranks import clear_data_ranks, is_master
+from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.materialising import materialise
 from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
@@ -340,8 +341,13 @@ def apply_to_context(plan: "Strategy", context: Context) -> Context:
     check_model(model, "Strategy.apply")
     resolved = resolve_plan(plan, model=model, device=context.device)
     loader = getattr(context, "loader", None)
-    if resolved.splitter is not None and loader is None:
-        raise ConfigError(f"{resolved.splitter} needs the item 'loader' in the Context, with a global_batch_size.")
+    if resolved.splitter is not None:  # checked before anything is changed
+        if loader is None:
+            raise ConfigError(f"{resolved.splitter} needs the item 'loader' in the Context, with a global_batch_size.")
+        if (size := getattr(loader, "global_batch_size", None)) is not None:
+            plan_batch(size, resolved.data_ranks, *resolved.batch_split)
+        elif resolved.batch_split != (None, None):
+            raise ConfigError(f"{resolved.splitter} needs a loader that was made with global_batch_size=.")
     app = Application(context, resolved, loss_func=getattr(context, "loss_func", None))
     app.recipe = None if app.optimizer is None else recipe_of(app.optimizer, model)
     finish(apply_to_called_model(app), loader)
