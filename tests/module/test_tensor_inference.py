@@ -183,3 +183,9 @@ def test_models_of_transformers_are_understood(name):
     styles = infer_tp_plan(model, 2).styles
     assert split.items() <= styles.items()
     assert not any(whole in layer for layer in styles)
+
+
+def test_a_block_that_would_take_too_much_memory_is_not_tried(monkeypatch):
+    monkeypatch.setattr("drivetrain.module.tensor_inference.MOST_TRIED", 100)
+    plan = infer_tp_plan(TinyGPT(), 2)
+    assert not plan.styles and "was not tried" in plan.remarks[0]

@@ -32,6 +32,12 @@ def test_registered_plans_are_found_wherever_their_class_stands():
     assert find_tp_plan(model) == {}
     model._tp_plan = {"up": "colwise"}
     assert find_tp_plan(model) == {"up": "colwise"}
+    other = Mlp()
+    other._tp_plan = {"up": "of another library"}
+    outer = nn.ModuleDict({"wrapped": model, "other": other})
+    assert find_tp_plan(outer) == {"wrapped.up": "colwise"}
+    outer._tp_plan = {"wrapped.down": "rowwise"}
+    assert find_tp_plan(outer) == {"wrapped.down": "rowwise"}  # the plan of the whole is also that of its parts
 
 
 def test_patterns_expand_and_wrong_plans_are_refused():

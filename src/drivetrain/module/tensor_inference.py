@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
+from drivetrain.core.quantities import shown_bytes
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
 from drivetrain.module.tensor_trials import (
@@ -31,6 +32,8 @@ from drivetrain.module.tensor_trials import (
     tensors_in,
 )
 
+MOST_TRIED = 2**28
+"""Parameters of the largest block that is tried; it runs on real weights in float32, here of 1 GiB."""
 _ATTRIBUTE = "_feeds"  # which open layers a tensor was computed from
 
 
@@ -73,6 +76,12 @@ def infer_tp_plan(model: nn.Module, size: int) -> InferredPlan:
 
 def _infer_block(name: str, block: nn.Module, size: int, given: Any, remarks: list[str]) -> dict[str, str]:
     """Return the styles of a block's layers, by their names inside it."""
+    count = sum(parameter.numel() for parameter in block.parameters())
+    if count > MOST_TRIED:
+        remarks.append(
+            f"{name} was not tried, because its {count / 1e6:.0f} million parameters would take {shown_bytes(4 * count)}"
+        )
+        return {}
     with outside_fake_mode(), torch.no_grad(), torch.random.fork_rng(devices=[]), in_evaluation(block):
         torch.manual_seed(0)  # forked: the numbers drawn here leave no trace
         state = made_up_state(block)

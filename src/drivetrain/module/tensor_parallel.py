@@ -40,7 +40,7 @@ def register_tp_plan(cls: type[nn.Module], plan: Mapping[str, Any]) -> None:
 
 
 def find_tp_plan(model: nn.Module) -> dict[str, Any]:
-    """Return the plan of a model: registered for its class or for classes inside it, or the model's own `tp_plan`."""
+    """Return the plan of a model: registered for its class or for classes inside it, or its own or an inner module's `tp_plan`."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for cls in written_class(module).__mro__:
@@ -49,8 +49,14 @@ def find_tp_plan(model: nn.Module) -> dict[str, Any]:
                 break
     if found:
         return found
-    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    return _translated(model, own) if isinstance(own, Mapping) else {}
+    outer: list[str] = []  # modules with plans, which are also those of what is inside them
+    for path, module in model.named_modules():  # a model of transformers may be inside a module of the user's own
+        own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+        if isinstance(own, Mapping) and not any(path.startswith(prefix) for prefix in outer):
+            prefix = f"{path}." if path else ""
+            outer.append(prefix)
+            found.update({prefix + name: style for name, style in _translated(module, own).items()})
+    return found
 
 
 def _translated(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:

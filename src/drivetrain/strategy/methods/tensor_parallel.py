@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
 from drivetrain.core.errors import ConfigError, ConflictError, MethodConfigError, StrategyError
 from drivetrain.module.tensor_parallel import STYLES, expand_tp_plan, find_tp_plan, parallelize, split_head
 from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
@@ -215,10 +217,13 @@ class _Initialising:
         synchronise([*module.parameters(recurse=False), *module.buffers(recurse=False)], self.mesh)
 
 
-def _has_own_plan(model: Any, size: int) -> bool:
+def _has_own_plan(model: nn.Module, size: int) -> bool:
     """Return whether a registered plan or the model's own can be used; one of transformers needs heads that divide."""
     if not find_tp_plan(model):
         return False
-    text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
-    heads = [getattr(text, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
-    return all(count % size == 0 for count in heads)
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    texts = [getattr(config, "get_text_config", lambda: None)() for config in configs.values()]
+    names = ("num_attention_heads", "num_key_value_heads")
+    return all((getattr(text, name, None) or 0) % size == 0 for text in texts for name in names)
