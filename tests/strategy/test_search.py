@@ -1,6 +1,8 @@
 """The search: which candidates there are, how they are ranked, and how a plan is found, verified, explained and agreed on."""
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -829,3 +831,47 @@ def test_two_ranks_agree_on_every_number(world2):
     plan = Strategy.from_json(first)
     assert plan.evidence == "measured" and plan.mesh == (("data", 2),) and plan.batch.micro == 4
     assert "parallel_mode" in plan and plan.measured["is_verified"]
+
+
+LARGE = """
+import resource, torch
+from torch import nn
+from drivetrain.strategy.device_spec import DeviceSpec
+from drivetrain.strategy.resolve import resolve_plan
+from drivetrain.strategy.search.find import SearchConstraints, find_plan
+from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.value import Strategy
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(128256, 16384)
+        layer = dict(nhead=128, dim_feedforward=65536, batch_first=True, dropout=0.0)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(16384, **layer) for _ in range(120)])
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+with torch.device("meta"):
+    model = Large()
+assert sum(p.numel() for p in model.parameters()) > 380e9
+task = TrainingTask(
+    model=model, call=CallModel("unpack_dict"), loss_func=lambda inputs, y: y.float().square().mean(), optim_func=torch.optim.AdamW,
+    samples={"tokens": torch.zeros(4, 2048, dtype=torch.long)}, global_batch_size=1024,
+)
+constraints = SearchConstraints(time_limit=120.0, spec=DeviceSpec.preset("h100"), plan_only=True)
+plan = find_plan(task, device=torch.device("cpu"), world=1024, constraints=constraints)
+assert plan.failure is None, plan.failure
+resolve_plan(Strategy.load(plan.to_json()), model=model, device="cpu", world=1024)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_planning_for_400_billion_parameters_takes_less_than_two_gigabytes():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LARGE], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) < 2e9
