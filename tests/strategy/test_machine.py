@@ -24,7 +24,7 @@ from drivetrain.strategy.profile.machine import (
     write_machine,
 )
 from drivetrain.strategy.profile.measure_machine import measure
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 
 CPU = torch.device("cpu")
 

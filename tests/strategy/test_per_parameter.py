@@ -13,7 +13,7 @@ from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.checking import Measured, share_of_plan, verdict
 from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
-from drivetrain.strategy.trial.values import Yardstick
+from drivetrain.strategy.trial.report import Yardstick
 from drivetrain.strategy.value import Strategy
 from tests.strategy.tasks import loss_func, make_data, make_model
 

@@ -40,7 +40,7 @@ from drivetrain.strategy.search.ranking import (
 )
 from drivetrain.strategy.search.space import build_space
 from drivetrain.strategy.task import CallModel, TrainingTask
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Strategy
 from tests.strategy.candidates import candidate, checkpoint_of, effects, sharding_of
 from tests.strategy.candidates import candidate as make_candidate

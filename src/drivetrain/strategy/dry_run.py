@@ -46,7 +46,7 @@ STAND_IN_ELEMENTS = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class DryRunOutcome:
     """What a trial showed."""
 
     failure: Failure | None = None
@@ -61,7 +61,7 @@ def verify_plan(
     device: torch.device,
     batch: BatchPlan | None = None,
     time_limit: float = VERIFY_SECONDS,
-) -> Outcome:
+) -> DryRunOutcome:
     """Try a given plan on all ranks and return what they agree on; every rank calls it with the same arguments.
 
     `batch` is how the global batch is split; None lets the task's size and the plan decide. What the user wrote wrongly raises.
@@ -71,7 +71,7 @@ def verify_plan(
     if task.model is not None and _on_meta(task.model):
         model, text = stand_in(task.model, plan)
         if model is None:
-            return Outcome(notes=(f"dry run: left out, because {text}",))
+            return DryRunOutcome(notes=(f"dry run: left out, because {text}",))
         task, notes = replace(task, model=model, model_fn=None), (f"dry run: {text}",)
     if batch is not None:
         plan = replace(plan, batch=batch)
@@ -83,7 +83,9 @@ def verify_plan(
     return replace(outcome, notes=(*notes, *outcome.notes))
 
 
-def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float) -> Outcome | None:
+def _verify_in_children(
+    plan: Strategy, task: TrainingTask, device: torch.device, time_limit: float
+) -> DryRunOutcome | None:
     """Return what processes of their own found, or None where the task cannot be sent to them."""
     from drivetrain.strategy.trial.running import NoProcess, TrialPool
 
@@ -95,14 +97,14 @@ def _verify_in_children(plan: Strategy, task: TrainingTask, device: torch.device
         except NoProcess as error:
             result = error.result
     if result.outcome == "ok":
-        return Outcome(notes=tuple(f"dry run: {note}" for note in result.notes))
+        return DryRunOutcome(notes=tuple(f"dry run: {note}" for note in result.notes))
     mistake = getattr(errors, result.error_class, None)
     if isinstance(mistake, type) and issubclass(mistake, ConfigError):
         raise mistake(result.message)
-    return Outcome(failure=Failure(kind=result.outcome, message=result.message))
+    return DryRunOutcome(failure=Failure(kind=result.outcome, message=result.message))
 
 
-def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Outcome:
+def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> DryRunOutcome:
     """Run one trial on all ranks, in the ranks themselves, and return what they agree on; applying the plan warns again."""
     refuse_inside_trial("the dry run of a plan")
     with warnings.catch_warnings():
@@ -110,13 +112,13 @@ def try_plan(plan: Strategy, task: TrainingTask, *, device: torch.device) -> Out
         return _try_plan(plan, task, device)
 
 
-def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> Outcome:
+def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> DryRunOutcome:
     resolved = resolve_plan(plan, model=task.model, device=device)
     random_state, settings = capture_rng(), ProcessSettings.capture()
     try:
         trial = task.build()
     except Exception as error:  # a model may hold anything; one that cannot be copied cannot be tried
-        return Outcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
+        return DryRunOutcome(notes=(f"dry run: left out, because the model cannot be copied ({error})",))
     kind, message = "ok", ""
     try:
         kind, message = _run(trial, plan, resolved, task)
@@ -135,8 +137,8 @@ def _try_plan(plan: Strategy, task: TrainingTask, device: torch.device) -> Outco
         settings.restore()
     for rank, (other, text) in enumerate(all_gather_values((kind, message))):
         if other != "ok":
-            return Outcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
-    return Outcome(notes=(f"dry run: {message}",))
+            return DryRunOutcome(failure=Failure(kind=other, message=f"rank {rank}: {text}"))
+    return DryRunOutcome(notes=(f"dry run: {message}",))
 
 
 def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: TrainingTask) -> tuple[str, str]:

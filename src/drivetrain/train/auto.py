@@ -32,7 +32,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchPlan, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
-from drivetrain.strategy.dry_run import Outcome, verify_plan
+from drivetrain.strategy.dry_run import DryRunOutcome, verify_plan
 from drivetrain.strategy.loading import make_loader
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
@@ -467,14 +467,14 @@ class _Request:
 
     # Trying it.
 
-    def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchPlan | None) -> Outcome:
+    def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchPlan | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
-            return Outcome(notes=("dry run: left out, because ignore_dryrun_on_load_strategy was given",))
+            return DryRunOutcome(notes=("dry run: left out, because ignore_dryrun_on_load_strategy was given",))
         has_data = self.dataset is not None or self.options.sample_batch is not None
         needs = {"optim_func": self.optim_func is not None, "loss_func": self.loss_func is not None, "data": has_data}
         missing = [name for name, there in needs.items() if not there]
         if missing:
-            return Outcome(notes=(f"dry run: left out, because there is no {' and no '.join(missing)}",))
+            return DryRunOutcome(notes=(f"dry run: left out, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> Any:

@@ -32,7 +32,7 @@ from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
 from drivetrain.strategy.profile.values import Link, MachineProfile
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 
 EFFICIENCY = 0.55
 """What a program reaches of a data sheet's figures, until it is measured."""

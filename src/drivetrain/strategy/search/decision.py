@@ -8,7 +8,7 @@ from drivetrain.core.quantities import shown_bytes
 from drivetrain.strategy.search.constraints import plain_numbers
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import SearchSpace
-from drivetrain.strategy.trial.values import TrialResult
+from drivetrain.strategy.trial.report import TrialResult
 from drivetrain.strategy.value import Evidence, Failure, Strategy
 
 _MOST_POINTS = 500

@@ -19,7 +19,7 @@ from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose
 from drivetrain.strategy.search.ranking import TIE, Scored, are_alike, is_ruled_out
 from drivetrain.strategy.search.space import SearchSpace
-from drivetrain.strategy.trial.values import TrialResult, Yardstick
+from drivetrain.strategy.trial.report import TrialResult, Yardstick
 from drivetrain.strategy.value import Strategy
 
 if TYPE_CHECKING:

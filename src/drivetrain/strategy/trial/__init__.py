@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         ".running": ["TrialPool", "run_trial"],
-        ".values": ["TrialResult", "Yardstick"],
+        ".report": ["TrialResult", "Yardstick"],
         ".process": ["refuse_inside_trial"],
     },
 )

@@ -1,8 +1,8 @@
 # Written by `make stubs` from the lazy exports of this module.
 from drivetrain.strategy.trial.running import TrialPool as TrialPool
 from drivetrain.strategy.trial.running import run_trial as run_trial
-from drivetrain.strategy.trial.values import TrialResult as TrialResult
-from drivetrain.strategy.trial.values import Yardstick as Yardstick
+from drivetrain.strategy.trial.report import TrialResult as TrialResult
+from drivetrain.strategy.trial.report import Yardstick as Yardstick
 from drivetrain.strategy.trial.process import refuse_inside_trial as refuse_inside_trial
 
 __all__ = [

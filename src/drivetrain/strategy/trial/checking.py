@@ -30,7 +30,7 @@ from drivetrain.strategy.trial.per_parameter import (
     plain_numbers,
     watch_movements,
 )
-from drivetrain.strategy.trial.values import OutcomeKind, Yardstick
+from drivetrain.strategy.trial.report import OutcomeKind, Yardstick
 
 CHECK_SAMPLES, MOST_SAMPLES = 8, 32
 LEVELS = ("exact", "tf32", "mixed", "low")

@@ -36,7 +36,7 @@ from drivetrain.strategy.trial.checking import (
     verdict,
 )
 from drivetrain.strategy.trial.memory import MemoryMeter
-from drivetrain.strategy.trial.values import PLAIN, OutcomeKind, Yardstick
+from drivetrain.strategy.trial.report import PLAIN, OutcomeKind, Yardstick
 from drivetrain.strategy.value import Strategy
 
 WARM_UP_STEPS = 2

@@ -30,8 +30,7 @@ from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.child import ChildSettings
 from drivetrain.strategy.trial.measuring import Order, failure_of, measure, tidy
 from drivetrain.strategy.trial.process import TrialProcess, refuse_inside_trial
-from drivetrain.strategy.trial.report import Report, cause_of, merge
-from drivetrain.strategy.trial.values import PLAIN, TrialResult, Yardstick
+from drivetrain.strategy.trial.report import PLAIN, Report, TrialResult, Yardstick, cause_of, merge
 from drivetrain.strategy.value import Strategy
 
 SILENCE_SECONDS = 30.0
