@@ -123,7 +123,7 @@ ANY_CEILING = 3250
 """Annotations with `Any`; the goal is 1,200."""
 WRITES_CEILING = 720
 """Attributes that are written from outside their class."""
-LONGEST = {"train/trainer.py": 700, "train/auto.py": 520, "module/stepper.py": 520, "optim/scheduler.py": 510}
+LONGEST = {"train/trainer.py": 700, "module/stepper.py": 520, "optim/scheduler.py": 510}
 """Files that have more than 500 lines, and how many they may have; the goal is one, train/trainer.py, with 600."""
 
 _DATA = frozenset(

@@ -19,6 +19,7 @@ from drivetrain.context.context import Context
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.types import Batch, Settings
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
@@ -82,7 +83,7 @@ class Application:
         """Runs a model on a few samples and returns its outputs; None where no data is at hand."""
         self.notes: list[str] = []
         """What methods found out while they were applied."""
-        self.ddp_settings: dict[str, Any] = {}
+        self.ddp_settings: Settings = {}
         self.input_changes: list[Callable[[Tensor], Tensor]] = []
         self.loss_changes: list[Callable[[LossFunc], LossFunc]] = []
         self.recipe_changes: list[Callable[[OptimizerRecipe], None]] = []
@@ -139,7 +140,7 @@ class Application:
         """The model, or while a pipeline is built the one it is a part of."""
         return self.model if self.whole is None else self.whole
 
-    def held(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def held(self, named: Mapping[str, Any]) -> Settings:
         """Return what is named after modules that this rank holds; a stage of a pipeline does not hold all."""
         here = {name for name, module in self.model.named_modules() if not isinstance(module, Elsewhere)}
         return {name: value for name, value in named.items() if name in here}
@@ -148,14 +149,14 @@ class Application:
         """Keep a remark for `explain()`."""
         self.notes.append(text)
 
-    def prepared(self, data: Any, device: torch.device | str | None = None) -> Any:
+    def prepared(self, data: Batch, device: torch.device | str | None = None) -> Any:
         """Return the model's input for what a loader yields: moved, and changed as the plan asks."""
         target = self.device if device is None else torch.device(device)
         return prepared_input(data, target, self.prepare_input, self.input_changes)
 
 
 def prepared_input(
-    data: Any,
+    data: Batch,
     device: torch.device,
     prepare_input: Callable[[Any, torch.device], Any] | None = None,
     changes: Sequence[Callable[[Tensor], Tensor]] = (),
@@ -315,9 +316,7 @@ class ChangeInputs:
     def __init__(self, changes: Sequence[Callable[[Tensor], Tensor]]):
         self.changes = changes
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Settings) -> tuple[tuple[Any, ...], Settings]:
         return change_tensors(args, self.changes), change_tensors(kwargs, self.changes)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import DrivetrainWarning, MethodConfigError, unknown_name
+from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -114,7 +115,7 @@ class Method(Generic[C]):
             if self.short is None:
                 raise self.bad("config", config, "None or a dict" if self._keys() else "no configuration at all")
             config = {self.short: config}
-        values: dict[str, Any] = {}
+        values: Settings = {}
         for key, value in config.items():
             if key in self.ignored_keys:
                 warnings.warn(
@@ -127,11 +128,11 @@ class Method(Generic[C]):
             values[name] = frozen(value)
         return self.Config(**self.read(values))
 
-    def read(self, values: dict[str, Any]) -> dict[str, Any]:
+    def read(self, values: Settings) -> Settings:
         """Check and convert the values of the keys that were given."""
         return values
 
-    def plain(self, config: C) -> dict[str, Any]:
+    def plain(self, config: C) -> Settings:
         """Return a configuration as JSON holds it; `parse` turns it back into an equal one."""
         return {item.name: thawed(getattr(config, item.name)) for item in dataclasses.fields(config)}  # type: ignore[arg-type]
 
@@ -142,7 +143,7 @@ class Method(Generic[C]):
         """Return the error for a value that this method does not understand."""
         return MethodConfigError(f"{self.name}: {key}={given!r} is not understood; expected {expected}.")
 
-    def expand(self, config: C) -> dict[str, Any] | None:
+    def expand(self, config: C) -> Settings | None:
         """Return the methods that this one stands for, each with what `parse` takes; None for a method of its own."""
         return None
 
@@ -229,7 +230,7 @@ class Method(Generic[C]):
         """Return pairs of micro-batch and accumulation for a rank's part of a batch; None: the method does not split batches."""
         return None
 
-    def implied(self, candidate: "Candidate") -> dict[str, Any] | None:
+    def implied(self, candidate: "Candidate") -> Settings | None:
         """Return the settings that a candidate's mesh and batch split imply; None: it does not need the method for them."""
         return None
 

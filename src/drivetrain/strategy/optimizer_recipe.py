@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Settings
 from drivetrain.module.optimizer_kernels import start_momentum
 from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
 
@@ -24,7 +25,7 @@ class OptimizerRecipe:
 
     build: Callable[..., Optimizer]
     """Called with parameters or groups, and the settings."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     groups: Callable[[nn.Module], Any] = lambda model: model.parameters()
     existing: Optimizer | None = None
     """An optimizer of the user's own that this recipe would replace."""
@@ -79,9 +80,9 @@ def recipe_of(optimizer: Optimizer, model: nn.Module) -> OptimizerRecipe:
 class NamedGroups:
     """An optimizer's groups for any model of the same structure: parameters by name, and what each group sets."""
 
-    layout: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+    layout: tuple[tuple[tuple[str, ...], Settings], ...]
 
-    def __call__(self, model: nn.Module) -> list[dict[str, Any]]:
+    def __call__(self, model: nn.Module) -> list[Settings]:
         parameters = dict(named_clean_parameters(model))
         return [  # a stage of a pipeline has only some of them
             {**settings, "params": [parameters[name] for name in held if name in parameters]}
@@ -89,7 +90,7 @@ class NamedGroups:
         ]
 
 
-def _own_settings(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _own_settings(group: Settings, defaults: Settings) -> Settings:
     return {
         key: value
         for key, value in group.items()

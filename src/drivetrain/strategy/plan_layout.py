@@ -22,6 +22,7 @@ from drivetrain.context.optimizers import save_optimizer
 from drivetrain.context.saving import Saving
 from drivetrain.context.table import parameter_names
 from drivetrain.core.errors import StateError
+from drivetrain.core.types import StateDict
 from drivetrain.module.clean_state import clean_state_dict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
@@ -46,7 +47,7 @@ class PlanLayout:
     copies: "DeviceMesh | None" = None
     """The mesh on which parameters that are sharded once for each tensor rank are saved."""
 
-    def save(self, context: Context, full: bool) -> dict[str, Any]:
+    def save(self, context: Context, full: bool) -> StateDict:
         """Return the state of every item; `full` also joins the stages of a pipeline, on rank 0."""
         model = getattr(context, "model", None)
         if isinstance(model, PipelinedModel):
@@ -55,7 +56,7 @@ class PlanLayout:
         state = Saving(context, full).pack(context, "")
         return state if full or self.copies is None else with_copies(state, self.copies)
 
-    def own_part(self, context: Context, state: dict[str, Any]) -> dict[str, Any]:
+    def own_part(self, context: Context, state: StateDict) -> StateDict:
         """Return what this rank takes of a saved state; of a whole model's, a pipeline takes its own stages."""
         model = getattr(context, "model", None)
         state = check_stages(model, state)
@@ -67,11 +68,11 @@ class PlanLayout:
         return state
 
 
-def joined_state(context: Context, state: dict[str, Any]) -> dict[str, Any]:
+def joined_state(context: Context, state: StateDict) -> StateDict:
     """Return this rank's state with model and optimizer of all stages, on rank 0; the others take part and get nothing."""
     pipeline = context.model  # type: ignore[attr-defined]
     assert isinstance(pipeline, PipelinedModel)
-    own: dict[str, Any] = {"model": dict(clean_state_dict(pipeline))}
+    own: StateDict = {"model": dict(clean_state_dict(pipeline))}
     optimizer = getattr(context, "optimizer", None)
     if optimizer is not None:
         own["optimizer"] = save_optimizer(optimizer, parameter_names(context))
@@ -93,11 +94,11 @@ def joined_state(context: Context, state: dict[str, Any]) -> dict[str, Any]:
     return tree_map_only(Tensor, _full, state)
 
 
-def _stages(pipeline: PipelinedModel) -> dict[str, Any]:
+def _stages(pipeline: PipelinedModel) -> StateDict:
     return {"own": list(pipeline.own), "starts": list(pipeline.split.starts)}
 
 
-def check_stages(model: object, state: Mapping[str, Any]) -> dict[str, Any]:
+def check_stages(model: object, state: Mapping[str, Any]) -> StateDict:
     """Return a state without the note of its stages; stages that are not this rank's are rejected."""
     saved = state.get(STAGES)
     if saved is not None and not (isinstance(model, PipelinedModel) and dict(saved) == _stages(model)):
@@ -118,7 +119,7 @@ def _said(stages: Mapping[str, Any]) -> str:
     return f"stage {own} of {len(stages['starts']) + 1} (cut before {', '.join(stages['starts'])})"
 
 
-def own_share(context: Context, state: Mapping[str, Any]) -> dict[str, Any]:
+def own_share(context: Context, state: Mapping[str, Any]) -> StateDict:
     """Return a state without what belongs to stages of other ranks; one that has only this rank's stages stays as it is."""
     pipeline = context.model  # type: ignore[attr-defined]
     assert isinstance(pipeline, PipelinedModel)
@@ -137,7 +138,7 @@ def _full(tensor: Tensor) -> Tensor:
     return (full.full_tensor() if is_dtensor(full) else full).cpu()  # type: ignore[attr-defined]
 
 
-def _joined_optimizer(stages: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined_optimizer(stages: list[StateDict]) -> StateDict:
     """Return one optimizer state of several, with parameters numbered again in the order of groups, then stages."""
     counts = {len(stage["param_groups"]) for stage in stages}
     if len(counts) > 1:
@@ -145,7 +146,7 @@ def _joined_optimizer(stages: list[dict[str, Any]]) -> dict[str, Any]:
             f"the optimizers of the pipeline's stages have {sorted(counts)} parameter groups. Return the same groups on every rank, empty "
             "ones where a stage has none of the parameters."
         )
-    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    joined: StateDict = {"state": {}, "param_groups": []}
     number = 0
     for members in zip(*(stage["param_groups"] for stage in stages)):
         group = {**members[0], "params": [], "param_names": []}
@@ -160,7 +161,7 @@ def _joined_optimizer(stages: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def _share_of_optimizer(saved: dict[str, Any], others: frozenset[str]) -> dict[str, Any]:
+def _share_of_optimizer(saved: StateDict, others: frozenset[str]) -> StateDict:
     groups, dropped = [], set()
     for group in saved.get("param_groups", ()):
         names = group.get("param_names")
@@ -187,7 +188,7 @@ def mesh_of_copies(site: Site, mesh: "DeviceMesh | None") -> "DeviceMesh | None"
     return DeviceMesh(site.device.type, mesh.mesh, mesh_dim_names=names)
 
 
-def with_copies(state: dict[str, Any], mesh: "DeviceMesh") -> dict[str, Any]:
+def with_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
     """Return a state whose shards of single tensor ranks are shown on the mesh of all."""
 
     axes = mesh.mesh_dim_names or ()
@@ -209,7 +210,7 @@ def with_copies(state: dict[str, Any], mesh: "DeviceMesh") -> dict[str, Any]:
     return tree_map_only(Tensor, show, state)
 
 
-def without_copies(state: dict[str, Any], mesh: "DeviceMesh") -> dict[str, Any]:
+def without_copies(state: StateDict, mesh: "DeviceMesh") -> StateDict:
     """Return a state whose tensors with copies are those of this tensor rank again."""
 
     def take(tensor: Tensor) -> Tensor:

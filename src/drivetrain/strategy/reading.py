@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.errors import ConfigTypeError, DrivetrainError, StrategyFormatError, unknown_name
 from drivetrain.core.files import load_json, replace_bytes
 from drivetrain.core.foreign import Slot
+from drivetrain.core.types import Settings
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ LEGACY_PLAN: Slot[Callable[[bytes], list[Any]]] = Slot("strategy.legacy_plan")
 """Reads the methods of a pickled plan without executing anything."""
 
 
-def as_plain(plan: "Strategy") -> dict[str, Any]:
+def as_plain(plan: "Strategy") -> Settings:
     """Return a plan as JSON holds it."""
     methods = []
     for name, config, tunable in plan:
-        entry: dict[str, Any] = {"name": name, "config": find_method(name).plain(config)}
+        entry: Settings = {"name": name, "config": find_method(name).plain(config)}
         methods.append({**entry, "tunable": True} if tunable else entry)
-    result: dict[str, Any] = {MARK: SCHEMA, "methods": methods}
+    result: Settings = {MARK: SCHEMA, "methods": methods}
     result["mesh"] = None if plan.mesh is None else [list(pair) for pair in plan.mesh]
     result["batch"] = None if plan.batch is None else asdict(plan.batch)
     for name in _PLAIN:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.context.context import Context
+from drivetrain.core.types import Batch, Settings
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchPlan
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.stepping import finish
 
-ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[dict[str, Any]]]
+ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[Settings]]
 """What an optimizer trains of a model."""
 
 
@@ -38,7 +39,7 @@ class TrainingTask:
     optim_func: Callable[..., torch.optim.Optimizer] | None = None
     optim_args: Mapping[str, Any] = field(default_factory=dict)
     optim_param_func: ParameterGroups | None = None
-    samples: Any = None
+    samples: Batch = None
     """Some samples as a loader yields them: nested containers whose tensors have samples along the first dimension."""
     global_batch_size: int = 1
     find_unused_parameters: bool = False
@@ -76,11 +77,11 @@ class TrainingTask:
         sizes = [leaf.shape[0] for leaf in tree_leaves(self.samples) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return max(sizes, default=0)
 
-    def prepared(self, batch: Any, device: torch.device) -> Any:
+    def prepared(self, batch: Batch, device: torch.device) -> Any:
         """Return the model's input for what a loader yields."""
         return prepared_input(batch, device, self.prepare_input)
 
-    def loss(self, inputs: Any, outputs: Any) -> Tensor:
+    def loss(self, inputs: Batch, outputs: Any) -> Tensor:
         """Return the loss alone."""
         if self.loss_func is None:
             raise ValueError("the task has no loss_func.")
@@ -140,7 +141,7 @@ class CallModel:
 
     input_format: str | None = None
 
-    def __call__(self, model: nn.Module, inputs: Any) -> Any:
+    def __call__(self, model: nn.Module, inputs: Batch) -> Any:
         if self.input_format == "unpack_dict":
             return model(**inputs)
         return model(*inputs) if self.input_format == "unpack_sequence" else model(inputs)

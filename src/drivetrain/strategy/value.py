@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.strategy.batching import BatchPlan, replan_batch
 from drivetrain.strategy.registry import find_method, mesh_method
 
@@ -321,7 +322,7 @@ def as_entry(item: Any) -> Entry:
     return Entry(method.name, method.parse(config), tunable)
 
 
-def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> dict[str, Any]:
+def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch: int | None) -> Settings:
     """Return what identifies the place a plan was applied in."""
     text = "\n".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype}"

@@ -24,6 +24,7 @@ from drivetrain.core.errors import (
     PlanInfeasible,
     did_you_mean,
 )
+from drivetrain.core.types import Settings
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
@@ -37,9 +38,8 @@ from drivetrain.strategy.loading import make_loader
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
 from drivetrain.strategy.reading import refuse_pickle_name
-from drivetrain.strategy.registry import expand_names, group_names
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.search.constraints import SearchConstraints
+from drivetrain.strategy.search.constraints import SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
 from drivetrain.strategy.trial.memory import watch_memory
@@ -61,7 +61,7 @@ class AutoAccelerateResult(NamedTuple):
     loss_func: Any
     prepare_input: PrepareInput
     lr_scheduler: Any
-    args: dict[str, Any]
+    args: Settings
 
     @property
     def context(self) -> Context:
@@ -197,7 +197,7 @@ def auto_accelerate(
         request.require_data()
         constraints = _constraints(options, included, excluded, given)
     else:
-        given = _with_included(given, included, excluded)
+        given = with_included(given, included, excluded)
     world = launched_world()
     if world is not None and world.world_size > 1 and not options.plan_only:
         init_distributed("gloo" if choose_device(options.device).type == "cpu" else None)
@@ -262,46 +262,22 @@ def _spec_of(options: Options) -> DeviceSpec | None:
     return None if given in ("auto", "cpu") or str(given).startswith("cuda") else DeviceSpec.preset(given)
 
 
-def _with_included(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
-    """Return the plan with what must be in it, after refusing what must not."""
-    wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
-    unwanted = expand_names(excluded or ())
-    both = expand_names(item[0] for item in wanted) & unwanted
-    if both:
-        raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists.")
-    present = [name for name in plan.opt_names() if name in unwanted]
-    if present:
-        raise ConflictError(
-            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
-        )
-    for item in wanted:
-        members = expand_names(item[:1])
-        if members & set(plan.opt_names()):
-            continue
-        if item[0] in group_names() and len(members) > 1:
-            raise ConfigError(
-                f"included={item[0]!r} is a group, and the plan has none of its methods: {', '.join(sorted(members))}. Name one of them."
-            )
-        plan = plan.add_opt(item)
-    return plan
-
-
 @dataclass
 class _Request:
     """One call's arguments, and the steps from a plan to a result."""
 
     model: nn.Module
     optim_func: Callable[..., torch.optim.Optimizer] | None
-    optim_args: dict[str, Any]
+    optim_args: Settings
     optim_param_func: ParameterGroups | None
     dataset: Any
-    loader_args: dict[str, Any]
+    loader_args: Settings
     loss_func: LossFunc | None
     prepare_input: PrepareInput | None
     input_format: str | None
     sampler_cls: Any
     scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
-    scheduler_args: dict[str, Any]
+    scheduler_args: Settings
     options: Options
 
     @cached_property
@@ -440,6 +416,13 @@ class _Request:
     # Applying it.
 
     def _make_loader(self, batch: BatchPlan, ctx: Application) -> PlannedLoader:
+<<<<<<< HEAD
+=======
+        arguments = {**self._loader_defaults(ctx), **self.loader_args}
+        return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
+
+    def _loader_defaults(self, ctx: Application) -> Settings:
+>>>>>>> ba350a5 (Shared names of core.types in strategy; auto.py is under 500 lines)
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         workers = 0 if is_stream else defaults["num_workers"]

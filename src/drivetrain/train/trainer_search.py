@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, PlanInfeasible
 from drivetrain.core.event import Event
+from drivetrain.core.types import Batch
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -53,7 +54,7 @@ class CallByForm:
 
     form: BatchForm
 
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
+    def __call__(self, model: nn.Module, batch: Batch) -> Any:
         args, kwargs = self.form.arguments(batch)
         return model(*args, **kwargs)
 
@@ -65,7 +66,7 @@ class LossByForm:
     form: BatchForm
     loss_func: Any = None
 
-    def __call__(self, batch: Any, outputs: Any) -> Any:
+    def __call__(self, batch: Batch, outputs: Any) -> Any:
         if self.loss_func is None:
             return carried_loss(outputs)
         loss = self.loss_func(self.form.predictions(outputs), self.form.targets(batch))

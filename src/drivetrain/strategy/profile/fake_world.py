@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
+from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.group import destroy_group
 from drivetrain.runtime.ranks import data_group, is_distributed
@@ -220,7 +221,7 @@ class GradientBuckets:
             self._missing[place] = self._sizes[place]
             dist.all_reduce(self._flat[place], group=self.group)
 
-    def _share_buffers(self, module: nn.Module, inputs: Any) -> None:
+    def _share_buffers(self, module: nn.Module, inputs: Batch) -> None:
         """Give all ranks the first one's buffers, in one piece."""
         import torch.distributed as dist
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -250,7 +251,7 @@ class _FakeRuns:
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
         self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
 
-    def _timeline(self, arithmetic: str, inputs: Any) -> StepMemory | DeeperTimeline:
+    def _timeline(self, arithmetic: str, inputs: Batch) -> StepMemory | DeeperTimeline:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
         container = self._container()
         if container is None or len(container) <= BLOCKS_RUN or not self._is_regular:
@@ -266,7 +267,7 @@ class _FakeRuns:
         return timeline if deeper is None else deeper
 
     def _step(
-        self, arithmetic: str, inputs: Any, timeline: StepMemory, shortened: AbstractContextManager[None]
+        self, arithmetic: str, inputs: Batch, timeline: StepMemory, shortened: AbstractContextManager[None]
     ) -> StepMemory:
         """Write down the allocations of a step that begins with optimizer state and without gradients."""
         started = time.monotonic()
@@ -389,12 +390,12 @@ class _Forward(nn.Module):
         super().__init__()
         self.task, self.model, self.low = task, model, low
 
-    def forward(self, inputs: Any) -> Tensor:
+    def forward(self, inputs: Batch) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.low, cache_enabled=False):
             return loss_of(self.task, inputs, self.task.call(self.model, inputs))
 
 
-def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Any, arithmetic: str) -> float:
+def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Batch, arithmetic: str) -> float:
     """Return what the compiled forward pass of a fake model keeps for backward, without parameters and inputs."""
     whole = _Forward(task, model, arithmetic != "float32")
     state = dict(whole.named_parameters()) | dict(whole.named_buffers())
@@ -411,7 +412,7 @@ def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Any, arit
     return captured_saved_bytes(run, [*state.values(), *(leaves[index] for index in places)])
 
 
-def loss_of(task: TrainingTask, inputs: Any, outputs: Any) -> Tensor:
+def loss_of(task: TrainingTask, inputs: Batch, outputs: Any) -> Tensor:
     """Return the task's loss, or where it has none the mean of everything a model returns."""
     if task.loss_func is not None:
         return task.loss(inputs, outputs)

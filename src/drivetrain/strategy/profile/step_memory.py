@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
@@ -325,7 +326,7 @@ class Update:
             tracker.segment, tracker.phase = ("backward", self.window), "temporary"
         loss.backward()
 
-    def _loss(self, inputs: Any) -> Tensor:
+    def _loss(self, inputs: Batch) -> Tensor:
         outputs = self.task.call(self.ctx.model, inputs)
         if self.task.loss_func is None:
             return mean_of_outputs(outputs)

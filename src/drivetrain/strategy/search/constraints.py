@@ -1,7 +1,7 @@
 """What a caller asks of a search, checked once, and the problem that plans are made for."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,30 @@ class SearchConstraints:
                     ) from None
                 found[method.name] = method.parse(item[1])
         return found
+
+
+def with_included(plan: Strategy, included: Iterable[Any] | None, excluded: Iterable[str] | None) -> Strategy:
+    """Return a plan with what must be in it; what must not be in it raises."""
+    wanted = [item if isinstance(item, tuple | list) else (item,) for item in included or ()]
+    unwanted = expand_names(excluded or ())
+    both = expand_names(item[0] for item in wanted) & unwanted
+    if both:
+        raise ConflictError(f"{', '.join(sorted(both))}: both included and excluded. Take it from one of the lists.")
+    present = [name for name in plan.opt_names() if name in unwanted]
+    if present:
+        raise ConflictError(
+            f"{', '.join(present)}: excluded, but in the plan that load_strategy gives. Take it from one of them."
+        )
+    for item in wanted:
+        members = expand_names(item[:1])
+        if members & set(plan.opt_names()):
+            continue
+        if item[0] in group_names() and len(members) > 1:
+            raise ConfigError(
+                f"included={item[0]!r} is a group, and the plan has none of its methods: {', '.join(sorted(members))}. Name one of them."
+            )
+        plan = plan.add_opt(item)
+    return plan
 
 
 def parse_memory(value: float | int | str) -> float | int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
@@ -93,7 +94,7 @@ def plain_number(value: Tensor) -> float:
     return float(value.full_tensor() if is_dtensor(value) else value)  # type: ignore[attr-defined]
 
 
-def take_rows(batch: Any, count: int, rows: list[int]) -> Any:
+def take_rows(batch: Batch, count: int, rows: list[int]) -> Any:
     """Return some of the `count` samples of a batch."""
     from torch.utils._pytree import tree_map_only
 
@@ -115,7 +116,7 @@ def plain_yardstick(
     mode = model.training
     batch = task.batch(samples)
 
-    def loss_of(rows: Any) -> Tensor:
+    def loss_of(rows: Batch) -> Tensor:
         inputs = task.prepared(rows, device)
         return first_loss(task.loss(inputs, task.call(model, inputs)))
 
@@ -148,7 +149,7 @@ def plain_yardstick(
     )
 
 
-def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, loss: float) -> bool:
+def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Batch, loss: float) -> bool:
     """Return whether training mode gives the loss of evaluation: no dropout and no statistics of the batch."""
     from drivetrain.module.buffers import buffers_kept
 
@@ -167,7 +168,7 @@ def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Any, l
 
 def planned_step(
     ctx: Application,
-    batch: Any,
+    batch: Batch,
     share: Share,
     call: Callable[..., Any],
     *,
@@ -269,7 +270,7 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
     return "ok", f"{numbers}; {counted} parameters compared" if counted else numbers
 
 
-def train_window(ctx: Application, batch: Any, call: Callable[..., Any]) -> Tensor:
+def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:
     """Make one update as a hand-written loop does, from as many micro-batches as the plan has; return the last loss."""
     for _ in range(ctx.stepping.window.length):
         inputs = ctx.prepared(batch)

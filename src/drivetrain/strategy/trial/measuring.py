@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.strategy.apply import Application
@@ -191,7 +192,7 @@ class _TimedTrial:
 
     # Fast.
 
-    def _train(self, ctx: Application, batch: Any) -> None:
+    def _train(self, ctx: Application, batch: Batch) -> None:
         ctx.model.train()
         self._tidy()
         batch = self._at_hand(batch)
@@ -206,7 +207,7 @@ class _TimedTrial:
         self.tell("phase", name="steps")
         (self._timed_by_events if self.device.type == "cuda" else self._timed_by_clock)(ctx, batch)
 
-    def _at_hand(self, batch: Any) -> Any:
+    def _at_hand(self, batch: Batch) -> Any:
         """Return a batch where a loader has put it by the time of its step.
 
         That is on the device, which loaders copy to ahead of time: a copy inside the step would hide what plans differ in. A
@@ -218,7 +219,7 @@ class _TimedTrial:
             return batch
         return tree_map_only(Tensor, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)
 
-    def _timed_by_clock(self, ctx: Application, batch: Any) -> None:
+    def _timed_by_clock(self, ctx: Application, batch: Batch) -> None:
         for index in range(self.order.steps):
             begin = time.perf_counter()
             loss = train_window(ctx, batch, self.task.call)
@@ -226,7 +227,7 @@ class _TimedTrial:
                 torch.accelerator.synchronize()
             self._tell_step(index, time.perf_counter() - begin, plain_number(loss))
 
-    def _timed_by_events(self, ctx: Application, batch: Any) -> None:
+    def _timed_by_events(self, ctx: Application, batch: Batch) -> None:
         """Read each step's time one step later, so that the host runs ahead of the device as it does in training."""
         steps = self.order.steps
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
