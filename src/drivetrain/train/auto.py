@@ -416,13 +416,6 @@ class _Request:
     # Applying it.
 
     def _make_loader(self, batch: BatchPlan, ctx: Application) -> PlannedLoader:
-<<<<<<< HEAD
-=======
-        arguments = {**self._loader_defaults(ctx), **self.loader_args}
-        return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
-
-    def _loader_defaults(self, ctx: Application) -> Settings:
->>>>>>> ba350a5 (Shared names of core.types in strategy; auto.py is under 500 lines)
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         workers = 0 if is_stream else defaults["num_workers"]
