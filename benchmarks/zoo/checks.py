@@ -36,12 +36,12 @@ METHODS: dict[str, tuple[object, float]] = {
 }
 """Methods that one process can run, with settings for a CPU."""
 
-PARALLEL: dict[str, tuple[object, float]] = {
-    "data": (("parallel_mode", [("data", 2)]), CLOSE),
-    "zero1": ("zero1", CLOSE),
-    "zero2": ("zero2", CLOSE),
-    "fsdp": ("fsdp", CLOSE),
-    "tensor": (("parallel_mode", [("tensor", 2)]), CLOSE),
+PARALLEL: dict[str, tuple[list[object], float]] = {
+    "data": (["parallel_mode"], CLOSE),
+    "zero1": (["zero1"], CLOSE),
+    "zero2": (["zero2"], CLOSE),
+    "fsdp": (["fsdp"], CLOSE),
+    "tensor": ([("parallel_mode", [("tensor", 2)]), "tensor_parallel"], CLOSE),
 }
 """Methods for two ranks."""
 
@@ -235,9 +235,9 @@ def check_surgery(entry: Entry, name: str) -> str:
 # ---------------------------------------------------------------------- on two ranks
 
 
-def on_rank(build: Callable[[], Entry], plan: object | None) -> dict[str, Tensor] | str:
+def on_rank(build: Callable[[], Entry], plan: list[object] | None) -> dict[str, Tensor] | str:
     """Train on this rank, as one of several; return the whole weights, or how the run was rejected or failed."""
     task = build().build()
-    settings = {} if plan is None else {"strategy": [plan]}
+    settings = {} if plan is None else {"strategy": plan}
     found: dict[str, Tensor] = {}
     return outcome_of(lambda: found.update(weights(trained(task, **settings)))) or found

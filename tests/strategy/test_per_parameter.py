@@ -28,6 +28,12 @@ def make_task(model=None, loss=loss_func, optimizer=torch.optim.AdamW, **setting
     )  # fmt: skip
 
 
+def test_sparse_and_complex_gradients_have_sketches():
+    dense = torch.tensor([0.0, 3.0, 0.0, 4.0])
+    assert sketch(dense.to_sparse()) == sketch(dense) and norm_of({"weight": sketch(dense)}) == 5.0
+    assert norm_of({"weight": sketch(torch.tensor([3.0 + 4.0j]))}) == 5.0
+
+
 def test_the_norm_of_a_difference_is_estimated_from_sketches():
     generator = torch.Generator().manual_seed(0)
     for size in (1, 7, 64, 5000, (1 << 20) + 5):

@@ -43,7 +43,8 @@ class PerParameter:
 def sketch(tensor: Tensor) -> str:
     """Return the norm of a tensor and signed sums of its elements; a tensor that is spread over ranks is gathered first."""
     tensor = tensor.detach()
-    flat = (tensor.full_tensor() if is_dtensor(tensor) else tensor).reshape(-1)  # type: ignore[attr-defined]
+    whole = tensor.full_tensor() if is_dtensor(tensor) else tensor.to_dense()  # type: ignore[attr-defined]
+    flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1)
     total = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
     square = torch.zeros((), dtype=torch.float64, device=flat.device)
     signs = _signs(str(flat.device))
