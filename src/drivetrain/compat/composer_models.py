@@ -58,15 +58,15 @@ loss_registry: dict[str, Callable[..., Tensor]] = {
 class ComposerModel(nn.Module):
     """A model that takes whole batches; give it to a Trainer without a loss function."""
 
-    def forward(self, batch: object) -> Any:
+    def forward(self, batch: Batch) -> Any:
         """Return the outputs for a batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward(self, batch).")
 
-    def loss(self, outputs: object, batch: object, *args: object, **kwargs: object) -> Any:
+    def loss(self, outputs: Batch, batch: Batch, *args: object, **kwargs: object) -> Any:
         """Return the loss of outputs for their batch."""
         raise NotImplementedError(f"{type(self).__name__} defines no loss(self, outputs, batch).")
 
-    def eval_forward(self, batch: object, outputs: object = None) -> Any:
+    def eval_forward(self, batch: Batch, outputs: Batch = None) -> Any:
         """Return the outputs that metrics see."""
         return self.forward(batch) if outputs is None else outputs
 
@@ -74,7 +74,7 @@ class ComposerModel(nn.Module):
         """Return metrics by name, for training or for evaluation."""
         return {}
 
-    def update_metric(self, batch: object, outputs: object, metric: object) -> None:
+    def update_metric(self, batch: Batch, outputs: Batch, metric: Any) -> None:
         """Take a batch into one metric."""
         raise NotImplementedError(
             f"{type(self).__name__} has metrics and defines no update_metric(self, batch, outputs, metric)."

@@ -184,7 +184,7 @@ class LoggerDestination(Callback):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Receive the settings of the run."""
 
-    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
         """Receive images."""
 
 
@@ -193,8 +193,8 @@ class InMemoryLogger(LoggerDestination):
 
     def __init__(self) -> None:
         self.data: dict[str, list[tuple[int | None, Any]]] = {}
-        self.most_recent_values: dict[str, object] = {}
-        self.hyperparameters: dict[str, object] = {}
+        self.most_recent_values: dict[str, Any] = {}
+        self.hyperparameters: dict[str, Any] = {}
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Keep values; tensors stay where they are until they are read."""

@@ -30,7 +30,7 @@ class Logger(Protocol):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Record settings of the run."""
 
-    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
         """Record one image or a batch of them."""
 
 
@@ -43,7 +43,7 @@ class NullLogger:
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Drop the settings."""
 
-    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
         """Drop the images."""
 
 
@@ -78,7 +78,7 @@ class Plugin:
         object.__setattr__(plugin, "_arguments", (args, kwargs))
         return plugin
 
-    def match(self, event: Event, state: object) -> bool:
+    def match(self, event: Event, state: Any) -> bool:
         """Return whether to act at `event`; must be pure."""
         return event in self.events
 
@@ -143,7 +143,7 @@ class Callback(Plugin):
 
     phase: Phase = "callback"
 
-    def run_event(self, event: Event, state: object, logger: Logger) -> None:
+    def run_event(self, event: Event, state: Any, logger: Logger) -> None:
         """Call this callback's method for `event`, if it has one."""
         method = getattr(self, event.value, None)
         if method is not None:

@@ -45,7 +45,7 @@ __all__.remove("torch")  # `import *` must not hide the real one
 class _CallablePackage(types.ModuleType):
     """A package that is its own decorator."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.experiment(*args, **kwargs)
 
 

@@ -33,7 +33,7 @@ class Parameter:
     def __init__(
         self,
         name: str,
-        type: Any = str,
+        type: object = str,
         default: object = None,
         required: bool = False,
         allowed_values: Iterable[Any] | None = None,
@@ -44,7 +44,7 @@ class Parameter:
         help: str | None = None,
         default_help: str | None = None,
         hidden: bool = False,
-        behaviour: Any = None,
+        behaviour: object = None,
         *,
         resumable: bool = False,
         secret: bool | None = None,

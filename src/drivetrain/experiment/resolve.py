@@ -77,7 +77,7 @@ class Resolved:
         return self.origins.get(name) not in NOT_DECLARED
 
 
-def given_in_python(values: Mapping[str, Any], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
+def given_in_python(values: Mapping[str, object], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
     """Return what a Python caller gave, by full name; unknown names are refused."""
     if not isinstance(values, Mapping):
         raise ParameterError(f"parameters: expected a dict of names and values, got {values!r}.")
@@ -184,7 +184,7 @@ def _items(text: str, origin: str) -> list[str]:
         raise ParameterError(f"{origin}: the value cannot be split into items: {error}.") from None
 
 
-def flatten(values: Mapping[str, Any], parameters: ParameterSet) -> dict[str, tuple[Any, tuple[str, ...]]]:
+def flatten(values: Mapping[str, object], parameters: ParameterSet) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return each value under its full name, with the path of keys it was found at: `opt: {lr: 1}` gives `opt.lr`.
 
     A dataclass instance stands for its fields. Names that no parameter has come out as they are.
@@ -195,7 +195,7 @@ def flatten(values: Mapping[str, Any], parameters: ParameterSet) -> dict[str, tu
 
 
 def _flatten(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     path: tuple[str, ...],
     prefix: str,
     parameters: ParameterSet,

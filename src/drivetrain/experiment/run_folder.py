@@ -76,7 +76,7 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Path, data: Mapping[str, object]) -> None:
     """Replace a JSON file in one go."""
     write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
@@ -95,7 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def write_parameters(folder: Path, values: Mapping[str, Any]) -> None:
+def write_parameters(folder: Path, values: Mapping[str, object]) -> None:
     """Write all values in a form that `--params-file` reads back."""
     from drivetrain.core.yaml import dump_yaml
 

@@ -67,7 +67,7 @@ class Nested:
         for entry in self.fields.values():
             yield from [entry] if isinstance(entry, str) else entry.names()
 
-    def build(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+    def build(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Any:
         """Make the dataclass; one that may be None stays None until one of its fields is given."""
         if self.default is None and all(origins.get(name) in NOT_DECLARED for name in self.names()):
             return None
@@ -99,7 +99,7 @@ class CallSignature:
             for argument in self._arguments:
                 self._declare_argument(argument, hints.get(argument.name, MISSING))
 
-    def call(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+    def call(self, values: Mapping[str, object], origins: Mapping[str, str]) -> Any:
         """Call the function with resolved values."""
         if self.takes_dict:
             return self.function(dict(values))
@@ -179,7 +179,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         ) from None
 
 
-def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, Any]) -> bool:
+def _takes_dict(arguments: list[inspect.Parameter], hints: Mapping[str, object]) -> bool:
     if len(arguments) != 1 or arguments[0].default is not MISSING:
         return False
     if arguments[0].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
@@ -223,7 +223,7 @@ def _parameter(name: str, annotation: object, default: object, extra: Param, hel
     return parameter
 
 
-def _fixed_tuple(origin: Any, items: tuple[Any, ...]) -> bool:
+def _fixed_tuple(origin: object, items: tuple[object, ...]) -> bool:
     """Return whether a tuple has a type for each position; pydantic checks those."""
     return origin is tuple and bool(items) and not (len(items) == 2 and items[1] is Ellipsis)
 

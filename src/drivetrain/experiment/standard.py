@@ -25,7 +25,7 @@ def process_count(value: Any) -> int | str:
     return int(value)
 
 
-def wants_cpu(values: Mapping[str, Any]) -> bool:
+def wants_cpu(values: Mapping[str, object]) -> bool:
     """Return whether a run with these values keeps to the CPU, whatever other devices there are."""
     device = values["device"]
     return str(device) == "cpu" or (device in (None, "auto") and not values["cuda"])

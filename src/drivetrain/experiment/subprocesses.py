@@ -20,7 +20,7 @@ def run_in_new_process(experiment: "Experiment", params: dict[str, Any]) -> Base
     return start_process(_run_params, reference_to(experiment), params)
 
 
-def launch_subprocess(**additional_params: Any) -> BaseProcess:
+def launch_subprocess(**additional_params: object) -> BaseProcess:
     """Run the current experiment's main function in another process, with the same parameters and folder.
 
     It has the same seed too; give it its own with `launch_subprocess(random_seed=new_seed())`.

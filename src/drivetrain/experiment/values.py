@@ -130,7 +130,7 @@ SIMPLE: dict[Any, ValueType] = {
 }
 
 
-def choice_of(values: Sequence[Any]) -> ValueType:
+def choice_of(values: Sequence[object]) -> ValueType:
     """Return the type whose values are those listed; text matches whatever its case, and the listed value is returned."""
     words = [_word_of(value) for value in values]
 

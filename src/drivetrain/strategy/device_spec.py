@@ -142,7 +142,7 @@ class DeviceSpec:
         return cls(**values)
 
 
-def is_finite_number(value: Any) -> bool:
+def is_finite_number(value: object) -> bool:
     """Return whether a value is a number that calculations can use."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 

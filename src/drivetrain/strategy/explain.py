@@ -110,7 +110,7 @@ _KNOWN = frozenset(
 )
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

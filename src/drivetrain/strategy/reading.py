@@ -75,7 +75,7 @@ def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
         )
 
 
-def load(plan: "type[Strategy]", source: Any, allow_pickle: bool = False) -> "Strategy":
+def load(plan: "type[Strategy]", source: object, allow_pickle: bool = False) -> "Strategy":
     """Return the plan, of the class that is given, in any of the forms that `Strategy.load` names."""
     if isinstance(source, plan):
         return source
@@ -124,7 +124,7 @@ def parse_json(plan: "type[Strategy]", text: str | bytes, where: str = "the plan
     raise StrategyFormatError(f"{where} is JSON of the type {type(value).__name__}; expected an object or a list.")
 
 
-def _from_plain(plan: "type[Strategy]", value: Mapping[str, Any]) -> "Strategy":
+def _from_plain(plan: "type[Strategy]", value: Mapping[str, object]) -> "Strategy":
     schema = value.get(MARK)
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise StrategyFormatError(

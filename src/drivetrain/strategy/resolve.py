@@ -148,7 +148,7 @@ def _expanded(merged: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def conflict_between(configs: Mapping[str, Any], device: torch.device) -> str | None:
+def conflict_between(configs: Mapping[str, object], device: torch.device) -> str | None:
     """Return why methods with these configurations cannot be in one plan, and what to do; None: they can.
 
     Loaded plans and the candidates of a search are held to the same rules.

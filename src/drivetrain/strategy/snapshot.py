@@ -40,7 +40,7 @@ class ModelSnapshot:
                 tensor.grad = grad
 
 
-def _shallow(value: Any) -> Any:
+def _shallow(value: object) -> Any:
     return value.copy() if isinstance(value, dict | set | list) else value
 
 

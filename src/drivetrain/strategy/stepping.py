@@ -97,7 +97,7 @@ class Stepping:
             self.begin(info, total)
             yield batch
 
-    def loss(self, inputs: Any, outputs: Any) -> Any:
+    def loss(self, inputs: object, outputs: object) -> Any:
         """Return the user's loss: its true value, with a gradient weighted for the window."""
         result = self.plain_loss(inputs, outputs)
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
@@ -114,7 +114,7 @@ class Stepping:
             return outputs.loss if is_trained else self.pipeline.joined_loss(inputs, outputs, self._user_loss)
         return self._user_loss(inputs, outputs)
 
-    def _user_loss(self, inputs: Any, outputs: Any) -> Any:
+    def _user_loss(self, inputs: object, outputs: object) -> Any:
         if self._loss_func is None:
             raise ConfigError("no loss_func was given, so there is none to call.")
         with self.precision.autocast(self.device.type):
@@ -195,7 +195,7 @@ class PlannedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in ("state", "param_groups", "defaults"):
             setattr(self.inner, name, value)
         else:
@@ -311,7 +311,7 @@ class PlannedLoader(SmartDataLoader[Any]):
         self._stepping = stepping
 
 
-def finish(ctx: "Application", loader: Any = None, batch: BatchPlan | None = None) -> None:
+def finish(ctx: "Application", loader: object = None, batch: BatchPlan | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
         parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
@@ -360,6 +360,6 @@ class _Weighted(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _weighted(loss: Tensor, factor: Any) -> Tensor:
+def _weighted(loss: Tensor, factor: object) -> Tensor:
     result: Any = _Weighted.apply(loss, factor)
     return result

@@ -84,7 +84,7 @@ class Strategy:
     """How the plan was found: counts, times, every trial, and points for `picture`."""
 
     def __post_init__(self) -> None:
-        def set_(name: str, value: Any) -> None:
+        def set_(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         set_("opt_list", tuple(map(as_entry, self.opt_list or ())))
@@ -110,7 +110,7 @@ class Strategy:
     def __getitem__(self, index: int) -> Entry:
         return self.opt_list[index]
 
-    def __setitem__(self, index: int, value: Any) -> NoReturn:
+    def __setitem__(self, index: int, value: object) -> NoReturn:
         raise TypeError("a Strategy does not change; use plan.replace(index, method), which returns a new one.")
 
     def __contains__(self, name: object) -> bool:
@@ -143,11 +143,11 @@ class Strategy:
 
     # New plans from this one.
 
-    def add_opt(self, opt: Any) -> "Strategy":
+    def add_opt(self, opt: object) -> "Strategy":
         """Return the plan with one more method."""
         return self._with([*self, as_entry(opt)])
 
-    def replace(self, index: int, opt: Any) -> "Strategy":
+    def replace(self, index: int, opt: object) -> "Strategy":
         """Return the plan with another method in one place."""
         entries = list(self)
         entries[index] = as_entry(opt)
@@ -286,7 +286,7 @@ class Strategy:
         return parse_json(cls, text)
 
     @classmethod
-    def load(cls, source: Any, *, allow_pickle: bool = False) -> "Strategy":
+    def load(cls, source: object, *, allow_pickle: bool = False) -> "Strategy":
         """Return the plan in a Strategy, a list, a dict, JSON as text or bytes, or a file.
 
         A text that begins with `{` or `[` is JSON, any other is a path.
@@ -296,7 +296,7 @@ class Strategy:
         return load(cls, source, allow_pickle)
 
 
-def as_entry(item: Any) -> Entry:
+def as_entry(item: object) -> Entry:
     """Return one item of a list as an entry: a name, `(name, config)` or `(name, config, tunable)`."""
     if isinstance(item, str):
         item = (item,)
@@ -339,7 +339,7 @@ def fingerprint(model: nn.Module, device: torch.device, world: int, global_batch
     }
 
 
-def changes_since(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
+def changes_since(old: Mapping[str, Any] | None, new: Mapping[str, object]) -> list[str]:
     """Return one line for each part of a fingerprint that differs from that of a loaded plan."""
     if old is None:
         return []

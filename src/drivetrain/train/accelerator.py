@@ -33,7 +33,7 @@ FOREIGN_RUNTIME: Slot[Callable[[Any, str | Precision | None], Any]] = Slot("trai
 """Makes a runtime of another library's accelerator."""
 
 
-def as_runtime(given: Any, precision: str | Precision | None = None) -> Any:
+def as_runtime(given: object, precision: str | Precision | None = None) -> Any:
     """Return the runtime for what `_create_accelerator` returned: itself, or one around another library's accelerator."""
     return given if isinstance(given, TrainerRuntime) else FOREIGN_RUNTIME.load()(given, precision)
 
@@ -93,27 +93,27 @@ class TrainerRuntime:
 
     # The model.
 
-    def prepare_model(self, model: Any, **ddp_kwargs: Any) -> Any:
+    def prepare_model(self, model: object, **ddp_kwargs: object) -> Any:
         """Wrap a model for gradient averaging when there are several processes."""
         if not is_distributed() or not isinstance(model, nn.Module) or is_wrapped(model):
             return model
         return wrap_ddp(model, self.device, **ddp_kwargs)
 
-    def unwrap_model(self, model: Any, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, model: object, keep_torch_compile: bool = True) -> Any:
         """Return the user's own model."""
         return unwrap(model, keep_compile=keep_torch_compile) if isinstance(model, nn.Module) else model
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: object) -> Any:
         """Move modules to the device and wrap them, and let loaders deliver there; anything else is returned as it is."""
         done = tuple(map(self._prepare_one, objects))
         return done[0] if len(done) == 1 else done
 
-    def _prepare_one(self, given: Any) -> Any:
+    def _prepare_one(self, given: object) -> Any:
         if isinstance(given, nn.Module):
             return self.prepare_model(given.to(self.device))
         return loaders.deliver(given, self.device) if isinstance(given, DataLoader) else given
 
-    def no_sync(self, model: Any) -> AbstractContextManager[object]:
+    def no_sync(self, model: object) -> AbstractContextManager[object]:
         """Return a context in which backward does not average gradients over processes."""
         return model.no_sync() if isinstance(model, nn.parallel.DistributedDataParallel) else nullcontext()
 
@@ -122,7 +122,7 @@ class TrainerRuntime:
         return self.precision.autocast(self.device.type)
 
     @contextmanager
-    def join_uneven_inputs(self, *_: Any, **__: Any) -> Iterator[None]:
+    def join_uneven_inputs(self, *_: object, **__: object) -> Iterator[None]:
         """Do nothing: shards of unequal size are padded by the loader."""
         yield
 
@@ -147,7 +147,7 @@ class TrainerRuntime:
         """Whether the last update was left out."""
         return self.stepper.was_skipped is True
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
         """Back-propagate, scaled where float16 needs it."""
         self.stepper.backward(loss, **kwargs)
 
@@ -156,7 +156,7 @@ class TrainerRuntime:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Any) -> None:
+    def step(self, optimizer: object) -> None:
         """Step the optimizer; a scaler skips the step when a gradient overflowed."""
         if optimizer is self.stepper.optimizer:
             self.stepper.step()
@@ -173,7 +173,7 @@ class TrainerRuntime:
 
     # Several processes.
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Join a tensor of all data ranks along its first dimension, also when the lengths differ."""
         return map_tensors(gather_rows, tensor) if is_distributed() else tensor
 
@@ -192,7 +192,7 @@ class TrainerRuntime:
 
     # Files.
 
-    def save(self, obj: Any, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
+    def save(self, obj: object, path: str | os.PathLike[str], save_on_each_node: bool = True) -> None:
         """Write an object atomically, once per node or once; all processes must call this where it holds sharded tensors."""
         if is_distributed() and _holds_parts(obj):
             obj = map_tensors(lambda tensor: tensor.full_tensor() if is_dtensor(tensor) else tensor, obj)  # type: ignore[attr-defined]
@@ -202,19 +202,19 @@ class TrainerRuntime:
             with replacing(target) as stream:
                 torch.save(obj, stream)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, **_: object) -> None:
         """Raise: the trainer saves its state."""
         raise DistributedError(
             f"save_state({output_dir!r}): use trainer.save_training_state(folder), which saves everything."
         )
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: Any) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, **_: object) -> None:
         """Raise: the trainer restores its state."""
         raise DistributedError(
             f"load_state({input_dir!r}): use trainer.load_training_state(folder), or train(resume_from=folder)."
         )
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: object) -> None:
         """Raise: registration is attribute assignment on the state."""
         raise DistributedError(
             f"register_for_checkpointing({', '.join(type(o).__name__ for o in objects)}): assign the object to the state instead, "
@@ -227,7 +227,7 @@ def overrides_runtime(runtime: TrainerRuntime, name: str) -> bool:
     return name in vars(runtime) or getattr(type(runtime), name) is not getattr(TrainerRuntime, name)
 
 
-def _holds_parts(value: Any) -> bool:
+def _holds_parts(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_holds_parts, value.values()))
     if isinstance(value, (list, tuple)):
@@ -235,7 +235,7 @@ def _holds_parts(value: Any) -> bool:
     return is_dtensor(value)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], value: object) -> Any:
     """Return nested containers with every tensor replaced by what the function makes of it."""
     if isinstance(value, Tensor):
         return function(value)

@@ -166,7 +166,7 @@ class Agreement:
         except (StopTrainingError, TrainingStopped) as stop:
             self.stop = self.stop or stop
 
-    def until_signal(self, batches: Iterable[Any]) -> Generator[Any, None, bool]:
+    def until_signal(self, batches: Iterable[object]) -> Generator[Any, None, bool]:
         """Yield batches, then return whether a signal that asks any rank to end has cut them short.
 
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave

@@ -28,7 +28,7 @@ FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
 
 
-def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
+def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
     """Name what to write instead when a keyword is unknown: another library's word, or a misspelt one of ours."""
     if not unknown:
         return
@@ -84,7 +84,7 @@ def check_constructor(given: Mapping[str, Any]) -> None:
             check_dataset(name, part)
 
 
-def _check_plugins(name: str, plugins: Any) -> None:
+def _check_plugins(name: str, plugins: object) -> None:
     if isinstance(plugins, str | bytes | Mapping | Tensor) or not isinstance(plugins, Iterable):
         raise ConfigTypeError(f"{name}={plugins!r}: expected a list, such as {name}=[...], also for a single one.")
     if isinstance(plugins, list | tuple | set | frozenset):
@@ -93,7 +93,7 @@ def _check_plugins(name: str, plugins: Any) -> None:
                 raise ConfigTypeError(f"{name}: {plugin!r} is a {type(plugin).__name__}, expected an object of {name}.")
 
 
-def check_model(model: Any, loss_func: Any, *, trains: bool = False) -> None:
+def check_model(model: object, loss_func: object, *, trains: bool = False) -> None:
     """Reject what cannot be called as a model, has no weights yet, or brings a loop of its own."""
     if isinstance(model, type):
         raise ConfigTypeError(f"model={model.__name__} is a class. Pass an instance: {model.__name__}(...).")
@@ -127,7 +127,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def check_loss_func(loss_func: Any, optimizer: Any = None) -> None:
+def check_loss_func(loss_func: object, optimizer: object = None) -> None:
     """Reject what cannot be a loss function; None means that the model returns its loss."""
     if loss_func is None:
         return
@@ -143,7 +143,7 @@ def check_loss_func(loss_func: Any, optimizer: Any = None) -> None:
     check_callable("loss_func", loss_func, "a function of (outputs, targets), such as nn.CrossEntropyLoss()", 2)
 
 
-def check_optimizer_type(optimizer: Any) -> None:
+def check_optimizer_type(optimizer: object) -> None:
     """Reject what cannot be an optimizer; configurations and units are read elsewhere."""
     if isinstance(optimizer, type):
         raise ConfigTypeError(
@@ -173,7 +173,7 @@ def check_rates(optimizer: torch.optim.Optimizer) -> None:
             check_number("lr", rate, at_least=0, owner=f"optimizer.param_groups[{index}]")
 
 
-def check_dataset(name: str, data: Any) -> None:
+def check_dataset(name: str, data: object) -> None:
     """Reject what is neither a dataset nor a loader: a path would be read as a dataset of characters."""
     wanted = "Expected a dataset with __getitem__ and __len__, an IterableDataset, or a loader."
     if isinstance(data, str | bytes | os.PathLike):
@@ -201,7 +201,9 @@ def check_dataset(name: str, data: Any) -> None:
         raise ConfigTypeError(f"{name}={data!r} is a {type(data).__name__}. {wanted}")
 
 
-def reject_unused(name: str, loader: Any, kwargs_name: str, kwargs: Mapping[str, Any] | None, collate_fn: Any) -> None:
+def reject_unused(
+    name: str, loader: object, kwargs_name: str, kwargs: Mapping[str, Any] | None, collate_fn: object
+) -> None:
     """Reject settings that a loader of the user's own does not follow, because it is used as it is."""
     unused = [
         f"{key}={value}"
@@ -219,7 +221,7 @@ def reject_unused(name: str, loader: Any, kwargs_name: str, kwargs: Mapping[str,
         )
 
 
-def _differs(loader: Any, key: str, value: Any) -> bool:
+def _differs(loader: object, key: str, value: object) -> bool:
     if key == "shuffle":
         return bool(value) != bool(
             getattr(loader, "shuffle", isinstance(getattr(loader, "sampler", None), RandomSampler))
@@ -227,7 +229,7 @@ def _differs(loader: Any, key: str, value: Any) -> bool:
     return getattr(loader, key, None) != value
 
 
-def check_training(given: Mapping[str, Any]) -> None:
+def check_training(given: Mapping[str, object]) -> None:
     """Check those arguments of `train()` that are not settings."""
     check_flag("reset_run_history", given["reset_run_history"])
     for name in ("train_dataloader_kwargs", "eval_dataloader_kwargs"):
@@ -238,7 +240,7 @@ def check_training(given: Mapping[str, Any]) -> None:
 
 
 def check_loader_arguments(
-    per_device_batch_size: Any, dataloader_kwargs: Any, collate_fn: Any, *, name: str = "dataloader_kwargs"
+    per_device_batch_size: object, dataloader_kwargs: object, collate_fn: object, *, name: str = "dataloader_kwargs"
 ) -> None:
     """Check the arguments that build a loader."""
     check_count("per_device_batch_size", per_device_batch_size)
@@ -246,13 +248,13 @@ def check_loader_arguments(
     check_collate(collate_fn)
 
 
-def check_collate(collate_fn: Any) -> None:
+def check_collate(collate_fn: object) -> None:
     """Reject a collate function that does not take a list of samples."""
     if collate_fn is not None:
         check_callable("collate_fn", collate_fn, "a function of a list of samples", classes=True)
 
 
-def check_mapping(name: str, value: Any) -> None:
+def check_mapping(name: str, value: object) -> None:
     """Reject loader arguments that are not a mapping by name."""
     if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         raise ConfigTypeError(f"{name}={value!r}: expected a dict of loader arguments, such as {{'num_workers': 4}}.")

@@ -119,22 +119,22 @@ class Options:
 def auto_accelerate(
     model: nn.Module,
     optim_func: Callable[..., torch.optim.Optimizer] | None = None,
-    dataset: Any = None,
+    dataset: object = None,
     loss_func: LossFunc | None = None,
     prepare_input: PrepareInput | None = None,
     model_input_format: str | None = None,
     optim_args: Mapping[str, Any] | None = None,
     optim_param_func: ParameterGroups | None = None,
     dataloader_args: Mapping[str, Any] | None = None,
-    distributed_sampler_cls: Any = None,
+    distributed_sampler_cls: object = None,
     excluded: Iterable[str] | None = None,
     included: Iterable[Any] | None = None,
-    load_strategy: Any = None,
+    load_strategy: object = None,
     lr_scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
     finetune_strategy: bool = False,
     save_strategy_to_file: str | os.PathLike[str] | None = None,
-    **kargs: Any,
+    **kargs: object,
 ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
     """Apply a plan to a model and what trains it; return whether it worked, the result, and the plan as applied.
 

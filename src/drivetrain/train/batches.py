@@ -47,14 +47,14 @@ class PairForm:
     def targets(self, batch: Any) -> Any:
         return batch[1]
 
-    def predictions(self, outputs: Any) -> Any:
+    def predictions(self, outputs: object) -> Any:
         return outputs
 
 
 class OtherForm(PairForm):
     """What the other forms share: any arguments, and targets that may be absent."""
 
-    def run(self, trainer: "TrainerHooks", batch: Any) -> dict[str, Any]:
+    def run(self, trainer: "TrainerHooks", batch: object) -> dict[str, Any]:
         """Compute what a loss hook returns."""
         args, kwargs = self.arguments(batch)
         outputs, targets = trainer.forward(*args, **kwargs), self.targets(batch)
@@ -99,17 +99,17 @@ class MappingForm(OtherForm):
     def targets(self, batch: Any) -> Any:
         return None if self.target is None else batch[self.target]
 
-    def predictions(self, outputs: Any) -> Any:
+    def predictions(self, outputs: object) -> Any:
         return logits_of(outputs)
 
 
 class WholeForm(OtherForm):
     """The batch as one argument of a model with its own `loss(outputs, batch)`."""
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch,), {}
 
-    def targets(self, batch: Any) -> Any:
+    def targets(self, batch: object) -> Any:
         if isinstance(batch, Mapping):
             name = next((name for name in TARGET_NAMES if name in batch), None)
             return None if name is None else batch[name]
@@ -119,7 +119,7 @@ class WholeForm(OtherForm):
 BatchForm = PairForm
 
 
-def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
+def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches of this type meet the model, or say why none fits."""
     if not has_loss_func and has_own_loss(model):
         return WholeForm()
@@ -152,7 +152,7 @@ def find_form(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
     )
 
 
-def find_inputs(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
+def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
     """Choose how batches meet the model for a prediction: as for a loss, but targets may be absent."""
     if isinstance(batch, Tensor):
         return WholeForm()
@@ -164,7 +164,7 @@ def find_inputs(batch: Any, model: Any, has_loss_func: bool) -> BatchForm:
     return find_form(batch, model, has_loss_func)
 
 
-def num_inputs(model: Any) -> int:
+def num_inputs(model: object) -> int:
     """Return how many positional arguments a model's `forward` requires; one where it does not say.
 
     >>> class Pair(nn.Module):
@@ -186,7 +186,7 @@ def num_inputs(model: Any) -> int:
     return 1
 
 
-def has_own_loss(model: Any) -> bool:
+def has_own_loss(model: object) -> bool:
     """Whether the model computes its loss from outputs and batch, as `ComposerModel` does."""
     loss = getattr(unwrap(model), "loss", None) if isinstance(model, nn.Module) else None
     if loss is None or isinstance(loss, nn.Module) or not inspect.ismethod(loss):
@@ -209,7 +209,7 @@ def _check_entries(entries: Mapping[str, Any], model: Any) -> None:
         )
 
 
-def logits_of(outputs: Any) -> Any:
+def logits_of(outputs: object) -> Any:
     """Return the logits that outputs carry, or the outputs themselves."""
     logits = getattr(outputs, "logits", None)
     if logits is None and isinstance(outputs, Mapping):
@@ -217,7 +217,7 @@ def logits_of(outputs: Any) -> Any:
     return outputs if logits is None else logits
 
 
-def carried_loss(outputs: Any) -> Tensor:
+def carried_loss(outputs: object) -> Tensor:
     """Return the loss that a model's output carries: `.loss`, `["loss"]`, a scalar, or a scalar first element."""
     loss = getattr(outputs, "loss", None)
     if loss is None and isinstance(outputs, Mapping):
@@ -234,7 +234,7 @@ def carried_loss(outputs: Any) -> Tensor:
     return loss
 
 
-def batch_size_of(targets: Any, batch: Any) -> int:
+def batch_size_of(targets: object, batch: object) -> int:
     """Return the first dimension of the targets, else of the first tensor found in the batch."""
     if isinstance(targets, Tensor) and targets.dim():
         return targets.shape[0]
@@ -243,7 +243,7 @@ def batch_size_of(targets: Any, batch: Any) -> int:
     return 1 if tensor is None else tensor.shape[0]
 
 
-def first_tensor(value: Any) -> Tensor | None:
+def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in a nest of containers."""
     if isinstance(value, Tensor):
         return value if value.dim() else None
@@ -251,7 +251,7 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((found for found in map(first_tensor, values) if found is not None), None)
 
 
-def split_batch(batch: Any, size: int) -> list[Any]:
+def split_batch(batch: object, size: int) -> list[Any]:
     """Cut a batch into micro-batches of at most `size` rows; entries without that first dimension go to each."""
     rows = batch_size_of(None, batch)
     if rows <= size:
@@ -259,7 +259,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     return [slice_rows(batch, start, min(start + size, rows), rows) for start in range(0, rows, size)]
 
 
-def slice_rows(value: Any, start: int, stop: int, rows: int) -> Any:
+def slice_rows(value: object, start: int, stop: int, rows: int) -> Any:
     """Return some rows of every tensor in a nest that has that many."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() and value.shape[0] == rows else value
@@ -305,7 +305,7 @@ def join_batch_outputs(outputs: list[dict[str, Any]], is_sum: bool, joins: bool)
     return whole
 
 
-def _like(example: Mapping[str, Any], values: dict[str, Any]) -> Any:
+def _like(example: Mapping[str, object], values: dict[str, Any]) -> Any:
     try:
         return type(example)(**values)
     except TypeError:

@@ -231,7 +231,7 @@ def load_checkpoint(
     return content
 
 
-def _read(path: Path, device: Any) -> dict[str, Any]:
+def _read(path: Path, device: object) -> dict[str, Any]:
     """Return the entries of a checkpoint file; whatever else is in it, or goes wrong, is one error."""
     if path.is_dir():
         raise CheckpointError(
@@ -250,7 +250,7 @@ def _read(path: Path, device: Any) -> dict[str, Any]:
     return content
 
 
-def save_state(state: State, folder: Any, custom: Mapping[str, Any]) -> None:
+def save_state(state: State, folder: object, custom: Mapping[str, object]) -> None:
     """Write the whole state to a folder."""
     state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
     try:

@@ -56,7 +56,7 @@ def check_optimizer(state: State, strict: bool) -> None:
         warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
-def check_scheduler(given: Any, optimizer: Any, units: Any) -> None:
+def check_scheduler(given: object, optimizer: object, units: object) -> None:
     """Reject what cannot make a scheduler, and a scheduler made for another optimizer."""
     if units is not None:
         raise ConfigError(
@@ -77,7 +77,7 @@ def check_scheduler(given: Any, optimizer: Any, units: Any) -> None:
         )
 
 
-def check_schedule_length(scheduler: Any, run: Run) -> None:
+def check_schedule_length(scheduler: object, run: Run) -> None:
     """Warn when a scheduler that knows its number of steps ends before the run does, or goes on after it."""
     settings, config = run.require_settings(), run.config
     planned = getattr(scheduler, "total_steps", None) or getattr(scheduler, "total_iterations", None)
@@ -120,7 +120,7 @@ class _NotCallable(ConfigError, TypeError):
     """A configuration error that is also the TypeError such code used to raise."""
 
 
-def check_batch_output(output: Any, trainer: "EvaluationLoop") -> None:
+def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
     """Reject a loss hook's result that lacks what the loop needs, and hooks that hide events from their listeners."""
     if not isinstance(output, Mapping):
         raise BatchOutputError(
@@ -146,7 +146,7 @@ def check_batch_output(output: Any, trainer: "EvaluationLoop") -> None:
         )
 
 
-def warn_of_sample_weights(trainer: "EvaluationLoop", counting: LossCounting, output: Mapping[str, Any]) -> None:
+def warn_of_sample_weights(trainer: "EvaluationLoop", counting: LossCounting, output: Mapping[str, object]) -> None:
     """Warn where losses of parts are joined and it is not known what each is a mean over."""
     window, microbatch_size = trainer.run.stepper.window, trainer.run.microbatch_size
     if counting.is_known or window.is_plain or not {"num_items", "num_items_in_batch"}.isdisjoint(output):
@@ -190,7 +190,7 @@ def check_loss(loss: Any, trainer: "EvaluationLoop") -> None:
         )
 
 
-def check_watched_metrics(callbacks: Iterable[Any], eval_loader: Any) -> None:
+def check_watched_metrics(callbacks: Iterable[object], eval_loader: object) -> None:
     """Reject callbacks that watch an evaluation metric which will never be recorded."""
     for callback in callbacks:
         metric = getattr(callback, "watch_metric", None)
@@ -201,13 +201,13 @@ def check_watched_metrics(callbacks: Iterable[Any], eval_loader: Any) -> None:
             raise ValueError(f"{type(callback).__name__} watches {metric!r}, {reason}")
 
 
-def check_plateau(metric: str, eval_loader: Any) -> None:
+def check_plateau(metric: str, eval_loader: object) -> None:
     """Reject a scheduler that waits for an evaluation metric which will never be recorded."""
     if reason := _why_never_recorded(metric, eval_loader):
         raise ConfigError(f"ReduceLROnPlateau watches scheduler_metric={metric!r}, {reason}")
 
 
-def _why_never_recorded(metric: str, eval_loader: Any) -> str | None:
+def _why_never_recorded(metric: str, eval_loader: object) -> str | None:
     """Return why an evaluation metric of this name cannot come, and what to do; None for any other name."""
     prefix = next((p for p in ("eval_", "intermediate_eval_") if metric.removeprefix("ema_model_").startswith(p)), None)
     if prefix is None:

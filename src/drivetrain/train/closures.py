@@ -35,7 +35,7 @@ from drivetrain.train.tracking import LossTracker
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
 
 
-def requires_closure(optimizer: Any) -> bool:
+def requires_closure(optimizer: object) -> bool:
     """Return whether an optimizer's `step` cannot do without a closure, as LBFGS's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
@@ -254,11 +254,11 @@ class _SecondScale:
                 parameter.grad = None
 
 
-def _shallow(batch: Any) -> Any:
+def _shallow(batch: object) -> Any:
     """Return a batch whose entries can be replaced without changing the one given."""
     return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
 
 
-def _copies(model: Any) -> list[tuple[Tensor, Tensor]]:
+def _copies(model: object) -> list[tuple[Tensor, Tensor]]:
     buffers = unwrap(model).buffers() if isinstance(model, nn.Module) else ()
     return [(buffer, buffer.detach().clone()) for buffer in buffers]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluation_mode(
-    trainer: "EvaluationLoop", is_intermediate: bool, loader: Any, set_name: str | None
+    trainer: "EvaluationLoop", is_intermediate: bool, loader: object, set_name: str | None
 ) -> Iterator[None]:
     """Give an evaluation its own loss tracker and events; restore modes, batch and random numbers, also after an error."""
     state, run = trainer.state, trainer.run
@@ -85,7 +85,7 @@ def own_events(trainer: TrainerHooks, after_forward: Event) -> Iterator[None]:
 
 
 @contextmanager
-def restored_modes(model: Any) -> Iterator[None]:
+def restored_modes(model: object) -> Iterator[None]:
     """Restore every module's training flag."""
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     try:
@@ -142,7 +142,7 @@ class EvaluationLoop(TrainerHooks):
         self.evaluation_run_end()
         self.run.fire.eval_standalone_end()
 
-    def _run_eval_epoch(self, dl: Any, is_training: bool = True, is_intermediate: bool = False) -> None:
+    def _run_eval_epoch(self, dl: object, is_training: bool = True, is_intermediate: bool = False) -> None:
         """Evaluate once over the data, every sample counted once; what training needs is restored afterwards.
 
         Of several evaluation sets each is evaluated on its own, with its name in those of the metrics: `eval_<set>_loss_epoch`.
@@ -212,7 +212,7 @@ class EvaluationLoop(TrainerHooks):
             fire.eval_after_all()
             self._record_means(prefix, is_intermediate)
 
-    def _until_signal(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+    def _until_signal(self, batches: Iterable[object]) -> Generator[Any, None, None]:
         self.run.evaluation.was_cut = yield from self.run.agreement.until_signal(batches)
 
     def _evaluate_if_due(self, is_due: Callable[[Clock], bool]) -> None:

@@ -32,7 +32,7 @@ class EvaluationState:
     `sets` are the loaders of the run by the name of their set; the only one has the name "".
     """
 
-    def __init__(self, evaluation_loader: Any = None):
+    def __init__(self, evaluation_loader: object = None):
         if isinstance(evaluation_loader, loaders.EvaluationLoaders):
             self.sets: dict[str, Any] = dict(evaluation_loader.items())
         else:
@@ -42,7 +42,7 @@ class EvaluationState:
         """Sets that need not be evaluated again in an evaluation that was interrupted."""
 
     @contextmanager
-    def counting(self, name: str, loader: Any) -> Iterator[list[bool]]:
+    def counting(self, name: str, loader: object) -> Iterator[list[bool]]:
         """Give a loader the number of this evaluation; one that is cut short (True is put into the list) is not counted."""
         number, before, was_cut = self.counts.get(name, 0), loader_state(loader), list[bool]()
         self.counts[name] = number + 1
@@ -111,7 +111,7 @@ def load_loader_state(loader: Any, state: Mapping[str, Any] | None, number: int)
             _set(generator, state["generators"][name])
 
 
-def held_generators(loader: Any) -> dict[str, Any]:
+def held_generators(loader: object) -> dict[str, Any]:
     """Return the random generators that a loader, its samplers and its dataset hold, by where they are."""
     found: dict[str, Any] = {}
     for name in ("generator", "sampler", "batch_sampler", "dataset"):
@@ -119,7 +119,7 @@ def held_generators(loader: Any) -> dict[str, Any]:
     return found
 
 
-def _collect(value: Any, path: str, found: dict[str, Any], depth: int) -> None:
+def _collect(value: object, path: str, found: dict[str, Any], depth: int) -> None:
     if isinstance(value, _GENERATORS):
         if not any(value is known for known in found.values()):
             found[path] = value
@@ -137,13 +137,13 @@ def _collect(value: Any, path: str, found: dict[str, Any], depth: int) -> None:
             _collect(part, f"{path}.{name}", found, depth - 1)
 
 
-def _copied(generator: Any) -> Any:
+def _copied(generator: object) -> Any:
     if isinstance(generator, torch.Generator):
         return torch.Generator(device=generator.device).set_state(generator.get_state())
     return copy.deepcopy(generator)
 
 
-def _set(generator: Any, saved: Any) -> None:
+def _set(generator: object, saved: object) -> None:
     """Give a generator the state of another of its kind."""
     if isinstance(generator, torch.Generator) and isinstance(saved, torch.Generator):
         generator.set_state(saved.get_state())
@@ -155,13 +155,13 @@ def _set(generator: Any, saved: Any) -> None:
         generator.setstate(saved.getstate())
 
 
-def _set_number(loader: Any, number: int) -> None:
+def _set_number(loader: object, number: int) -> None:
     loader = _inner(loader)
     if isinstance(loader, SmartDataLoader):
         loader.set_epoch(number)
 
 
-def _inner(loader: Any) -> Any:
+def _inner(loader: object) -> Any:
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     return loader

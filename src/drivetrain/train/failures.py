@@ -37,7 +37,7 @@ class StepFailure(NamedTuple):
     """Whether torch raised the error, not a line of the user's."""
 
 
-def explain_failure(error: BaseException, model: Any, loss_func: Any, batch_index: int) -> BaseException:
+def explain_failure(error: BaseException, model: object, loss_func: object, batch_index: int) -> BaseException:
     """Return the error to raise: the same one with a note, or a `BatchError` where torch could not use the first batch."""
     if not isinstance(error, Exception) or isinstance(error, BatchError):
         return error
@@ -56,7 +56,7 @@ def explain_failure(error: BaseException, model: Any, loss_func: Any, batch_inde
     return error
 
 
-def _read(error: BaseException, loss_func: Any) -> StepFailure | None:
+def _read(error: BaseException, loss_func: object) -> StepFailure | None:
     batch: Any = None
     phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
     for frame in _frames(error):
@@ -90,7 +90,7 @@ def _arguments(frame: types.FrameType) -> list[Any]:
     return [frame.f_locals.get(name) for name in names.args if name != "self"]
 
 
-def _describe(failure: StepFailure, model: Any, loss_func: Any, index: int) -> str:
+def _describe(failure: StepFailure, model: object, loss_func: object, index: int) -> str:
     number = f"batch {index + 1}" if index else "the first batch"
     if failure.in_data:
         name = _DATA_NAMES[failure.phase]
@@ -111,15 +111,15 @@ def _layer_name(layer: nn.Module, model: Any) -> str:
     return f"layer {path!r} ({shown})" if path else f"the model ({shown})" if layer is model else f"a layer ({shown})"
 
 
-def _is_module(model: Any) -> bool:
+def _is_module(model: object) -> bool:
     return isinstance(model, nn.Module)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _shown(value: Any, depth: int = 0) -> str:
+def _shown(value: object, depth: int = 0) -> str:
     """Return types and shapes of a batch, such as `(float32[8, 6], int64[8])`."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -137,7 +137,7 @@ def _first_line(error: BaseException) -> str:
 # ---------------------------------------------------------------------------------------------------- before the loss
 
 
-def check_loss_inputs(loss_func: Any, outputs: Any, targets: Any) -> None:
+def check_loss_inputs(loss_func: object, outputs: object, targets: object) -> None:
     """Check the first batch before a loss of torch sees it: outputs must be a tensor, and class labels must be classes.
 
     Labels are read back to the host, once. On a GPU a label out of range would end the process' use of the device.
@@ -157,7 +157,7 @@ def check_loss_inputs(loss_func: Any, outputs: Any, targets: Any) -> None:
         _check_labels(loss_func, outputs, targets)
 
 
-def _check_labels(loss_func: Any, outputs: Tensor, targets: Any) -> None:
+def _check_labels(loss_func: object, outputs: Tensor, targets: object) -> None:
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_complex() or not outputs.dim():
         return
     if targets.dim() != max(0, outputs.dim() - 1) or type(targets) is not Tensor or type(outputs) is not Tensor:

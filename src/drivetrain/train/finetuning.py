@@ -6,7 +6,7 @@ belong to no group. Modules frozen in eval mode carry a mark, because `model.tra
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -136,7 +136,7 @@ class ModelFreezer:
         return first, last
 
 
-def restore_frozen_modes(model: Any) -> None:
+def restore_frozen_modes(model: object) -> None:
     """Put modules that were frozen in eval mode back there; the Trainer calls this after `model.train()`."""
     if isinstance(model, nn.Module):
         for module in model.modules():

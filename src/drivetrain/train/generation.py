@@ -23,7 +23,7 @@ Generate = bool | Mapping[str, Any]
 """Whether to generate, or with which arguments of the model's `generate`."""
 
 
-def generate_arguments(generate: Any, default: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+def generate_arguments(generate: object, default: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     """Return the arguments of the model's `generate`, `default` where none are given, or None for no generation."""
     if isinstance(generate, bool):
         return (default or {}) if generate else None
@@ -35,7 +35,7 @@ def generate_arguments(generate: Any, default: Mapping[str, Any] | None = None) 
     )
 
 
-def check_generates(model: Any, is_overridden: bool) -> None:
+def check_generates(model: object, is_overridden: bool) -> None:
     """Reject a model that cannot generate, unless a hook of the user's own does."""
     if is_overridden or not isinstance(model, nn.Module):
         return
@@ -57,7 +57,7 @@ def generating(run: "Run", arguments: Mapping[str, Any] | None) -> Iterator[None
         run.generate = before
 
 
-def generation_inputs(form: BatchForm, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generation_inputs(form: BatchForm, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for `generate` that a batch holds: its inputs, without targets and what is made of them."""
     if isinstance(batch, Mapping):
         targets = form.targets(batch)
@@ -67,7 +67,7 @@ def generation_inputs(form: BatchForm, batch: Any) -> tuple[tuple[Any, ...], dic
     return form.arguments(batch)
 
 
-def _shows_targets(name: str, value: Any, targets: Any) -> bool:
+def _shows_targets(name: str, value: object, targets: object) -> bool:
     if value is targets and targets is not None:
         return True
     is_decoder_input = name in ("decoder_input_ids", "decoder_attention_mask")  # the labels, shifted
@@ -108,7 +108,7 @@ def _in_step(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
             model.generate = own
 
 
-def padding_token(model: Any) -> int | None:
+def padding_token(model: object) -> int | None:
     """Return the token that a model pads what it generates with, where its configuration names one."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):

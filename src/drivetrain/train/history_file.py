@@ -63,7 +63,7 @@ class Series:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def append(self, value: Any, epoch: int, step: int) -> None:
+    def append(self, value: object, epoch: int, step: int) -> None:
         """Add a value; a number of numpy becomes one of Python."""
         if type(value) is float:
             self.numbers.append(value)
@@ -162,7 +162,7 @@ class Reference:
     sha256: str
 
     @classmethod
-    def from_state(cls, state: Any) -> "Reference":
+    def from_state(cls, state: object) -> "Reference":
         """Read what a checkpoint holds, which another person may have written."""
         if (
             not isinstance(state, Mapping)

@@ -19,7 +19,7 @@ ROWS_AT_START, ROWS_AT_END = 3, 7
 _PHASES = ("train_", "eval_", "intermediate_eval_", "evaluation_")
 
 
-def format_metric(value: Any) -> str:
+def format_metric(value: object) -> str:
     """Return a value for people to read: six significant digits, whole numbers in full.
 
     >>> [format_metric(value) for value in (0.30000001192092896, 1.5e-07, 12345678, 0.1 + 0.2)]
@@ -126,5 +126,5 @@ def _quantity(name: str) -> str:
     return name.removeprefix(phase).removesuffix("_epoch")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

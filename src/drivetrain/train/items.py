@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
 
 
-def check_count_items(count_items: Any) -> Callable[[Any], Count] | str | None:
+def check_count_items(count_items: object) -> Callable[[Any], Count] | str | None:
     """Return the argument if it says how to count."""
     if count_items is None or (isinstance(count_items, str) and count_items == "labels"):
         return count_items
@@ -68,18 +68,18 @@ class LossCounting:
         if any(other != everywhere[0] for other in everywhere):
             self._decide(UNKNOWN, None, None)
 
-    def prefer_samples(self, batch: Any) -> None:
+    def prefer_samples(self, batch: object) -> None:
         """Count samples where rows have one label each and none of this batch is ignored; only reported means depend on the count here."""
         items = self.items
         is_alike = self._given is None and items.kind == "labels" and items.is_one_per_row
         if is_alike and items.count(batch) == batch_size_of(None, batch):  # once per run; this synchronizes the host
             self._count, self.is_needed = None, False
 
-    def count(self, batch: Any) -> Count:
+    def count(self, batch: object) -> Count:
         """Return how many items the loss of a batch is a mean over."""
         return 1 if self._count is None else self._count(batch)
 
-    def watched(self, trainer: "TrainerHooks", hook: Callable[[Any], Any], batch: Any, loader: Any) -> Any:
+    def watched(self, trainer: "TrainerHooks", hook: Callable[[Any], Any], batch: object, loader: object) -> Any:
         """Return what a loss hook makes of a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
@@ -99,7 +99,7 @@ class LossCounting:
             self._decide(items, loader, unwrap(trainer.model))
         return output
 
-    def _decide(self, items: LossItems, loader: Any, model: Any) -> None:
+    def _decide(self, items: LossItems, loader: object, model: object) -> None:
         self.is_decided = True
         self.items = SAMPLES if _has_equal_rows(items, loader) else items
         self._count = None
@@ -153,7 +153,7 @@ def without_empty(loss: Tensor, items: Count) -> Tensor:
     return loss if items else torch.nan_to_num(loss, nan=0.0)
 
 
-def _has_equal_rows(items: LossItems, loader: Any) -> bool:
+def _has_equal_rows(items: LossItems, loader: object) -> bool:
     """Whether every row of the data counts the same, so that samples may be counted instead, which costs nothing."""
     loader = getattr(loader, "dl", loader)  # through a slice
     dataset = getattr(loader, "dataset", None)
@@ -172,7 +172,7 @@ def _hides_loss(trainer: "TrainerHooks", hook: Callable[[Any], Any]) -> bool:
     return any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
 
 
-def _probe(trainer: "TrainerHooks", batch: Any) -> LossItems:
+def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
     """Follow two rows of a batch through the model as it is before compilation; nothing is left behind."""
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
@@ -194,7 +194,7 @@ def _probe(trainer: "TrainerHooks", batch: Any) -> LossItems:
         restore_rng(generators)
 
 
-def _is_compiled(function: Any) -> bool:
+def _is_compiled(function: object) -> bool:
     """Whether a model, one of its modules or a loss function is compiled."""
     if not isinstance(function, nn.Module):
         inner = getattr(function, "function", getattr(function, "loss_func", None))

@@ -57,7 +57,7 @@ def use_data_ranks(trainer: "Trainer") -> None:
         clear_data_ranks()
 
 
-def is_ready_loader(data: Any) -> bool:
+def is_ready_loader(data: object) -> bool:
     """Whether this is a loader already, not a dataset to build one for."""
     if isinstance(data, DataLoader | DataLoaderSlice):
         return True
@@ -86,7 +86,7 @@ class EvaluationLoaders:
         return getattr(next(iter(self._loaders.values())), name)
 
 
-def map_loaders(function: Callable[[Any], Any], loader: Any) -> Any:
+def map_loaders(function: Callable[[Any], Any], loader: object) -> Any:
     """Apply a function to a loader, or to each of several evaluation loaders."""
     if isinstance(loader, EvaluationLoaders):
         return EvaluationLoaders({name: function(one) for name, one in loader.items()})
@@ -112,7 +112,7 @@ def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: dict[st
     return EvaluationLoaders(made)
 
 
-def default_kwargs(device: torch.device | str, dataset: Any, batch_size: int) -> dict[str, Any]:
+def default_kwargs(device: torch.device | str, dataset: object, batch_size: int) -> dict[str, Any]:
     """Return the loader arguments that depend on the machine and the data."""
     local_processes = max(1, get_num_processes() // num_nodes())
     workers = 0 if isinstance(dataset, TensorDataset) else min(8, usable_cpus() // local_processes)
@@ -132,7 +132,7 @@ def num_nodes() -> int:
     return max(1, get_num_processes() // local) if local else 1
 
 
-def merge_kwargs(dataset: Any, defaults: dict[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+def merge_kwargs(dataset: object, defaults: dict[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the loader's arguments: a user's key wins, and takes with it the defaults it rules out."""
     given = dict(given or {})
     merged = {**defaults, **given}
@@ -160,7 +160,7 @@ def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> 
     return {**added, **(kwargs or {})} if added else None if kwargs is None else dict(kwargs)
 
 
-def prepare(device: torch.device | str, loader: Any, limit_batches: int | float | None) -> Any:
+def prepare(device: torch.device | str, loader: object, limit_batches: int | float | None) -> Any:
     """Make a loader deliver this rank's share to the device, and cut it to a limit."""
     if isinstance(loader, EvaluationLoaders):
         return map_loaders(lambda one: prepare(device, one, limit_batches), loader)
@@ -173,7 +173,7 @@ def prepare(device: torch.device | str, loader: Any, limit_batches: int | float 
     return limit(loader, limit_batches)
 
 
-def deliver(loader: Any, device: torch.device | str) -> Any:
+def deliver(loader: object, device: torch.device | str) -> Any:
     """Return a loader that delivers this rank's share, on the device where it can; a torch loader has the attribute `device`."""
     if isinstance(loader, DataLoader) and not isinstance(loader, SmartDataLoader):
         if not is_distributed() or _splits_itself(loader):
@@ -229,7 +229,7 @@ def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) ->
     )
 
 
-def limit(loader: Any, batches: int | float | None) -> Any:
+def limit(loader: object, batches: int | float | None) -> Any:
     """Return a loader that stops after so many batches, or after that fraction of them."""
     if batches is None:
         return loader
@@ -253,14 +253,14 @@ def length(loader: Any) -> int | None:
         return None
 
 
-def smart_loader(loader: Any) -> SmartDataLoader[Any] | None:
+def smart_loader(loader: object) -> SmartDataLoader[Any] | None:
     """Return the `SmartDataLoader` behind a loader, through a slice."""
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     return loader if isinstance(loader, SmartDataLoader) else None
 
 
-def is_padding(loader: Any) -> bool:
+def is_padding(loader: object) -> bool:
     """Return whether the batch in hand is only padding, because this rank had no sample left."""
     smart = smart_loader(loader)
     return smart is not None and smart.batch_info is not None and smart.batch_info.size == 0
@@ -276,7 +276,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def mover(device: torch.device | str, loader: Any) -> Callable[[Any], Any] | None:
+def mover(device: torch.device | str, loader: object) -> Callable[[Any], Any] | None:
     """Return what brings a batch of this loader to the device; None where it is there already."""
     smart = smart_loader(loader)
     if (smart is not None and smart.move_output) or torch.device(device).type == "cpu":
@@ -284,7 +284,7 @@ def mover(device: torch.device | str, loader: Any) -> Callable[[Any], Any] | Non
     return partial(move_to_device, device, non_blocking=True)
 
 
-def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+def look_ahead(loader: Iterable[object]) -> Iterator[tuple[Any, bool]]:
     """Yield each batch with whether it is the last, by reading one batch ahead; a `SmartDataLoader` may know without.
 
     >>> list(look_ahead("ab"))
@@ -304,7 +304,7 @@ def look_ahead(loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         current = following
 
 
-def move_model(runtime: "TrainerRuntime", model: Any) -> Any:
+def move_model(runtime: "TrainerRuntime", model: object) -> Any:
     """Put a model on the device in the run's precision; anything that is not a module stays as it is."""
     if not isinstance(model, nn.Module):
         return model
@@ -312,7 +312,7 @@ def move_model(runtime: "TrainerRuntime", model: Any) -> Any:
     return model if getattr(model, "hf_device_map", None) else model.to(runtime.device)
 
 
-def to_float32(value: Any) -> Any:
+def to_float32(value: object) -> Any:
     """Return outputs with low-precision floats as float32, so that a user's loss is computed in it."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -329,7 +329,7 @@ def to_float32(value: Any) -> Any:
     return value
 
 
-def token_counter(batch: Any) -> Callable[[Any], int] | None:
+def token_counter(batch: object) -> Callable[[Any], int] | None:
     """Return how to count the tokens of batches like this one, or None for data that is not text."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return lambda batch: batch["input_ids"].numel()
@@ -355,7 +355,7 @@ def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:
 
 
 def make_prediction_loader(
-    device: torch.device | str, dataset: Any, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: Any
+    device: torch.device | str, dataset: object, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: object
 ) -> Any:
     """Return a loader over a dataset in its own order."""
     check_dataset("dataset", dataset)

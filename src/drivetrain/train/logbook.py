@@ -38,13 +38,13 @@ class Logbook:
         self._arriving: dict[str, float] = {}
         self.loggers = [*loggers, *([recorder] if recorder is not None and recorder not in loggers else [])]
 
-    def record(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: object) -> None:
         """Keep one value of an epoch: in the history under its prefixed name, and with every logger."""
         self.wait_for_steps()
         self.history.update_metric(name, value)
         self._send({f"{self.history.metric_name_prefix}{name}": value})
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Keep values of this moment; tensors stay on the device until a logger reads them."""
         for name, value in metrics.items():
             self.history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
@@ -75,7 +75,7 @@ class Logbook:
                 metrics, self._arriving = self._arriving, {}
                 self._send(metrics, step, [logger for logger in self.loggers if not hasattr(logger, "scalar")])
 
-    def log_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+    def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Send to the loggers how the run is set up."""
         for logger in self.loggers:
             for method in ("log_hyperparameters", "params"):
@@ -83,7 +83,7 @@ class Logbook:
                     getattr(logger, method)(dict(hyperparameters))
                     break
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Send images to the loggers that take them."""
         for logger in self.loggers:
             if hasattr(logger, "log_images"):
@@ -99,7 +99,7 @@ class Logbook:
                 logger.flush()
 
     def _send(
-        self, metrics: Mapping[str, Any], step: int | None = None, loggers: Collection[Any] | None = None
+        self, metrics: Mapping[str, object], step: int | None = None, loggers: Collection[Any] | None = None
     ) -> None:
         loggers = self.loggers if loggers is None else loggers
         if not loggers:
@@ -122,7 +122,11 @@ class StepLosses(TrainerCallback):
     """
 
     def __init__(
-        self, interval: Interval, counting: LossCounting, is_padding: Callable[[], bool] | None, plugins: Iterable[Any]
+        self,
+        interval: Interval,
+        counting: LossCounting,
+        is_padding: Callable[[], bool] | None,
+        plugins: Iterable[object],
     ):
         self._interval, self._counting, self._is_padding = interval, counting, is_padding
         self._logs_rates = not any(isinstance(plugin, LRMonitor) for plugin in plugins)
@@ -147,7 +151,7 @@ class StepLosses(TrainerCallback):
             metrics: dict[str, Any] = {f"train_{name}_step": mean for name, mean in self._take(state).items()}
             logger.log_step(metrics | (learning_rates(state.optimizers) if self._logs_rates else {}))
 
-    def epoch_end(self, state: Any, logger: Logbook) -> None:
+    def epoch_end(self, state: object, logger: Logbook) -> None:
         """Log when an interval in epochs is due."""
         self.batch_end(state, logger)
 

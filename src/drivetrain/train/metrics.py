@@ -29,7 +29,7 @@ class MetricSet:
     0.6667
     """
 
-    def __init__(self, metrics: Any = None, *, argument: str = "metrics"):
+    def __init__(self, metrics: object = None, *, argument: str = "metrics"):
         self._stateful: dict[str, Any] = {}  # torchmetrics metrics; a collection has the name ""
         self._plain: dict[str, PlainMetric] = {}
         self._means: dict[str, LossTracker] = {}
@@ -73,7 +73,7 @@ class MetricSet:
             mean.reset()
 
     @torch.no_grad()
-    def update(self, outputs: Any, targets: Any, batch_size: int, num_real: int | None = None) -> None:
+    def update(self, outputs: object, targets: object, batch_size: int, num_real: int | None = None) -> None:
         """Take in a batch; only its first `num_real` rows count where the rest is padding."""
         if num_real is not None and num_real < batch_size:
             if num_real == 0:
@@ -85,7 +85,7 @@ class MetricSet:
         for name, function in self._plain.items():
             self._means[name].update(function(outputs, targets), batch_size)
 
-    def join(self, group: Any) -> None:
+    def join(self, group: object) -> None:
         """Combine metrics of torchmetrics over the ranks of a process group only."""
         for metric in self._stateful.values():
             for single in metric.values() if _is_torchmetrics(metric, "MetricCollection") else [metric]:
@@ -100,7 +100,7 @@ class MetricSet:
         return values
 
 
-def _is_torchmetrics(value: Any, kind: str) -> bool:
+def _is_torchmetrics(value: object, kind: str) -> bool:
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(value, getattr(library, kind))
 

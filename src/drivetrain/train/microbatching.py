@@ -4,7 +4,7 @@ Starting from the whole batch, a step is tried; out of memory halves the size. A
 Weights, buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,12 +40,12 @@ def find_microbatch_size(trainer: "Trainer") -> int | None:
     return None if size == rows else size
 
 
-def _fits_everywhere(trainer: "Trainer", batch: Any, size: int) -> bool:
+def _fits_everywhere(trainer: "Trainer", batch: object, size: int) -> bool:
     fits = _fits(trainer, split_batch(batch, size)[0])
     return all(all_gather_values(fits)) if is_distributed() else fits
 
 
-def _fits(trainer: "Trainer", part: Any) -> bool:
+def _fits(trainer: "Trainer", part: object) -> bool:
     state = trainer.state
     try:
         state.batch = part

@@ -27,44 +27,44 @@ _SYMBOLS: dict[str, Callable[[Any, Any], Any]] = {
 class _Arithmetic:
     """Gives a class `+ - * / //` on either side, each of which makes an expression."""
 
-    def __add__(self, other: Any) -> "PlaceholderExpression":
+    def __add__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("+", self, other)
 
-    def __radd__(self, other: Any) -> "PlaceholderExpression":
+    def __radd__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("+", other, self)
 
-    def __sub__(self, other: Any) -> "PlaceholderExpression":
+    def __sub__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("-", self, other)
 
-    def __rsub__(self, other: Any) -> "PlaceholderExpression":
+    def __rsub__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("-", other, self)
 
-    def __mul__(self, other: Any) -> "PlaceholderExpression":
+    def __mul__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("*", self, other)
 
-    def __rmul__(self, other: Any) -> "PlaceholderExpression":
+    def __rmul__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("*", other, self)
 
-    def __truediv__(self, other: Any) -> "PlaceholderExpression":
+    def __truediv__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("/", self, other)
 
-    def __rtruediv__(self, other: Any) -> "PlaceholderExpression":
+    def __rtruediv__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("/", other, self)
 
-    def __floordiv__(self, other: Any) -> "PlaceholderExpression":
+    def __floordiv__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("//", self, other)
 
-    def __rfloordiv__(self, other: Any) -> "PlaceholderExpression":
+    def __rfloordiv__(self, other: object) -> "PlaceholderExpression":
         return PlaceholderExpression("//", other, self)
 
 
 class PlaceholderExpression(_Arithmetic):
     """One operation on two values, of which at least one is a placeholder or an expression."""
 
-    def __init__(self, symbol: str, left: Any, right: Any):
+    def __init__(self, symbol: str, left: object, right: object):
         self.symbol, self.left, self.right = symbol, left, right
 
-    def evaluate(self, trainer: Any) -> Any:
+    def evaluate(self, trainer: object) -> Any:
         """Return the number, with the trainer's values in place."""
         return _SYMBOLS[self.symbol](_replace(trainer, self.left), _replace(trainer, self.right))
 
@@ -107,7 +107,7 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
         )
 
 
-def replace_trainer_placeholder_values(trainer: Any, instance: Any) -> Any:
+def replace_trainer_placeholder_values(trainer: object, instance: object) -> Any:
     """Return a `functools.partial` with every placeholder in its arguments replaced; anything else as it is.
 
     Placeholders are found in positional and keyword arguments, in lists, tuples and dicts among them, and in nested
@@ -116,7 +116,7 @@ def replace_trainer_placeholder_values(trainer: Any, instance: Any) -> Any:
     return _replace(trainer, instance) if isinstance(instance, partial) else instance
 
 
-def _replace(trainer: Any, value: Any) -> Any:
+def _replace(trainer: object, value: object) -> Any:
     if isinstance(value, (TrainerPlaceholderValues, PlaceholderExpression)):
         return value.evaluate(trainer)
     if isinstance(value, partial):

@@ -116,7 +116,7 @@ def apply_to_state(request: PlanRequest) -> PlannedLoop:
     )
 
 
-def _given_plan(strategy: Any) -> Strategy:
+def _given_plan(strategy: object) -> Strategy:
     with naming("strategy", strategy):
         return Strategy.load(strategy)
 

@@ -69,7 +69,7 @@ def _without_targets(step: LossStep) -> Iterator[None]:
         step.find_form, step.form = find_form, None
 
 
-def _in_dataset_order(runtime: TrainerRuntime, loader: Any, rows: Any) -> Any:
+def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> Any:
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
@@ -85,14 +85,14 @@ def _in_dataset_order(runtime: TrainerRuntime, loader: Any, rows: Any) -> Any:
     return _map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
 
 
-def _leaves(value: Any) -> list[Tensor]:
+def _leaves(value: object) -> list[Tensor]:
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else None
     if values is None:
         return [value] if isinstance(value, Tensor) else []
     return [leaf for item in values for leaf in _leaves(item)]
 
 
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def _map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
     return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -117,7 +117,7 @@ def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
     return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
 
 
-def _no_rows(value: Any) -> Any:
+def _no_rows(value: object) -> Any:
     return _map_leaves(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -132,7 +132,7 @@ def _with_rows(value: Any, device: Any) -> Any:
     return _map_leaves(row, value)
 
 
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     """Apply a function to what containers hold; they stay what they are."""
     if isinstance(value, Mapping):
         changed = {name: _map_leaves(function, item) for name, item in value.items()}
@@ -178,7 +178,7 @@ def _join_rows(parts: list[Any], padding_value: float | None) -> Tensor | list[T
     return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
 
 
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(value: object) -> Any:
     from drivetrain.context.moving import move_to_device
 
     return move_to_device("cpu", value)

@@ -244,14 +244,14 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: Any) -> N
     )
 
 
-def _shared_rng(rng: Any) -> Any:
+def _shared_rng(rng: object) -> Any:
     """Return the random state to go on with; ranks that share samples take one, also when the saved run had other ranks."""
     if rng is None or num_data_ranks() == get_num_processes():
         return rng
     return of_data_ranks(rng)[data_rank()]
 
 
-def _check_returns_to_place(loader: Any, batches: int) -> None:
+def _check_returns_to_place(loader: object, batches: int) -> None:
     """Reject a loader that cannot return to a position inside an epoch."""
     if callable(getattr(type(loader), "load_state_dict", None)):
         return
@@ -317,7 +317,7 @@ def finish(run: Run, state: State, logbook: Logbook) -> None:
     run.agreement.close()
 
 
-def make_optimizer(name: str, groups: Any, **settings: Any) -> Optimizer:
+def make_optimizer(name: str, groups: object, **settings: object) -> Optimizer:
     """Return a new optimizer by name, of torch or of ours, over parameters or groups; a wrapper takes an optimizer instead.
 
     >>> import torch

@@ -52,7 +52,7 @@ class TrainingData:
     """Whether a plugin reads which samples are in a batch."""
     count_tokens: Callable[[Any], int] | None = None
 
-    def count(self, batch: Any, output: Mapping[str, Any] | None, world: int) -> tuple[int, int]:
+    def count(self, batch: object, output: Mapping[str, Any] | None, world: int) -> tuple[int, int]:
         """Return the samples and tokens of a batch over all data ranks; `output` is what a loss hook returned, where that is known."""
         tokens = 0 if self.count_tokens is None else self.count_tokens(batch) * world
         source = self.source

@@ -54,7 +54,7 @@ def count_update_steps(num_batches: int, num_processes: int, gradient_accumulati
     )
 
 
-def _copy_containers(value: Any) -> Any:
+def _copy_containers(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _copy_containers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -57,7 +57,7 @@ class RunHistory(ABC):
         """The prefix put before recorded names."""
 
     @abstractmethod
-    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+    def update_metric(self, metric_name: str, metric_value: object) -> None:
         """Record a value."""
 
     @abstractmethod
@@ -169,7 +169,7 @@ class InMemoryRunHistory(RunHistory):
             )
         return series.value(len(series) - 1)
 
-    def update_metric(self, metric_name: str, metric_value: Any) -> None:
+    def update_metric(self, metric_name: str, metric_value: object) -> None:
         """Record a value under the prefixed name; nothing waits for a device."""
         name = f"{self._prefix}{metric_name}"
         series = self._series.get(name)

@@ -279,7 +279,7 @@ def check_eval_interval(value: EvalInterval) -> None:
         raise ConfigError(f"eval_interval={value!r}: expected a time such as '1ep' or '500ba', or '0ep' for never.")
 
 
-def check_limit(name: str, value: Any) -> None:
+def check_limit(name: str, value: object) -> None:
     """Check a number of batches (an int), or a fraction of them (a float)."""
     if isinstance(value, float):
         hint = ": a float is a fraction in (0, 1]; give an int for a number of batches"

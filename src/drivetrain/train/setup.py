@@ -308,7 +308,7 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     trainer.runtime.scaler = None  # units scale for themselves
 
 
-def _describes_units(optimizer: Any) -> bool:
+def _describes_units(optimizer: object) -> bool:
     return isinstance(optimizer, str | Path | Mapping | OptimScheduler) or inspect.isfunction(optimizer)
 
 
@@ -355,18 +355,18 @@ def make_run_config(
     )
 
 
-def batch_size_of_loader(loader: Any) -> int | None:
+def batch_size_of_loader(loader: object) -> int | None:
     """Return the batch size per process that a loader was built with, or None."""
     size = getattr(getattr(loader, "dl", loader), "batch_size", None)
     return size if isinstance(size, int) else None
 
 
-def check_eval_batch_size(loader: Any) -> None:
+def check_eval_batch_size(loader: object) -> None:
     """Warn where an evaluation loader of the user's own would make processes wait or repeat samples."""
     loaders.map_loaders(_check_eval_loader, loader)
 
 
-def _check_eval_loader(loader: Any) -> None:
+def _check_eval_loader(loader: object) -> None:
     if loaders.smart_loader(loader) is not None or num_data_ranks() == 1:
         return
     batches = loaders.length(loader)
@@ -392,7 +392,7 @@ def choose_microbatch_size(trainer: "Trainer") -> int | None:
     return find_microbatch_size(trainer)
 
 
-def call_seed_form(create_scheduler: Callable[..., Any], optimizer: Any) -> Any:
+def call_seed_form(create_scheduler: Callable[..., Any], optimizer: object) -> Any:
     """Call the scheduler hook; an override that takes a parameter, as older ones do, receives the optimizer."""
     try:
         wants_optimizer = len(inspect.signature(create_scheduler).parameters) == 1

@@ -38,14 +38,14 @@ class StepTimes(TrainerCallback):
         self._own_on_device = 0.0
         self.watch: RankWatch | None = None
 
-    def before_dataloader(self, state: Any, logger: Any) -> None:
+    def before_dataloader(self, state: object, logger: object) -> None:
         """Begin a step; what happens between two steps is not part of either."""
         self._began, self._own = perf_counter(), None
         if self._on_cuda and self._clock.batch % SAMPLED == 0 and self._on_its_way is None:
             self._begins_on_device = torch.cuda.Event(enable_timing=True)
             self._begins_on_device.record()
 
-    def before_backward(self, state: Any, logger: Any) -> None:
+    def before_backward(self, state: object, logger: object) -> None:
         """End this rank's own part, at the first backward pass of the step."""
         if self._own is None and self._began is not None:
             self._own = perf_counter() - self._began

@@ -208,7 +208,7 @@ def _mean(total: float, count: int | float, is_sum: bool) -> float:
     return total if is_sum else total / count
 
 
-def of_data_ranks(value: Any) -> list[Any]:
+def of_data_ranks(value: object) -> list[Any]:
     """Return a plain value of each data rank, in order; every rank must call this.
 
     Of ranks that share samples the first speaks, so that all ranks see the very same numbers and decide alike.

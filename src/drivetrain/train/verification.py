@@ -53,7 +53,7 @@ class ResumeVerdict:
 
 
 def verify_resume(
-    build: Callable[[], Any], train_dataset: Any, num_steps: int = 8, *, seed: int = 0, **train_kwargs: Any
+    build: Callable[[], Any], train_dataset: object, num_steps: int = 8, *, seed: int = 0, **train_kwargs: object
 ) -> ResumeVerdict:
     """Check that a run resumes bit for bit.
 
@@ -99,7 +99,7 @@ def verify_resume(
 class _Data:
     """The loaders and datasets that were given, and the state they began with."""
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: object):
         each = [one for value in given for one in (value.values() if isinstance(value, dict) else [value])]
         self._start = [(one, loader_state(one)) for one in map(_as_loader, each)]
 
@@ -109,7 +109,7 @@ class _Data:
             load_loader_state(loader, state, 0)
 
 
-def _as_loader(data: Any) -> Any:
+def _as_loader(data: object) -> Any:
     return data if is_ready_loader(data) else SimpleNamespace(dataset=data)
 
 
@@ -123,7 +123,7 @@ class _Rates(TrainerCallback):
     def __init__(self) -> None:
         self.by_step: dict[str, list[float]] = {}
 
-    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
         optimizers = trainer.state.optimizers
         rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         self.by_step[f"learning rates.update {trainer.state.clock.step + 1}"] = rates
@@ -133,14 +133,14 @@ class _Interrupt(TrainerCallback):
     def __init__(self, at: int):
         self.at = at
 
-    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
         if trainer.state.clock.step == self.at:
             raise _Interrupted
 
 
 def _run(
     build: Callable[[], Any],
-    data: Any,
+    data: object,
     steps: int,
     seed: int,
     folder: str | None,
@@ -188,7 +188,7 @@ def _is_of_evaluation(name: str) -> bool:
     return "eval" in name
 
 
-def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+def _flatten(value: object, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         items: Any = value.items()
     elif isinstance(value, (list, tuple)):

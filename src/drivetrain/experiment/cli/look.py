@@ -254,7 +254,7 @@ def first_difference(series: Sequence[Sequence[Point]]) -> float | None:
     return None
 
 
-def _differing(mappings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+def _differing(mappings: Sequence[dict[str, object]]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for mapping in mappings for name in mapping)
     columns = {name: [mapping.get(name) for mapping in mappings] for name in names}
     return {name: values for name, values in columns.items() if differs(values)}

@@ -41,7 +41,7 @@ def console() -> Any:
 
 
 def print_table(
-    head: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str = "", styles: dict[str, str] | None = None
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "", styles: dict[str, str] | None = None
 ) -> None:
     """Print a table; the last column gives way first, and cells equal to a key of `styles` get that style."""
     from rich import box

@@ -119,7 +119,7 @@ def _find(target: str, made: object, arguments: argparse.Namespace) -> Any:
 
 
 def _for_arguments(
-    target: str, made: dict[str, Any], device: Any, world: int, size: int | None, requests: dict[str, Any]
+    target: str, made: dict[str, Any], device: object, world: int, size: int | None, requests: dict[str, Any]
 ) -> Any:
     from drivetrain.train.auto import auto_accelerate
 

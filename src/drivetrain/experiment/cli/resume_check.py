@@ -186,7 +186,7 @@ class Boundaries:
         """Count the calls of one method."""
         original: Callable[..., Any] = getattr(owner, method)
 
-        def counted(this: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(this: object, *args: object, **kwargs: object) -> Any:
             self.passed()
             return original(this, *args, **kwargs)
 

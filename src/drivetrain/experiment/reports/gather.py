@@ -149,7 +149,7 @@ def summarize_run(record: RunRecord, directions: Mapping[str, str] | None = None
 
 
 def _directions(
-    record: RunRecord, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str] | None
+    record: RunRecord, rows: Sequence[Mapping[str, object]], given: Mapping[str, str] | None
 ) -> dict[str, str]:
     """Return declared directions: given here, else with the Recorder, else with the experiment."""
     recorded = {
@@ -281,7 +281,7 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
     return [run.name if several else run.record.folder.resolve().name for run in runs]
 
 
-def differs(values: Sequence[Any]) -> bool:
+def differs(values: Sequence[object]) -> bool:
     """Return whether not all values are the same."""
     return any(value != values[0] for value in values[1:])
 

@@ -197,7 +197,7 @@ def _shown(value: float | None) -> str:
     return "–" if value is None else short(value)
 
 
-def _same(values: Sequence[Any]) -> str:
+def _same(values: Sequence[object]) -> str:
     return "differs" if differs(values) else "same"
 
 

@@ -169,7 +169,7 @@ def _axis(value: object) -> Axis:
     return Choice(*value) if isinstance(value, list | tuple) else Choice(value)
 
 
-def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, Any]) -> None:
+def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> None:
     """Check every name and example value against the experiment's parameters, before the first trial."""
     samples: list[Mapping[str, Any]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]

@@ -119,7 +119,7 @@ def sweep(
 
 def run_parameter_sweep(
     experiment: "Experiment",
-    list_of_params: Sequence[Mapping[str, Any]],
+    list_of_params: Sequence[Mapping[str, object]],
     max_num_processes: int = 1,
     num_gpus_per_process: int | None = None,
     *,
@@ -164,7 +164,7 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     return InlineExecutor()
 
 
-def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, Any]) -> Path:
+def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> Path:
     """Make the folder of a new sweep, in the output folder that its trials are given."""
     first = dict(space.points[0]) if space.points else {name: axis.examples()[0] for name, axis in space.axes.items()}
     output_dir = experiment.resolve({**fixed, **first}).values["output_dir"]
@@ -173,7 +173,7 @@ def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[
     return folder
 
 
-def _earlier_trials(folder: Path, header: Mapping[str, Any]) -> list[Trial]:
+def _earlier_trials(folder: Path, header: Mapping[str, object]) -> list[Trial]:
     """Return the trials of the sweep that is resumed, which must be the same sweep."""
     earlier, trials = read_journal(folder)
     now = json.loads(json.dumps(header))
@@ -320,7 +320,7 @@ def _seconds(timeout: float | str | Time | None) -> float | None:
     return float(limit.value)
 
 
-def _shown(experiment: "Experiment", values: Mapping[str, Any]) -> dict[str, Any]:
+def _shown(experiment: "Experiment", values: Mapping[str, object]) -> dict[str, Any]:
     secrets = experiment.parameters.secrets
     return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
 

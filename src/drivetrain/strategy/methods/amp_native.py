@@ -54,7 +54,7 @@ class SixteenBits(Method):
             return _DTYPES[config.dtype]
         return torch.bfloat16 if _has_bf16(device) else torch.float16
 
-    def label(self, config: Any) -> str:
+    def label(self, config: object) -> str:
         return ""  # the precision says it
 
     def simulated(self, config: Any) -> Any:
@@ -79,7 +79,7 @@ class AmpNative(SixteenBits):
     def is_redundant(self, config: AmpConfig, site: Site) -> str | None:
         return "half computes in the same type already" if "half" in site.names else None
 
-    def clash(self, config: AmpConfig, others: Mapping[str, Any], device: torch.device) -> str | None:
+    def clash(self, config: AmpConfig, others: Mapping[str, object], device: torch.device) -> str | None:
         for name, other in others.items():
             method = find_method(name)
             if method is self or not isinstance(method, SixteenBits):

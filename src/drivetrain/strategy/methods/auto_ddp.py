@@ -12,5 +12,5 @@ class AutoDdp(Method):
     stays_idle = leaves_no_trace = True
     why = "each process takes its share of the global batch"
 
-    def expand(self, config: Any) -> dict[str, Any]:
+    def expand(self, config: object) -> dict[str, Any]:
         return {"parallel_mode": None}

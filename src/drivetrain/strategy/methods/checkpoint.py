@@ -81,7 +81,7 @@ class Checkpoint(Method):
         is_open = config.wrap_class == "auto" and blocks
         return ((self.name, replace(config, wrap_class=blocks) if is_open else config),)
 
-    def parse(self, config: Any = None) -> CheckpointConfig:
+    def parse(self, config: object = None) -> CheckpointConfig:
         if isinstance(config, type):
             config = {"wrap_class": config}
         return super().parse(config)

@@ -116,7 +116,7 @@ class ChunkedCrossEntropy(Method):
 class _Captured(Exception):
     """The model was called with these arguments."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, Any]):
         super().__init__()
         self.arguments = args, kwargs
 
@@ -124,7 +124,7 @@ class _Captured(Exception):
 def _model_arguments(ctx: "Application") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what the model is called with for a few samples; it does not run."""
 
-    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def capture(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         raise _Captured(args, kwargs)
 
     if ctx.sample is None:

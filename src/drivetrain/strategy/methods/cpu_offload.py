@@ -113,7 +113,7 @@ def _train_on_host(recipe: OptimizerRecipe, ctx: "Application", config: OffloadC
     """Let the recipe make an optimizer of copies on the host."""
     inner = recipe.build
 
-    def build(groups: Any, **settings: Any) -> Any:
+    def build(groups: object, **settings: object) -> Any:
         masters = {
             id(parameter): nn.Parameter(
                 host_copy(parameter, parameter.dtype, pins_memory(ctx, config)), requires_grad=parameter.requires_grad

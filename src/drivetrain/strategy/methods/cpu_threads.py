@@ -63,10 +63,10 @@ class CpuThreads(Method):
             raise self.bad("threads", given, "a whole number of at least 1, or None for this process's share")
         return values
 
-    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+    def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if device.type == "cpu" else f"operations run on {device.type}, not on the CPU's threads"
 
-    def candidates(self, profile: Any, device: torch.device, world: int) -> list[Any]:
+    def candidates(self, profile: object, device: torch.device, world: int) -> list[Any]:
         """Return one thread, half of this process's CPUs, and all of them."""
         if self.requires(profile, device, world) is not None:
             return []

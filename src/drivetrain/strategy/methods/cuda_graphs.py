@@ -42,7 +42,7 @@ class CudaGraphs(Method):
     def label(self, config: NoConfig) -> str:
         return "graphs"
 
-    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+    def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if device.type == "cuda" else "it needs a CUDA device"
 
     def expand(self, config: NoConfig) -> dict[str, Any]:

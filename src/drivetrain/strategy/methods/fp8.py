@@ -71,7 +71,7 @@ class Fp8(Method):
             raise self.bad("min_features", values["min_features"], "a whole number of at least 1")
         return values
 
-    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+    def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         return None if supports_fp8(device) else "it needs a CUDA device of compute capability 8.9 or newer"
 
     def check(self, config: Fp8Config, site: Site) -> None:

@@ -61,14 +61,14 @@ class Fsdp(Method):
     def options(self, scope: "SearchScope") -> list[Option]:
         return sharding_options(self, scope)
 
-    def affect(self, effects: "Effects", config: Any) -> None:
+    def affect(self, effects: "Effects", config: object) -> None:
         effects.is_sharded, effects.shards = True, effects.axes.get("zero", 1)
         effects.optimizer_shards = effects.shards
         effects.gathers, effects.gathers_whole = self.gathers, self.gathers == 1
         # Shards stay in float32 and are gathered in 16 bits: those are the copies.
         effects.parameter_width, effects.cast_width = None, 0.0
 
-    def amount(self, config: Any) -> int:
+    def amount(self, config: object) -> int:
         return 1 + self.gathers
 
     def pinned(self, config: Any, names: Iterable[str], units: tuple[str, ...], repeated: tuple[str, ...]) -> Option:
@@ -100,7 +100,7 @@ class Fsdp(Method):
             )
         return values
 
-    def _read_dtype(self, value: Any) -> str:
+    def _read_dtype(self, value: object) -> str:
         name = str(value).removeprefix("torch.")
         name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
         if name not in DTYPES:

@@ -79,7 +79,7 @@ def _train_copies(recipe: OptimizerRecipe, ctx: "Application", originals: dict[s
 
     inner, offload = recipe.build, ctx.plan.config("cpu_offload")
 
-    def build(groups: Any, **settings: Any) -> Any:
+    def build(groups: object, **settings: object) -> Any:
         masters: dict[int, nn.Parameter] = {}
         for name, parameter in named_clean_parameters(ctx.model):
             if name in originals:

@@ -34,7 +34,7 @@ class MixedParallel(Method):
         "pipeline_parallel": "Give its settings as pipe_config of mixed_parallel.",
     }
 
-    def parse(self, config: Any = None) -> MixedParallelConfig:
+    def parse(self, config: object = None) -> MixedParallelConfig:
         """Read each part as the method it belongs to does."""
         if isinstance(config, Mapping):
             config = {

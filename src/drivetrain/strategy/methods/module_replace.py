@@ -28,7 +28,7 @@ class ModuleReplace(Method):
     is_searched, leaves_no_trace = False, True
     not_simulated = "replaced modules are compared by their values, and fake tensors have none"
 
-    def parse(self, config: Any = None) -> ModuleReplaceConfig:
+    def parse(self, config: object = None) -> ModuleReplaceConfig:
         """Read also `{pair: keywords}` and a list of pairs."""
         if isinstance(config, str):
             config = (config,)

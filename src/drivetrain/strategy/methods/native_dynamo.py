@@ -136,7 +136,7 @@ class NativeDynamo(Method):
             ctx.loss_changes.append(lambda loss_func: compile_loss(loss_func, **settings))
         breaks = GraphBreaks()
 
-        def report_breaks(loss_func: Any) -> Any:
+        def report_breaks(loss_func: object) -> Any:
             if isinstance(loss_func, nn.Module):
                 return loss_func  # a module stays one: it may have parameters that somebody saves or moves
             return _AfterFirst(loss_func, lambda: ctx.note(f"compile: {breaks.report()}"))

@@ -55,7 +55,7 @@ class ParallelMode(Method):
     ) -> ParallelModeConfig:
         return replace(config, axes=tuple((axis, axes[axis]) for axis, _ in config.axes))
 
-    def parse(self, config: Any = None) -> ParallelModeConfig:
+    def parse(self, config: object = None) -> ParallelModeConfig:
         """Read also `([(axis, size), ...], rank_order)`."""
         if isinstance(config, tuple | list) and not _is_axes(config):
             if len(config) > 3 or not config or not (config[0] is None or _is_axes(config[0])):
@@ -125,7 +125,7 @@ class ParallelMode(Method):
             ctx.ddp_settings["bucket_cap_mb"] = config.bucket_cap_mb
 
 
-def _is_axes(value: Any) -> bool:
+def _is_axes(value: object) -> bool:
     """Return whether a value is a list of pairs that begin with a text."""
     return (
         isinstance(value, tuple | list)

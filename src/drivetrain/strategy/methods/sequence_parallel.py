@@ -182,7 +182,7 @@ class MeanOverSequence:
         self.group = group
 
     def __call__(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        def loss_of_all(*args: Any) -> Any:
+        def loss_of_all(*args: object) -> Any:
             result = loss_func(*args)
             if isinstance(result, list | tuple):
                 return type(result)([self._shown(result[0]), *result[1:]])

@@ -44,7 +44,7 @@ class Tf32(Method):
             raise self.bad("precision", values["precision"], "'high'")
         return values
 
-    def requires(self, profile: Any, device: torch.device, world: int) -> str | None:
+    def requires(self, profile: object, device: torch.device, world: int) -> str | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs a CUDA device of compute capability 8.0 or newer"
         return None

@@ -1,7 +1,7 @@
 """Each data rank keeps the optimizer state of its share of the parameters (Rajbhandari et al., 2020, arXiv 1910.02054)."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
@@ -57,7 +57,7 @@ class Zero1(Method):
             )
         inner: Callable[..., Optimizer] = recipe.build
 
-        def build(groups: Any, **settings: Any) -> Optimizer:
+        def build(groups: object, **settings: object) -> Optimizer:
             return split_optimizer(inner, groups, settings, data_group())
 
         recipe.build, recipe.is_changed = build, True

@@ -42,7 +42,7 @@ class Findings:
         self,
         model: nn.Module,
         groups: Sequence[BlockGroup],
-        inputs: Mapping[int, Any],
+        inputs: Mapping[int, object],
         optimizer_bytes: int,
         optimizer_temporaries: int,
     ) -> ModelProfile:
@@ -135,7 +135,7 @@ def bytes_behind(tensors: list[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def tensors_of(values: Any) -> list[Tensor]:
+def tensors_of(values: object) -> list[Tensor]:
     """Return the tensors inside nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 

@@ -342,7 +342,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "drivetrain"
 
 
-def cache_file(**identity: Any) -> Path:
+def cache_file(**identity: object) -> Path:
     """Return the file of a machine that is identified by plain values."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return cache_folder() / f"machine-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -50,7 +50,7 @@ def faked(mode: "FakeTensorMode", tensor: Tensor) -> Tensor:
         return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
 
 
-def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, Any], result: Any) -> float:
+def operation_flops(function: "Operation", args: tuple, kwargs: Mapping[str, object], result: object) -> float:
     """Return the floating-point operations of one dispatched operation; 0 for all but products, convolutions and attention."""
     from torch.utils.flop_counter import flop_registry
 
@@ -113,7 +113,7 @@ def _kernel(operation: "Operation", key: str, rule: Rule) -> Callable[..., Any]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     is_autocast = key.startswith("Autocast")
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
         if is_autocast:
             with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -151,7 +151,7 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
         forward, _ = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
         raise _CaptureDone(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
 
-    def unrun(gm: Any, example_inputs: Any) -> Any:
+    def unrun(gm: object, example_inputs: object) -> Any:
         return gm
 
     captured = aot_function(

@@ -140,7 +140,11 @@ class UnitRecorder(TorchDispatchMode):
         return tensor.detach()  # the tensor itself would keep its own node alive
 
     def __torch_dispatch__(
-        self, func: "Operation", types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: "Operation",
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # torch asks for a device where an exception would end the process
@@ -189,7 +193,7 @@ def _touched(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _is_expensive(func: "Operation", args: Sequence[Any]) -> bool:
+def _is_expensive(func: "Operation", args: Sequence[object]) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
     from drivetrain.module.checkpointing import keep_expensive

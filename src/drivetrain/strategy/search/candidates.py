@@ -164,7 +164,7 @@ def _implied_methods() -> list[Method]:
     return [method for method in all_methods() if type(method).implied is not Method.implied]
 
 
-def in_order(methods: Mapping[str, Any]) -> Option:
+def in_order(methods: Mapping[str, object]) -> Option:
     """Return methods in the order of the registry, without those that a mesh or a batch split implies.
 
     >>> [name for name, _ in in_order({"checkpoint": None, "zero1": None, "micro_batch": None})]

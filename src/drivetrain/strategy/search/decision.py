@@ -55,7 +55,7 @@ def finished_plan(
     budget: float,
     evidence: Mapping[str, Evidence],
     notes: Sequence[str],
-    report: Mapping[str, Any],
+    report: Mapping[str, object],
 ) -> Strategy:
     """Return the chosen plan with its numbers, its reasons, and what was rejected."""
     plan = measurement.plan if measurement is not None else space.plan(chosen.candidate)
@@ -121,7 +121,9 @@ def _rejected(
     return lines[:_MOST_REJECTED]
 
 
-def infeasible_plan(scored: Sequence[Scored], space: SearchSpace, budget: float, report: Mapping[str, Any]) -> Strategy:
+def infeasible_plan(
+    scored: Sequence[Scored], space: SearchSpace, budget: float, report: Mapping[str, object]
+) -> Strategy:
     """Return the plan that comes closest, marked as failed, with what is missing."""
     misses = nearest_misses(scored, budget)
     nearest, shortfall = misses[0]
@@ -147,7 +149,7 @@ def infeasible_plan(scored: Sequence[Scored], space: SearchSpace, budget: float,
     )
 
 
-def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, Any]) -> Strategy:
+def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, object]) -> Strategy:
     """Return the plan of a search in which every trial failed."""
     first = measurements[0]
     outcomes = "; ".join(

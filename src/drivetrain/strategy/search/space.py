@@ -107,7 +107,7 @@ class SearchScope:
         """Return the configuration that is varied, if there is one."""
         return [self.requests.base[name]] if name in self.requests.base else []
 
-    def config(self, method: Method, **changes: Any) -> Any:
+    def config(self, method: Method, **changes: object) -> Any:
         """Return the configuration to start from, with changes."""
         found = [*self.kept(method.name), *self.base(method.name)] or [method.parse(None)]
         return replace(found[0], **changes)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -72,7 +71,7 @@ class _Service:
         self.pipe, self.place = pipe, place
         self.device = torch.device(place.device)
 
-    def tell(self, event: str, **values: Any) -> None:
+    def tell(self, event: str, **values: object) -> None:
         self.pipe.send_bytes(json.dumps({"event": event, **values}).encode())
 
     def run(self) -> None:

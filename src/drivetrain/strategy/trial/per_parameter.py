@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ def norm_of(sketches: Mapping[str, str]) -> float:
     return math.sqrt(sum(float(_numbers(text)[0]) ** 2 for text in sketches.values()))
 
 
-def gradients_of(model: nn.Module, optimizer: Any = None) -> dict[str, str]:
+def gradients_of(model: nn.Module, optimizer: object = None) -> dict[str, str]:
     """Return sketches of the gradients that are in a model's parameters, or in the copies that an optimizer trains instead."""
     copies = _copies(optimizer)
     found = {}
@@ -85,13 +84,13 @@ def gradients_of(model: nn.Module, optimizer: Any = None) -> dict[str, str]:
     return found
 
 
-def _copies(optimizer: Any) -> dict[int, Tensor]:
+def _copies(optimizer: object) -> dict[int, Tensor]:
     inner = getattr(optimizer, "inner", optimizer)
     return {id(parameter): master for parameter, master in getattr(inner, "_served", ())}
 
 
 @contextmanager
-def watch_movements(model: nn.Module, optimizer: Any = None) -> Iterator[dict[str, str]]:
+def watch_movements(model: nn.Module, optimizer: object = None) -> Iterator[dict[str, str]]:
     """Yield a dict that holds, afterwards, sketches of how far each trained parameter has moved meanwhile."""
     copies = _copies(optimizer)
     held = {name: copies.get(id(p), p) for name, p in named_clean_parameters(model) if p.requires_grad}

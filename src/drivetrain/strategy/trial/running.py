@@ -310,7 +310,7 @@ class TrialPool:
             )
         report, settings, random_state = Report(), ProcessSettings.capture(), capture_rng()
 
-        def tell(event: str, **values: Any) -> None:
+        def tell(event: str, **values: object) -> None:
             report.take({"event": event, **values})
             report.check_time(deadline, float("inf"), float("inf"))
             if report.state != "running":
