@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
@@ -196,3 +197,30 @@ def test_the_norm_of_mixed_gradients_and_of_stages_is_that_of_the_whole_model(wo
         both = torch.cat([values, values * 2]).norm()
         assert pipe == pytest.approx(both.item()) and largest == 16.0
         torch.testing.assert_close(stage, values * (rank + 1) / both)
+
+
+def test_a_step_without_the_profilers_mark_still_calls_hooks_and_is_seen_by_a_profiler():
+    model, seen = make_model(), []
+    stepper, other = make_stepper(model), make_stepper(make_model())
+    for one in (stepper, other):
+        one.prepare()
+        take(one, model if one is stepper else other.model, make_parts([4]))
+        one.finish()
+    stepper.step()
+    other.optimizer.step()
+    assert all(map(torch.equal, model.parameters(), other.model.parameters()))
+    handle = stepper.optimizer.register_step_pre_hook(lambda *_: seen.append("own"))
+    stepper.step()
+    handle.remove()
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("all"))
+    stepper.step()
+    handle.remove()
+    stepper.step()
+    assert seen == ["own", "all"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        stepper.step()
+    assert any(event.key == "Optimizer.step#SGD.step" for event in profile.key_averages())
+    torch.optim.lr_scheduler.ExponentialLR(stepper.optimizer, 0.5)  # replaces `step` on the instance
+    stepper.prepare()
+    stepper.step()
+    assert stepper.optimizer._opt_called

@@ -158,8 +158,9 @@ class StepGuard:
         """Whether updates are tested; False until `prepare`."""
         self.to_pass_over = 0
         """Batches that the loop still has to pass over after a rollback."""
-        self.is_immediate = False
-        """Whether an update that is admitted is done with: its verdict was read at once, so there is nothing to `close`."""
+        self.is_immediate = True
+        """Whether an update that is admitted is done with: its verdict was read at once, or nothing is tested, so there is nothing
+        to `close`."""
         self.has_statistics = False
         """Whether the model keeps running statistics, so that there is something to `open` an update for."""
         self.verdict = 0
@@ -191,11 +192,6 @@ class StepGuard:
         self.is_immediate = on_cpu and not is_exchanged and not is_judged_elsewhere
         self._is_quick = self.is_immediate and not self._is_large
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to `close`: not where the verdict about an update was read at once, and it was made."""
-        return self.is_active and (not self.is_immediate or self.verdict != 0)
-
     def open(self) -> None:
         """Keep running statistics as they are: a batch that is left out must not stay in them."""
         with torch.no_grad():
@@ -222,24 +218,26 @@ class StepGuard:
         else:
             self._rejected = torch.maximum(_number(self._rejected, flag), _number(flag, self._rejected))
 
-    def admits(self, norm: Tensor | None = None) -> bool:
-        """Test the gradients, or their norm where it is known; return whether the optimizer is to step.
+    def admits(self, norm: Tensor | None = None, loss: Tensor | None = None) -> bool:
+        """Test the gradients, or their norm where it is known, and a loss that was not marked; return whether the optimizer is to step.
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
         if (
             self._is_quick and norm is None
         ):  # the rest of this method in few words, for models so small that calls count
-            gradients = [
-                p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
+            groups = self._optimizer.param_groups
+            gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._unscaled)
-                if not self._found.item() and self._rejected is False:
+                if not self._found.item() and self._rejected is False and (loss is None or math.isfinite(loss.item())):
                     self.in_a_row = 0
                     return True
             except RuntimeError:  # sparse, complex, or none at all
                 self._is_quick = False
+        if loss is not None and not math.isfinite(loss.item()):
+            self._found.zero_()
+            return self._decide(NONFINITE + bool(self._rejected) * REJECTED)
         if self._is_judged_elsewhere:
             return not self._rejected or self._decide(REJECTED)  # a flag on the device is waited for
         if norm is not None:

@@ -73,6 +73,7 @@ class Stepper:
         """Whether every batch is an update of one optimizer on one process, without scaler or copies: there is nothing to weigh."""
         self.is_complete = False
         """Whether losses are weighted by the known size of their window, so that gradients are complete after the last backward."""
+        self._step: Callable[[], Any] | None = None  # of the optimizer, without the profiler's mark
         self._is_normalised = False  # over the window as the caller had planned it, on as many ranks
         self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
 
@@ -88,6 +89,7 @@ class Stepper:
         self.is_simple = window.is_plain and self.scaler is None and not has_copies
         if self.is_simple:
             window.opens = window.closes = self.synchronises = True
+        self._step = None if self.scaler is not None else unmarked_step(optimizer)
         own = getattr(type(optimizer), "zero_grad", None)
         self._clears_as_torch = own is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         if tests and isinstance(getattr(optimizer, "param_groups", None), list):
@@ -168,10 +170,6 @@ class Stepper:
         """Back-propagate, scaled where float16 needs it."""
         backward(loss, self.scaler, **kwargs)
 
-    def backward_tested(self, loss: Tensor) -> None:
-        """Back-propagate a loss of its own window; one that is not finite leaves NaN in the gradients."""
-        loss.backward(self.guard.seed(loss) if self.guard.is_active else None)
-
     # The end of a window.
 
     def finish(self) -> None:
@@ -204,7 +202,11 @@ class Stepper:
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters; a scaler skips the step when a gradient overflowed."""
-        self.was_skipped = step(self.optimizer, self.scaler, closure)
+        if self._step is None or closure is not None:
+            self.was_skipped = step(self.optimizer, self.scaler, closure)
+        else:
+            self.was_skipped = False
+            self._step()
 
     def step_unless(self, overflow: Tensor) -> None:
         """Step a fused optimizer, which leaves parameters and state alone where the flag is one."""
@@ -340,6 +342,37 @@ def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callabl
         scaler.step(optimizer, closure)
     scaler.update()
     return bool(scaler.get_scale() < before)
+
+
+def unmarked_step(optimizer: Any) -> Callable[[], Any] | None:
+    """Return an optimizer's `step` without the mark that it leaves for profilers, or None where it has no such mark.
+
+    Torch wraps every optimizer's `step` to mark it and to call hooks. On a CPU the mark alone may cost more than the step of a small
+    model. While a profiler is on, and where there are hooks, the wrapper itself is called.
+    """
+    from torch.optim import optimizer as torch_optimizer
+
+    method, pre, post = (
+        getattr(type(optimizer), "step", None),
+        "_optimizer_step_pre_hooks",
+        "_optimizer_step_post_hooks",
+    )
+    inner = getattr(method, "__wrapped__", None)
+    everywhere = [getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post")]
+    own = [getattr(optimizer, name, None) for name in (pre, post)]
+    profiles = getattr(torch.autograd, "_profiler_enabled", None)
+    if inner is None or profiles is None or not getattr(method, "hooked", False):
+        return None
+    if any(hooks is None for hooks in (*own, *everywhere)) or "step" in vars(optimizer):
+        return None
+    (own_pre, own_post), (all_pre, all_post) = own, everywhere
+
+    def call() -> Any:
+        if own_pre or own_post or all_pre or all_post or profiles():
+            return optimizer.step()
+        return inner(optimizer)
+
+    return call
 
 
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:

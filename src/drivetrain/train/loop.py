@@ -31,34 +31,33 @@ class StepCalls(NamedTuple):
 
     backward: Callable[[Tensor], None]
     is_weighted: bool
-    """Whether `backward` gets the loss weighted and tested, or does the testing itself."""
+    """Whether `backward` gets a loss that is weighted and marked where it is not finite; else `admits` tests the loss itself."""
     clip: Callable[[], None] | None
-    step: Callable[[], None]
+    step: Callable[[], Any]
     schedule: Callable[[], None] | None
+    is_own_schedule: bool
+    """Whether `schedule` is called without a scheduler, too."""
     clear: Callable[[], None]
     track: Callable[[Tensor, Any], None] | None
     """The user's own way to track a loss."""
 
 
 def choose_calls(trainer: "TrainerLoop") -> StepCalls:
-    """Decide once, before the first step, what the loop calls."""
+    """Decide once, before the first step of an epoch, what the loop calls."""
     run, runtime = trainer.run, trainer.runtime
-    settings, stepper = run.settings, run.stepper
-    clips = settings is not None and (settings.gradient_clip_norm or settings.gradient_clip_value) is not None
+    settings, stepper = run.require_settings(), run.stepper
+    clips = settings.gradient_clip_norm is not None or settings.gradient_clip_value is not None
     is_single = run.units is None and not any(overrides_runtime(runtime, name) for name in ("backward", "step"))
     is_own_backward = not is_single or trainer.overrides("backward_step")
     is_own_step = not is_single or run.repeat.is_wanted or trainer.overrides("optimizer_step")
-    is_weighted = is_own_backward or not stepper.is_simple
+    is_weighted = is_own_backward or not stepper.is_simple or not stepper.guard.is_immediate
     return StepCalls(
-        backward=trainer.backward_step
-        if is_own_backward
-        else stepper.backward
-        if is_weighted
-        else stepper.backward_tested,
+        backward=trainer.backward_step if is_own_backward else stepper.backward if is_weighted else Tensor.backward,
         is_weighted=is_weighted,
         clip=trainer._clip_gradients if clips or trainer.overrides("_clip_gradients") else None,
         step=trainer.optimizer_step if is_own_step else stepper.step,
         schedule=trainer.scheduler_step if run.schedules_each_step else None,
+        is_own_schedule=trainer.overrides("scheduler_step"),
         clear=trainer.optimizer_zero_grad if trainer.overrides("optimizer_zero_grad") else stepper.clear,
         track=trainer._update_loss_tracker if trainer.overrides("_update_loss_tracker") else None,
     )
@@ -233,8 +232,11 @@ class TrainerLoop(EvaluationLoop):
         fire.batch_checkpoint()
         # A plugin may have shortened the run, or asked to stop.
         agreement = run.agreement
-        is_asked = agreement.own_request() or state._max_duration is not agreement.limits.planned
-        return self._at_boundary() if is_asked or run.has_boundary_work else False
+        signals = agreement.signals
+        is_asked = agreement.stop is not None or (signals is not None and signals.requested)
+        if is_asked or run.has_boundary_work or state._max_duration is not agreement.limits.planned:
+            return self._at_boundary()
+        return False
 
     def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
@@ -335,21 +337,24 @@ class TrainerLoop(EvaluationLoop):
         fire.after_train_batch()
         fire.before_step()
         stepper.was_skipped = False
-        is_admitted = not guard.is_active or guard.admits(self.last_grad_norm if run.norm_is_tested else None)
+        is_admitted = not guard.is_active or guard.admits(
+            self.last_grad_norm if run.norm_is_tested else None, None if calls.is_weighted else self.state.loss
+        )
         if is_admitted:
             calls.step()
         else:
             stepper.leave_out()
         fire.after_step()
-        if is_admitted and calls.schedule is not None:
+        if is_admitted and calls.schedule is not None and (self.state.schedulers or calls.is_own_schedule):
             calls.schedule()
         calls.clear()
         if not stepper.is_simple:
             stepper.end()
-        if guard.has_news or not is_admitted:
-            verdict = guard.close(stepper.left_out() if is_admitted else None)
-            if verdict:
-                recovery.act_on(self, verdict)
+        if is_admitted and guard.is_immediate and not guard.verdict:
+            return
+        verdict = guard.close(stepper.left_out() if is_admitted else None)
+        if verdict:
+            recovery.act_on(self, verdict)
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""
