@@ -175,7 +175,7 @@ def story() -> None:
         ("context/", "model, optimizer,", "loaders, counters"),
         ("strategy/", "a plan: how it runs", "on this hardware"),
         ("train/", "the loop: events,", "hooks, plugins"),
-        ("record/, checkpoint/", "metrics and", "exact state"),
+        ("record/", "and checkpoint/:", "metrics, exact state"),
     )
     for theme in THEMES:
         (ASSETS / f"story-{theme.name}.svg").write_text(_story_picture(steps, files, folder.name, theme))
