@@ -28,7 +28,8 @@ def test_a_wheel_installs_and_starts_outside_of_the_tree(tmp_path):
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=120
     )
-    code = "import sys; sys.path.insert(0, 'site'); import drivetrain, drivetrain.__main__ as m; print(drivetrain.__file__); m.main(['--help'])"
+    code = "import sys; sys.path.insert(0, 'site'); import drivetrain, drivetrain.__main__ as command; "
+    code += "print(drivetrain.__file__); command.main(['--help'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert str(tmp_path / "site") in done.stdout or "site/drivetrain" in done.stdout, done.stderr
     assert "demo" in done.stdout
