@@ -111,7 +111,7 @@ def test_a_custom_type_gets_text_from_the_command_line_and_values_from_python():
 
 
 def test_a_custom_type_that_refuses_is_a_parameter_error():
-    with pytest.raises(ParameterError, match="halve refuses it"):
+    with pytest.raises(ParameterError, match="halve rejects it"):
         Parameter("x", type=_halve).read("odd", is_text=True, where="--x")
 
 

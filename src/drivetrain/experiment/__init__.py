@@ -1,4 +1,4 @@
-"""Experiments: turn a function into runs with parameters, a seed, and a folder that says what happened.
+"""Experiments: turn a function into runs with parameters, a seed, and a folder that records what happened.
 
     from drivetrain.experiment import experiment
 

@@ -30,7 +30,7 @@ OWN_OPTIONS = {
 
 
 PLAIN = dict(zip("✓✗→–…·×µ▁▂▃▄▅▆▇█", "+ x -> - ... - x u _ . - = + * # @".split(), strict=True))
-"""What stands for our own characters where an encoding such as ASCII or cp1252 lacks them."""
+"""What is printed for our own characters where an encoding such as ASCII or cp1252 lacks them."""
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:

@@ -130,14 +130,14 @@ def _run(params: dict[str, Any]) -> Path:
         try:
             digits.run(params, resume="auto")
             return Path(output_dir)
-        except (StateError, CheckpointError) as error:  # written by another version of this library, say
+        except (StateError, CheckpointError) as error:  # written by another version of this library, for example
             print(f"The interrupted run cannot be continued, so a new one is started. ({error})", file=sys.stderr)
     digits.run(params)
     return Path(output_dir)
 
 
 def _is_interrupted(params: dict[str, Any]) -> bool:
-    """Say whether an unfinished run with these parameters waits to be continued."""
+    """Return whether an unfinished run with these parameters can be continued."""
     from drivetrain.experiment.resume import choose_beginning
 
     try:
@@ -209,7 +209,7 @@ def epoch_line(num_epochs: int) -> Any:
 
 
 def require_data() -> None:
-    """Say how to install the demo's data where it is missing, before a run is begun."""
+    """Raise with the install line where the demo's data is missing, before a run begins."""
     import importlib.util
 
     if importlib.util.find_spec("sklearn") is None:

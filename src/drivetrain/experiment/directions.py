@@ -39,7 +39,7 @@ LARGE_WORDS = ("accuracy", "score", "likelihood", "similarity", "correct", "succ
 
 
 def direction_of(tag: str, declared: Mapping[str, str] | None = None) -> Direction | None:
-    """Return whether small ("min") or large ("max") values of a metric are good, None where nothing says so.
+    """Return whether small ("min") or large ("max") values of a metric are good, None where it is unknown.
 
     A declaration counts for its tag, and for tags that end in it after a slash.
 

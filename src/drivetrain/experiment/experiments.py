@@ -110,7 +110,7 @@ class Experiment(_WithParameters):
         super().__init__(main_function, name)
         self.defaults = dict(defaults or {})
         self.directions = {tag: check_direction(good, tag) for tag, good in (directions or {}).items()}
-        """Metrics of which small ("min") or large ("max") values are good, where the name does not say so."""
+        """Metrics of which small ("min") or large ("max") values are good, where the name does not give it."""
         self.signature = CallSignature(main_function)
         for parameter in standard_parameters():
             parameter.is_standard = True
@@ -125,7 +125,7 @@ class Experiment(_WithParameters):
                 self.parameters.replace_default(parameter.name, parameter.default)
 
     def check_defaults(self) -> None:
-        """Refuse defaults of a wrong type; unknown names wait for the first use, as decorators above may still add them."""
+        """Raise for defaults of a wrong type; unknown names wait for the first use, as decorators above may still add them."""
         for name, value in self.defaults.items():
             if name in self.parameters and value is not None:
                 self.parameters[name].read(value, is_text=False, where=f"{self.name}: defaults")
@@ -331,7 +331,7 @@ def experiment(
 ) -> Any:
     """Make a function an experiment: `@experiment`, or `@experiment(name=..., inherit_params=..., defaults={...})`.
 
-    `directions={"eval/cost": "min"}` declares which values of a metric are good where its name does not say so.
+    `directions={"eval/cost": "min"}` declares which values of a metric are good where its name does not give it.
 
     >>> @experiment
     ... def square(x: int = 3):

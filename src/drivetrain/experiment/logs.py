@@ -48,7 +48,7 @@ class LineFormatter(logging.Formatter):
 
     @staticmethod
     def _message(record: logging.LogRecord) -> str:
-        """Return the message; our own may carry names from files, so what a terminal would obey is written as escapes."""
+        """Return the message; our own may carry names from files, so control characters are written as escapes."""
         own = record.name.partition(".")[0] == "drivetrain"
         return printable_lines(record.message) if own else record.message
 
@@ -67,7 +67,7 @@ class _FileHandler(logging.StreamHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler):
-    """Writes to whatever stderr is at the time, so that it survives a redirection."""
+    """Writes to the present stderr, so that it survives a redirection."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -13,7 +13,7 @@ _UNBOUND = object()
 
 
 class Proxy:
-    """Stands for a value that is set later."""
+    """A live name for a value that is set later."""
 
     __slots__ = ("_name", "_value")
 
@@ -47,7 +47,7 @@ class Proxy:
 
 
 class PathProxy(Proxy):
-    """Stands for a path: `open()` and `os.listdir()` take it. (They would take a number too, so no other proxy is a path.)"""
+    """A live name for a path: `open()` and `os.listdir()` take it. (They would take a number too, so no other proxy is a path.)"""
 
     __slots__ = ()
 
@@ -56,7 +56,7 @@ class PathProxy(Proxy):
 
 
 class NumberProxy(Proxy):
-    """Stands for a whole number."""
+    """A live name for a whole number."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ def _itself(value: object) -> Any:
 
 
 def target(proxy: Proxy) -> Any:
-    """Return what a proxy stands for."""
+    """Return the value behind a proxy."""
     value = object.__getattribute__(proxy, "_value")
     if value is _UNBOUND:
         name = object.__getattribute__(proxy, "_name")
@@ -80,7 +80,7 @@ def target(proxy: Proxy) -> Any:
 
 
 def bind(proxy: Proxy, value: object) -> None:
-    """Let a proxy stand for a value."""
+    """Set the value behind a proxy."""
     object.__setattr__(proxy, "_value", value)
 
 

@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """running, finished, failed, interrupted; or lost: it says running, and no process does."""
+        """running, finished, failed, interrupted; or lost: its status is running, but no process holds its lock."""
         state = str(self.status.get("state", RUNNING))
         return LOST if state == RUNNING and not self.is_live else state
 
@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def result(self) -> Any:
-        """What the main function returned, as far as JSON can say it."""
+        """What the main function returned, as far as JSON can hold it."""
         return self.status.get("result")
 
     @property
@@ -120,7 +120,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run folder; damaged files read as empty, a folder that is no run is an error."""
+    """Read a run folder; damaged files read as empty, a folder that is not a run is an error."""
     folder = Path(folder)
     if not is_run(folder):
         raise ExperimentError(

@@ -1,7 +1,7 @@
 """One rule for every value: explicit, then parameter files, environment, the experiment's `defaults`, declared default.
 
-The rule is the same for a command line and for `run(...)`, in whatever order things were given, and every value remembers where
-it came from.
+The rule is the same for a command line and for `run(...)`, in any order of the arguments, and every value keeps its
+origin.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
 
 class GivenTwice(ParameterError):
-    """One parameter under two spellings, `batch-size` and `batch_size`; `keys` is where the second one stands."""
+    """One parameter under two spellings, `batch-size` and `batch_size`; `keys` is the path of the second one."""
 
     def __init__(self, message: str, keys: tuple[str, ...] = ()):
         super().__init__(message)
@@ -64,7 +64,7 @@ class Resolved:
         return value if name in self.public else masked(value, is_secret=name in self.secrets)
 
     def hidden(self) -> frozenset[str]:
-        """Return the secret texts, for whatever must not hold them."""
+        """Return the secret texts, for texts that must not contain them."""
         found = (
             texts_of(value, is_secret=name in self.secrets)
             for name, value in self.values.items()
@@ -78,7 +78,7 @@ class Resolved:
 
 
 def given_in_python(values: Mapping[str, object], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
-    """Return what a Python caller gave, by full name; unknown names are refused."""
+    """Return what a Python caller gave, by full name; an unknown name is an error."""
     if not isinstance(values, Mapping):
         raise ParameterError(f"parameters: expected a dict of names and values, got {values!r}.")
     given = {}
@@ -132,7 +132,7 @@ def holds_mask(parameter: Parameter, value: object) -> bool:
 
 
 def masked_value(parameter: Parameter, where: str) -> str:
-    """Say that a value was hidden when it was written, and how to give it again."""
+    """Return the message for a value that was masked when it was written: how to give it again."""
     variable = f" or in the environment variable {parameter.envvar}" if parameter.envvar else ""
     return (
         f"{where}: the value of {parameter.name} is masked, because it is a secret. Give it again with {parameter.flag}{variable}. "
@@ -187,7 +187,7 @@ def _items(text: str, origin: str) -> list[str]:
 def flatten(values: Mapping[str, object], parameters: ParameterSet) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return each value under its full name, with the path of keys it was found at: `opt: {lr: 1}` gives `opt.lr`.
 
-    A dataclass instance stands for its fields. Names that no parameter has come out as they are.
+    A dataclass instance counts as its fields. Names that no parameter has come out as they are.
     """
     found: dict[str, tuple[Any, tuple[str, ...]]] = {}
     _flatten(values, (), "", parameters, found)
@@ -220,7 +220,7 @@ def _flatten(
 
 
 def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str, Given]:
-    """Read the values of one file; unknown keys are refused, keys that may not come from a file are skipped."""
+    """Read the values of one file; an unknown key is an error, keys that may not come from a file are skipped."""
     from drivetrain.core.yaml import read_yaml
 
     file = read_yaml(Path(path), error=ParameterError)
@@ -242,7 +242,7 @@ def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str,
 
 
 def unknown_parameter(name: str, parameters: ParameterSet) -> str:
-    """Say that no parameter has this name, with the nearest one and all of them."""
+    """Return the message for an unknown parameter, with the nearest name and all names."""
     shown = [other for other, parameter in parameters.items() if not parameter.hidden]
     hint = did_you_mean(str(name).replace("-", "_"), shown)
     return f"unknown parameter {name!r}.{hint} Parameters: {', '.join(shown)}."

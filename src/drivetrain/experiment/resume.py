@@ -28,10 +28,10 @@ SEED = "random_seed"
 
 @dataclass
 class Beginning:
-    """How a run begins: afresh, or as the continuation of one that is there."""
+    """How a run begins: new, or as the continuation of an existing one."""
 
     record: RunRecord | None = None
-    """The run that is continued, None for a fresh one."""
+    """The run that is continued, None for a new one."""
     checkpoint: Path | None = None
     """One checkpoint of that run to continue from; None is the newest valid one."""
     is_finished: bool = False
@@ -93,7 +93,7 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
 
 
 def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet, *, force: bool = False) -> Beginning:
-    """Continue one run: take over its seed and the values nobody gave now, refuse values that contradict it."""
+    """Continue one run: take over its seed and the values nobody gave now, raise for values that contradict it."""
     if record.is_live and is_locked(
         record.folder, is_patient=True
     ):  # a process on another machine may have died just now

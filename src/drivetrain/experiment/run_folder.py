@@ -1,6 +1,6 @@
 """The folder of one run: its name and its small files, written so that no reader ever sees half of one.
 
-The manifest says what the run was made of (command, origins of parameters, code, packages, machine), the status how it is doing.
+The manifest records what the run was made of (command, origins of parameters, code, packages, machine), the status its progress.
 """
 
 import enum
@@ -252,7 +252,7 @@ class StatusFile:
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
 
     def begin(self) -> None:
-        """Write the file and keep it fresh."""
+        """Write the file and update it regularly."""
         self._write()
         self._thread.start()
 

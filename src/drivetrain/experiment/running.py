@@ -1,6 +1,6 @@
 """The life of a run: folder, lock, log, seed, hooks, the main function, and an end that always comes.
 
-Whatever fails, the process is afterwards as it was before and can start the next run. On several processes rank 0 decides about
+After any failure the process is as it was before and can start the next run. On several processes rank 0 decides about
 folder, seed and parameters, and the others receive what it decided, or why it could not.
 """
 
@@ -92,7 +92,7 @@ def run_experiment(
 ) -> Any:
     """Run an experiment with resolved parameters and return what its main function returned.
 
-    `folder` is a run folder chosen by the caller; a run that is there already is continued. `trial` says which trial of which
+    `folder` is a run folder chosen by the caller; a run that is there already is continued. `trial` names the trial and its
     sweep this is.
     """
     active = current_run()

@@ -1,4 +1,4 @@
-"""What a function's signature says about its parameters, and how the function is then called.
+"""The parameters that a function's signature declares, and how the function is then called.
 
 A function with one plain argument receives all values as a dict. Any other function declares its parameters by its signature:
 types from annotations, else from defaults; a dataclass becomes one parameter per field, with dotted names (`opt.lr`), and is put
@@ -80,7 +80,7 @@ class Nested:
         except ValueError as error:
             if isinstance(error, ParameterError):
                 raise
-            raise ParameterError(f"{self.kind.__name__} refuses {masked(arguments)}: {error}") from error
+            raise ParameterError(f"{self.kind.__name__} rejects {masked(arguments)}: {error}") from error
 
 
 class CallSignature:
@@ -128,7 +128,7 @@ class CallSignature:
         self._declare(argument.name, annotation, argument.default, self._help.get(argument.name), self.nested)
 
     def _declare(self, name: str, annotation: object, default: object, help: str | None, place: dict[str, Any]) -> None:
-        """Declare one argument or field, and say in `place` under its last name how it is built."""
+        """Declare one argument or field, and enter in `place` under its last name how it is built."""
         annotation, extra = _without_extra(annotation)
         kind = type(default) if annotation is MISSING else without_none(annotation)
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):

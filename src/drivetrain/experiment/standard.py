@@ -67,7 +67,7 @@ def standard_parameters() -> list[Parameter]:
             "deterministic",
             allowed_values=MODES,
             default="off",
-            help="Ask torch for repeatable kernels: warn names the others, strict refuses them.",
+            help="Ask torch for repeatable kernels: warn names the others, strict rejects them.",
         ),
         Parameter("distributed", is_flag=True, help="Run on several processes."),
         Parameter(

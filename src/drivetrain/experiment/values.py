@@ -174,7 +174,7 @@ def custom_type(function: Callable[[Any], Any]) -> ValueType:
         try:
             return function(value)
         except (ValueError, TypeError, ArithmeticError, LookupError, OSError) as error:
-            raise BadValue(f"{name} refuses it: {error}") from error
+            raise BadValue(f"{name} rejects it: {error}") from error
 
     return ValueType(convert, name.strip("<>").upper())
 

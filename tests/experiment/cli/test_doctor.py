@@ -60,7 +60,7 @@ def test_the_log_names_the_cause_of_death(command, tmp_path, text, cause):
 
 def test_a_run_that_vanished_was_killed(command, tmp_path):
     status, checks = checks_of(command, make_run(tmp_path, state="running"))
-    assert status == 1 and "without a word" in checks["cause"]["found"]
+    assert status == 1 and "without a message" in checks["cause"]["found"]
 
 
 def test_a_restarted_machine_is_named(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_damaged_files_and_nan_are_found_and_the_way_on_is_told(command, tmp_pat
     assert checks["train/loss"]["found"] == "not finite from step 1 on"
     assert "damaged" in checks["checkpoint-2"]["found"] and checks["checkpoint-1"]["good"]
     assert (
-        checks["way on"]["remedy"] == f"drivetrain resume {folder}"
+        checks["next"]["remedy"] == f"drivetrain resume {folder}"
         and "died while saving" in checks["half a checkpoint"]["found"]
     )
 

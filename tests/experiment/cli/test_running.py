@@ -83,7 +83,7 @@ def test_resume_continues_in_the_same_folder_and_says_where(command, small, tmp_
     status, out, err = command("resume", folder)
     assert status == 1 and "it broke" in err  # the same parameters fail in the same way
     assert (
-        "passed over  checkpoint-ep9-ba99" in out
+        "skipped      checkpoint-ep9-ba99" in out
         and f"checkpoint   {newest.name}" in out
         and "continues at epoch 1" in out
     )

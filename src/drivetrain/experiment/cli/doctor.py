@@ -71,7 +71,7 @@ CAUSES = (
         "lower the learning rate, clip gradients, look at the data",
     ),
 )
-"""What a log says, what that means, and what to do."""
+"""A pattern in a log, what it means, and what to do."""
 
 ARGUMENTS = {
     "doctor": [
@@ -110,7 +110,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return print_checks(check_machine(arguments.output_dir), as_json=arguments.json)
     if not Path(subject).exists() and (subject.endswith(".py") or ":" in subject):
         raise ConfigError(
-            f"{subject} is no run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
+            f"{subject} is not a run folder. To check whether a program resumes exactly: drivetrain doctor --resume-check 20 {subject}"
         )
     return print_checks(check_run(find_run(subject)), as_json=arguments.json)
 
@@ -161,9 +161,9 @@ def _devices() -> Iterator[Check]:
     from drivetrain.runtime.device import choose_device, usable_cpus
 
     threads = os.environ.get("OMP_NUM_THREADS")
-    told = f", OMP_NUM_THREADS={threads}" if threads else ""
+    extra = f", OMP_NUM_THREADS={threads}" if threads else ""
     yield Check(
-        True, "CPUs", f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{told}"
+        True, "CPUs", f"{usable_cpus()} usable of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads{extra}"
     )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -195,7 +195,7 @@ def _processes() -> Iterator[Check]:
         return
     if world is None:
         yield Check(
-            True, "launcher", "none: a run is one process unless --distributed or `drivetrain launch` say otherwise"
+            True, "launcher", "none: a run is one process unless --distributed or `drivetrain launch` change that"
         )
     else:
         yield Check(True, "launcher", f"{world.launcher}: rank {world.rank} of {world.world_size}")
@@ -280,7 +280,7 @@ def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
         found = f"{shown_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
-        yield Check(good, line.name, found, "" if good else "it is passed over when the run is resumed; delete it")
+        yield Check(good, line.name, found, "" if good else "it is skipped when the run is resumed; delete it")
     if not run.checkpoints:
         yield Check(None, "checkpoints", "none")
     left = sorted(run.record.checkpoints_path.glob(".tmp-*"))
@@ -296,9 +296,9 @@ def _state(record: RunRecord) -> Check:
         return Check(True, "state", f"finished after {duration(status.get('seconds'))}")
     if state == RUNNING:
         stale = age > STALE_SECONDS
-        found = f"running, last sign of life {duration(max(age, 0))} ago, step {status.get('step')}"
+        found = f"running, last heartbeat {duration(max(age, 0))} ago, step {status.get('step')}"
         return Check(not stale, "state", found, "it may hang: py-spy dump --pid shows where" if stale else "")
-    last = f", last sign of life {moment(float(status.get('heartbeat') or 0))}, step {status.get('step')}"
+    last = f", last heartbeat {moment(float(status.get('heartbeat') or 0))}, step {status.get('step')}"
     return Check(False, "state", state + last)
 
 
@@ -325,19 +325,19 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
 
 
 def _silent_death(record: RunRecord) -> str:
-    """Say what may have ended a process that could write nothing any more."""
+    """Return what may have ended a process that left no message."""
     heartbeat = float(record.status.get("heartbeat") or 0)
     if (record.manifest.get("host") or {}).get("name") == platform.node():
         booted = _boot_time()
         if booted is not None and booted > heartbeat:
-            return f"this machine was restarted at {moment(booted)}, after the last sign of life"
+            return f"this machine was restarted at {moment(booted)}, after the last heartbeat"
         kills = _memory_kills()
         if kills:
-            return f"killed without a word; here the kernel has ended {kills} process(es) for want of memory, perhaps this one"
+            return f"killed without a message; the kernel has ended {kills} process(es) because memory ran out, perhaps this one"
     free = shutil.disk_usage(record.folder).free
     if free < 100_000_000:
-        return f"it ended without a word, and the disk has only {shown_bytes(free)} left"
-    return "killed without a word: SIGKILL (by hand, a scheduler, or the kernel for want of memory), a crash, or a power cut"
+        return f"it ended without a message, and the disk has only {shown_bytes(free)} left"
+    return "killed without a message: SIGKILL (by hand, a scheduler, or the kernel because memory ran out), a crash, or a power cut"
 
 
 def _logs(folder: Path) -> list[Path]:
@@ -364,5 +364,5 @@ def _memory_kills() -> int:
 def _way_on(run: RunData) -> Check:
     valid = [line for line in run.checkpoints if line.problem is None]
     if not valid:
-        return Check(None, "way on", "no valid checkpoint: the run can only be begun again")
-    return Check(True, "way on", f"{valid[-1].name} is valid", f"drivetrain resume {run.record.folder}")
+        return Check(None, "next", "no valid checkpoint: the run can only be begun again")
+    return Check(True, "next", f"{valid[-1].name} is valid", f"drivetrain resume {run.record.folder}")

@@ -36,13 +36,17 @@ DIRECTION = argument(
     metavar="NAME=min|max",
     help="which values of a metric are good; may be repeated",
 )
-SEVERAL_HELP = "run folders; a folder that holds runs stands for all of them"
+SEVERAL_HELP = "run folders; a folder that holds runs means all of them"
 REPORT_HELP = "the file to write (default: report.html in the run, or here for several)"
 
 ARGUMENTS = {
     "ls": [
         argument("dir", nargs="?", default=DEFAULT_PLACE, metavar="DIR", help="where to look (default: %(default)s)"),
-        argument("--status", choices=STATES, help="only runs in this state; lost: says running, and no process does"),
+        argument(
+            "--status",
+            choices=STATES,
+            help="only runs in this state; lost: its status is running, but no process holds its lock",
+        ),
         argument("--experiment", help="only runs of this experiment"),
         DIRECTION,
         JSON,
@@ -331,11 +335,11 @@ def find_run(given: str) -> RunRecord:
         )
         hint = f" Did you mean {path.parent / near}?" if near else ""
         raise ExperimentError(f"there is no run {given}: the path does not exist.{hint} `drivetrain ls` lists runs.")
-    return read_run(path)  # which says what is missing
+    return read_run(path)  # which raises and names what is missing
 
 
 def find_all_runs(given: Sequence[str]) -> list[RunRecord]:
-    """Return the runs named; a folder that holds runs, such as that of a sweep, stands for all of them."""
+    """Return the runs named; a folder that holds runs, such as that of a sweep, means all of them."""
     found: dict[Path, RunRecord] = {}
     for name in given:
         path = Path(name)

@@ -12,7 +12,7 @@ from typing import Any
 from drivetrain.core.display import printable, printable_json
 
 PLAIN_WIDTH = 160
-"""Width of tables that go to a file or a pipe, where no terminal says how wide it is."""
+"""Width of tables that go to a file or a pipe, where there is no terminal width."""
 STDOUT, STDERR = 1, 2
 """The descriptors of the process, whatever `sys.stdout` is."""
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}

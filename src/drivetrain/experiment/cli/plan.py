@@ -1,7 +1,7 @@
 """`drivetrain plan`: find a plan for a training without starting it, for this machine or for one that is not here; show and compare plans.
 
 A factory gives what is to be trained: a Trainer, or the arguments of `auto_accelerate` as a dict. A Trainer's plan is the one that its
-own `strategy="auto"` would find. Status 0 comes with a plan, 3 says that nothing fits and how much memory is missing.
+own `strategy="auto"` would find. Status 0 comes with a plan, 3 means that nothing fits; the output gives the missing memory.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
         raise ExperimentError(
             f"{target} returned a Trainer without data. Make it with train_dataloader=, or return a dict of auto_accelerate's arguments."
         )
-    per_process = getattr(source, "batch_size", None) or 8  # what train() takes where nothing is said
+    per_process = getattr(source, "batch_size", None) or 8  # train()'s default
     settings = TrainSettings(num_epochs=1, global_batch_size=size or per_process * world)
     request = replace(request_of(trainer), settings=settings, dataset=source, loader=source)
     task, _ = make_task(request)

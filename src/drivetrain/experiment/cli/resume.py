@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.experiment.resolve import Resolved
 
 KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "deterministic")
-"""How a run is started is no part of its identity; it is continued the way it was begun unless --set says otherwise."""
+"""How a run is started is not part of its identity; it is continued the way it was begun unless --set changes that."""
 
 
 ARGUMENTS = {
@@ -96,13 +96,13 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
 
 
 def _print_place(record: RunRecord) -> None:
-    """Say which checkpoint is continued from, which were passed over and why."""
+    """Print the checkpoint to continue from, and those that are skipped and why."""
     from drivetrain.experiment.reports.gather import read_checkpoints
 
     lines = read_checkpoints(record.checkpoints_path, "full")
     for line in lines:
         if line.problem is not None:
-            print_lines(f"passed over  {line.name}: {line.problem}", style="yellow")
+            print_lines(f"skipped      {line.name}: {line.problem}", style="yellow")
     valid = [line for line in lines if line.problem is None]
     if not valid:
         print_lines("checkpoint   none that is valid: the run begins from its start")
@@ -121,7 +121,7 @@ def source_of(record: RunRecord) -> Path:
     source = record.manifest.get("source")
     if not source:
         raise ResumeError(
-            f"the run {record.folder} does not say which file its experiment is in (it was started from a prompt?). Start the program "
+            f"the run {record.folder} does not name the file of its experiment (it was started from a prompt?). Start the program "
             f"again with --resume {record.folder}."
         )
     path = Path(source)
@@ -131,7 +131,7 @@ def source_of(record: RunRecord) -> Path:
 
 
 def describe_source(record: RunRecord, path: Path) -> list[str]:
-    """Return lines that say what resuming a run will execute: file, function, command, and whether the file has changed."""
+    """Return lines about what resuming a run will execute: file, function, command, and whether the file has changed."""
     now, then = hash_source(path), record.manifest.get("source_sha256")
     if then is None:
         change = f"sha256 {now}; the run did not record the file's hash, so it is not known whether it has changed"
@@ -161,7 +161,7 @@ def reasons_for_distrust(path: Path) -> list[str]:
         facts = real.stat()
         folders = [(folder, folder.stat().st_mode) for folder in real.parents]
     except OSError:
-        return reasons  # it does not exist, which is said when it is loaded
+        return reasons  # it does not exist, which is reported when it is loaded
     if facts.st_uid not in (os.geteuid(), 0):
         reasons.append(f"it belongs to another user ({facts.st_uid})")
     if facts.st_mode & stat.S_IWOTH:

@@ -25,7 +25,7 @@ SEED = 20_240_229
 ENDED_EARLY = 64
 """Exit status of a process whose experiment was over before the count was reached."""
 NOT_STATE = ("_wct", "elapsed", "seconds", "time")
-"""Names of plain values that tell how long something took, which differs from run to run."""
+"""Names of plain values that are durations, which differ from run to run."""
 
 
 def check_resume(target: str, num_steps: int, words: list[str]) -> Iterator[Check]:

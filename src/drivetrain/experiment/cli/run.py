@@ -63,7 +63,7 @@ ARGUMENTS = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run an experiment in this process, or on several if its options say so."""
+    """Run an experiment in this process, or on several if its options ask for it."""
     experiment, words = find_experiment(arguments.target, arguments.options)
     return start_words(experiment, words, program=f"drivetrain run {arguments.target}", as_json=arguments.json)
 
@@ -127,7 +127,7 @@ def start(
         return stop.code if isinstance(stop.code, int) else FAILED
     except Exception as error:
         if isinstance(error, DrivetrainError) and not _has_begun(folder, began):
-            raise  # refused before anything was done: bad input
+            raise  # raised before anything was done: bad input
         _print_failure(error, folder, resolved.hidden())
         _print_ending(folder, as_json)
         return FAILED

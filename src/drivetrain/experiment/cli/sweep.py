@@ -67,7 +67,7 @@ ARGUMENTS = {
         ),
         argument("--trial-timeout", metavar="TIME", help=TIMEOUT_HELP),
         argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)"),
-        argument("--resume", metavar="DIR", help="the folder of a sweep to take up again"),
+        argument("--resume", metavar="DIR", help="the folder of a sweep to continue"),
         JSON,
     ]
 }
@@ -198,12 +198,12 @@ def show_progress() -> Iterator[OnChange]:
 
 def status_lines() -> OnChange:
     """Return what prints one line whenever a trial begins or ends."""
-    told: dict[int, str] = {}
+    shown: dict[int, str] = {}
 
     def show(result: "SweepResult") -> None:
         for trial in result:
-            if told.get(trial.index) != trial.status:
-                told[trial.index] = trial.status
+            if shown.get(trial.index) != trial.status:
+                shown[trial.index] = trial.status
                 value = "" if trial.value is None else f" {plain_text(trial.value)}"
                 print_lines(f"trial {trial.index}: {trial.status}{value}   [{state_of(result)}]")
 
@@ -316,6 +316,6 @@ class LiveTable:
                 plain_text(trial.value),
                 f"{seconds:.1f} s",
             )
-        # Beside the table and not as its title, which would be broken at the table's width.
+        # Above the table and not as its title, which would be broken at the table's width.
         state, more = Text(f"sweep: {state_of(self._result)}", style="bold"), Text(f"… and {hidden} more")
         return Group(state, table, more) if hidden > 0 else Group(state, table)

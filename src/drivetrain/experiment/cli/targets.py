@@ -129,7 +129,7 @@ def _experiments(module: ModuleType) -> dict[str, Any]:
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
     kinds = (Experiment, ExperimentGroup)
-    # type() rather than isinstance(): a live name such as `params` answers isinstance() for what it stands for.
+    # type() rather than isinstance(): a live name such as `params` answers isinstance() for its present value.
     found = {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
     own = {name: value for name, value in found.items() if value.main_function.__module__ == module.__name__} or found
     members = {id(entry) for value in own.values() if isinstance(value, ExperimentGroup) for entry in value.experiments}
@@ -146,7 +146,7 @@ def _only_experiment(module: ModuleType, target: str) -> Any:
             f"{target} defines no experiment. Put @experiment above a function, or name an attribute: {target}:name."
         )
     raise ExperimentError(
-        f"{target} defines several experiments: {', '.join(found)}. Say which: {target}:{next(iter(found))}."
+        f"{target} defines several experiments: {', '.join(found)}. Name one: {target}:{next(iter(found))}."
     )
 
 

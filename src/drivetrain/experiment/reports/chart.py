@@ -31,7 +31,7 @@ class Scale:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where a value stands."""
+        """Return the position of a value."""
         low, high, value = (self._bent(number) for number in (self.low, self.high, value))
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 

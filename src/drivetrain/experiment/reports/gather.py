@@ -45,7 +45,7 @@ ENVIRONMENT: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
     ("source", lambda manifest: manifest.get("source")),
     ("command", lambda manifest: " ".join(map(str, manifest.get("argv") or []))),
 )
-"""What the environment table says, and where it is in a manifest."""
+"""The rows of the environment table, and where they are in a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +78,14 @@ class MetricSummary:
     tag: str
     last: float
     best: float | None
-    """None where nothing says whether small or large values are good."""
+    """None where the direction is unknown."""
     best_step: float | None
     count: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything a report or a table says about one run."""
+    """Everything a report or a table shows about one run."""
 
     record: RunRecord
     series: dict[str, tuple[Point, ...]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def gather_run(folder: str | Path, *, verify: str = "size", directions: Mapping[
 
 
 def summarize_run(record: RunRecord, directions: Mapping[str, str] | None = None) -> MetricSummary | None:
-    """Return the metric that says most about a run; None where nothing readable was recorded."""
+    """Return the main metric of a run; None where nothing readable was recorded."""
     rows = _rows(record.metrics_path, [])
     series = gather_series(rows)
     tag = main_metric(series)

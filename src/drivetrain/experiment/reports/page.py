@@ -142,9 +142,9 @@ def errors(runs: Sequence[RunData]) -> str:
     """Return what went wrong, in the runs and in reading them."""
     parts = []
     for name, run in zip(names_of(runs), runs):
-        told = [str(run.record.status["error"])] if run.record.status.get("error") else []
-        told += run.notes
-        parts += [block(f"{name}: {text}" if len(runs) > 1 else text, "wrapped error") for text in told]
+        problems = [str(run.record.status["error"])] if run.record.status.get("error") else []
+        problems += run.notes
+        parts += [block(f"{name}: {text}" if len(runs) > 1 else text, "wrapped error") for text in problems]
     return section("Errors", *parts)
 
 

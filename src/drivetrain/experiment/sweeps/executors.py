@@ -113,7 +113,7 @@ class InlineExecutor(Executor):
 
 
 class PoolExecutor(Executor):
-    """Runs each trial in a fresh process, several at a time; with `gpus_per_trial` no two of them see the same GPU."""
+    """Runs each trial in a new process, several at a time; with `gpus_per_trial` no two of them see the same GPU."""
 
     ends_trials = True
 
@@ -233,7 +233,7 @@ def end_group(process: Any) -> None:
 
 
 def never_prune(trial: Trial, value: float, step: int) -> bool:
-    """Stand in for the sampler where a trial runs, which is asked through a channel instead."""
+    """Replace the sampler where a trial runs; it is asked over a channel instead."""
     return False
 
 
@@ -248,7 +248,7 @@ def visible_gpus() -> list[str]:
 
 
 class _visible_to_child:
-    """Let a process that is started within see the given GPUs only; this process's own environment is put back at once."""
+    """Let a process that is started within see the given GPUs only; this process's own environment is restored at once."""
 
     def __init__(self, gpus: Sequence[str] | None):
         self._gpus = gpus

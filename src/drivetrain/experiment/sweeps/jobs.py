@@ -38,7 +38,7 @@ SCRIPT = "drivetrain_script"
 
 @dataclass(frozen=True)
 class Mailbox:
-    """Reports of one trial, a line each, and a file that appears when the trial should be given up."""
+    """Reports of one trial, a line each, and a file that appears when the trial should stop."""
 
     reports: Path
     stop: Path
@@ -61,7 +61,7 @@ class Mailbox:
             stream.write(json.dumps(fields).encode() + b"\n")
 
     def ask(self, value: float, step: int) -> bool:
-        """Report, and say whether the sweep has decided meanwhile to give the trial up."""
+        """Report, and return whether the sweep has decided to stop the trial."""
         self.say(value=value, step=step)
         return self.stop.exists()
 

@@ -1,6 +1,6 @@
 """The journal of a sweep: one line for everything that happens, on the disk before the next thing does.
 
-It is only ever appended to. A line that a crash cut short is ignored, and so the sweep can be taken up from any moment.
+It is only ever appended to. A line that a crash cut short is ignored, so the sweep can be continued from any moment.
 """
 
 import json

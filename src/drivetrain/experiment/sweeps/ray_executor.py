@@ -65,7 +65,7 @@ class RayConfig:
 
 
 class RayExecutor(Executor):
-    """Runs each trial in a fresh worker of Ray, which hands every GPU to one trial at a time."""
+    """Runs each trial in a new worker of Ray, which gives every GPU to one trial at a time."""
 
     ends_trials = True
 
@@ -101,7 +101,7 @@ class RayExecutor(Executor):
         self._watch = JobWatch(work, patience=SHARED_DISK_SECONDS if several else 0.0)
 
     def submit(self, trial: Trial) -> "Future[TrialOutcome]":
-        """Hand a trial to Ray."""
+        """Submit a trial to Ray."""
         assert self._watch is not None
         job = make_job(self.work, self._reference, trial)
         self._tasks[trial.index] = self._remote.options(name=f"trial {trial.index}").remote(job)
@@ -124,7 +124,7 @@ class RayExecutor(Executor):
             self._leave()
 
     def _ended(self, trial: Trial) -> str | None:
-        """Say how the task of a trial ended; None while it goes on."""
+        """Return how the task of a trial ended; None while it runs."""
         task = self._tasks[trial.index]
         if not self._ray.wait([task], timeout=0)[0]:
             return None

@@ -18,20 +18,20 @@ NAMES = ("grid", "random", "optuna")
 
 
 class Sampler:
-    """Proposes trials and hears how they went."""
+    """Proposes trials and receives their results."""
 
     def ask(self) -> Trial | None:
         """Return the next trial, None when there are no more."""
         raise NotImplementedError
 
     def tell(self, trial: Trial) -> None:
-        """Hear how a trial ended."""
+        """Receive a trial that ended."""
 
     def replay(self, trial: Trial) -> None:
-        """Hear of a trial that an earlier part of the sweep asked for, in the order of asking."""
+        """Receive a trial that an earlier part of the sweep proposed, in the order of proposing."""
 
     def should_prune(self, trial: Trial, value: float, step: int) -> bool:
-        """Say whether a running trial should be given up."""
+        """Return whether to stop a running trial early."""
         return False
 
 
@@ -217,7 +217,7 @@ def make_sampler(
     if sampler not in NAMES:
         raise ParameterError(unknown_name("sampler", sampler, NAMES))
     if n_trials is None:
-        raise ParameterError(f"sampler {sampler!r} has no natural end. Say how many trials: n_trials=20.")
+        raise ParameterError(f"sampler {sampler!r} has no natural end. Give the number of trials: n_trials=20.")
     if sampler == "random":
         return RandomSampler(space, n_trials, seed)
     return OptunaSampler(space, n_trials, seed=seed, direction=direction)

@@ -49,7 +49,7 @@ class SubmititConfig:
     """Time limit of one job; a trial may need several."""
 
     warning_seconds: int = 90
-    """How long before its time limit a job is told, so that the trial can save."""
+    """How long before its time limit a job is warned, so that the trial can save."""
 
     requeues: int = 3
     """How often a trial that was stopped, and has saved itself, is submitted again without counting as failed."""
@@ -86,7 +86,7 @@ class SubmititConfig:
         for name in ("gpus_per_trial", "cpus_per_trial", "memory_gigabytes", "partition", "slurm"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"SubmititConfig.{name}: {getattr(self, name)!r} was given, and cluster='local' hands out nothing of that "
+                    f"SubmititConfig.{name}: {getattr(self, name)!r} was given, and cluster='local' provides nothing of that "
                     "kind. Leave it out, use cluster='slurm', or executor='pool' for GPUs of this machine."
                 )
 
@@ -150,7 +150,7 @@ class SubmititExecutor(Executor):
         replace_bytes(job_note(trial, "job"), str(job.job_id).encode())
 
     def _ended(self, trial: Trial) -> str | None:
-        """Say how the job of a trial ended; None while it goes on, or once more after a stop."""
+        """Return how the job of a trial ended; None while it runs, or runs again after a stop."""
         job = self._jobs[trial.index]
         if not job.done():
             return None
