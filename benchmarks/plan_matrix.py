@@ -143,6 +143,52 @@ def run(arguments):
         world.close()
 
 
+def table(results, names, rows):
+    """Return lines of a table: a row for each plan, a column for each architecture; and the reasons that its cells refer to."""
+    reasons: list[str] = []
+    lines = ["| plan | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for world, layout, changes in rows:
+        found = [results.get(f"{world} | {name} | {title(layout, changes)}", "") for name in names]
+        if not any(found):
+            continue
+        lines.append(f"| {title(layout, changes)} | " + " | ".join(_cell(text, reasons) for text in found) + " |")
+    return lines, reasons
+
+
+def _cell(text, reasons):
+    if not text or text.startswith("ok"):
+        return "ok" if text else ""
+    kind, _, reason = text.partition(": ")
+    reason = " ".join(reason.partition(": ")[2].split()).replace("|", "/")[:300]
+    if reason not in reasons:
+        reasons.append(reason)
+    number = reasons.index(reason) + 1
+    return f"[{number}]" if kind == "rejected" else f"**{kind}** [{number}]"
+
+
+def write():
+    """Write the page from the results."""
+    results = load()
+    counts = {
+        kind: sum(text.startswith(kind) for text in results.values()) for kind in ("ok", "rejected", "wrong", "crash")
+    }
+    parts = [
+        "# Which plans are right on which models\n",
+        "Each cell compares two steps of a plan with a plain loop (SGD with momentum) on the same samples, parameter by parameter, on "
+        "2 or 4 gloo ranks with a small model of `transformers`. *ok*: every parameter moves as in the plain loop (to 0.2 % in float32, "
+        "to 25 % in 16 bits). A number: the plan is rejected before the first step, for the reason below. `python -m "
+        "benchmarks.plan_matrix` runs it, and `tests/strategy/test_architectures.py` (slow) tests it.\n",
+        f"{len(results)} cells were run: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()) + ".\n",
+    ]
+    names = [*architectures.CONFIGS]
+    for heading, kind in (("Single methods and meshes", singles), ("Pairs of methods", pairs)):
+        rows = [(world, *plan) for world in LAYOUTS for plan in kind(world)]
+        lines, reasons = table(results, names if kind is singles else [*architectures.DENSE], rows)
+        if len(lines) > 2:
+            parts += [f"## {heading}\n", *lines, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)), ""]
+    PAGE.write_text("\n".join(parts))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, choices=[2, 4], default=2)
@@ -153,4 +199,5 @@ if __name__ == "__main__":
     parser.add_argument("--again", action="store_true", help="run cells that have a result too")
     parser.add_argument("--bad", action="store_true", help="run cells again that were wrong or crashed")
     parser.add_argument("--write", action="store_true")
-    run(parser.parse_args())
+    given = parser.parse_args()
+    write() if given.write else run(given)

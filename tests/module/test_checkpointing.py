@@ -217,3 +217,23 @@ def test_bad_settings_are_refused_before_anything_changes():
     with pytest.raises(ConfigError, match=r"unknown module class or name 'Blck'.*Repeated blocks of GPT2: Block"):
         checkpoint_blocks(model, ["Block", "Blck"])
     assert not any(isinstance(module, Checkpointed) for module in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{}, {"mode": "selective"}, {"reentrant": True}])
+def test_running_statistics_are_updated_once_although_blocks_run_twice(settings):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+
+    plain, model = make(), make()
+    model[0][1].momentum = plain[0][1].momentum = None  # the mean over all batches
+    checkpoint_blocks(model, ["0", "1"], **settings)
+    for _ in range(2):
+        x = torch.randn(8, 4, requires_grad=True)
+        for one in (plain, model):
+            one(x).square().sum().backward()
+    for (name, expected), value in zip(plain.state_dict().items(), model.state_dict().values()):
+        assert torch.equal(expected, value), name
+    assert model[0][1].momentum is None and model[1][1].momentum == 0.1
+    for first, second in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(first.grad, second.grad)

@@ -259,3 +259,21 @@ def load_into_shards():
 
 def test_states_pass_between_sharded_and_plain_models(world2):
     world2(load_into_shards)
+
+
+def statistics_of_shards(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(2, 1, 5, 5))
+    model = shard_fully(model, mixed_precision=dtype)
+    torch.manual_seed(torch.distributed.get_rank() + 1)
+    for _ in range(2):
+        model(torch.randn(8, 1, 5, 5)).float().sum().backward()
+    return model[1].running_mean.clone(), model[1].running_var.clone(), int(model[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_running_statistics_of_a_sharded_model_are_the_mean_over_ranks_on_all(world2, dtype):
+    first, second = world2(statistics_of_shards, dtype)
+    assert all(map(torch.equal, first[:2], second[:2])) and first[2] == second[2] == 3
+    assert first[0].abs().max() > 0

@@ -10,7 +10,8 @@ import fnmatch
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.classes import written_class
@@ -107,6 +108,8 @@ def parallelize(
             prepare(name, module)
         if name in plan:
             parallelize_module(module, mesh, _style(plan[name], module, name not in unreduced))
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(_waited)
     _tie_again(ties)
     for name, style in plan.items():
         if style == "vocabulary":
@@ -115,6 +118,25 @@ def parallelize(
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # torch's fused path in evaluation knows no split weights
     return model
+
+
+def _waited(embedding: nn.Module, args: Any, out: Any) -> Any:
+    """Return what an embedding looked up when it has arrived: a compiled block drops the gradient of a tensor that is on its way."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return _Waited.apply(out) if isinstance(out, AsyncCollectiveTensor) else out
+
+
+class _Waited(torch.autograd.Function):
+    """The identity, which waits for a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

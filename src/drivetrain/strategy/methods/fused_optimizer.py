@@ -19,6 +19,9 @@ _SMALL_WORLD = 8
 """Up to here a search compares it with an update that is not fused; beyond, the mesh alone makes enough candidates."""
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
+_FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose kernel takes parameters that are split over ranks."""
+
 
 class FusedOptimizer(Method):
     """`fused=True`, else `foreach=True`, else nothing; always said."""
@@ -56,11 +59,11 @@ class FusedOptimizer(Method):
             ctx.note("fused_optimizer: left alone, because some parameters are split over ranks and others are not")
         elif problem := _no_kernel(ctx.model):
             ctx.note(f"fused_optimizer: left alone, because {problem}")
-        elif recipe.build in _FUSED:
+        elif recipe.build in (_FUSED_SHARDED if any(map(is_dtensor, parameters)) else _FUSED):
             recipe.settings["fused"], recipe.is_changed = True, True
         elif isinstance(recipe.build, type) and "foreach" in inspect.signature(recipe.build).parameters:
             recipe.settings["foreach"], recipe.is_changed = True, True
-            ctx.note(f"fused_optimizer: foreach, because {name} has no fused kernel")
+            ctx.note(f"fused_optimizer: foreach, because {name} has no fused kernel for these parameters")
         else:
             ctx.note(f"fused_optimizer: left alone, because {name} has neither a fused nor a foreach form")
 
