@@ -93,7 +93,7 @@ class BlurMaxPool2d(nn.Module):
 
     @staticmethod
     def from_maxpool2d(module: nn.MaxPool2d, module_index: int = -1) -> "BlurMaxPool2d":
-        """Return the layer that takes the place of a max-pool."""
+        """Return a layer that replaces a max-pool."""
         return BlurMaxPool2d(module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
 
 
@@ -131,7 +131,7 @@ class BlurConv2d(nn.Module):
 
     @staticmethod
     def from_conv2d(module: nn.Conv2d, module_index: int = -1, blur_first: bool = True) -> "BlurConv2d":
-        """Return the layer that takes the place of a convolution and uses its very parameters."""
+        """Return a layer that replaces a convolution and uses its parameters."""
         new = BlurConv2d.__new__(BlurConv2d)
         nn.Module.__init__(new)
         new.blur_first = blur_first

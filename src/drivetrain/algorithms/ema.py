@@ -190,7 +190,7 @@ class EMA(Algorithm):
         return {"average": average, "done_at": self._rhythm.done_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back; the average is put in place when the model is there."""
+        """Restore both; the average is applied when the model is known."""
         self._average, self._restored, self._rhythm.done_at = None, state["average"], state["done_at"]
 
 

@@ -173,7 +173,7 @@ class FactorizedConv2d(FactorizedModule):
     def from_conv2d(
         module: nn.Conv2d, module_index: int = -1, latent_channels: float = 0.25, initialize: Initialize = "random"
     ) -> "FactorizedConv2d":
-        """Return the layer that takes the place of a convolution; `svd` starts from the best approximation of its weights."""
+        """Return a layer that replaces a convolution; `svd` starts from the best approximation of its weights."""
         new = FactorizedConv2d(
             module.in_channels, module.out_channels, module.kernel_size, latent_channels, stride=module.stride,  # type: ignore[arg-type]
             padding=module.padding, dilation=module.dilation, padding_mode=module.padding_mode, bias=module.bias is not None,
@@ -226,7 +226,7 @@ class FactorizedLinear(FactorizedModule):
     def from_linear(
         module: nn.Linear, module_index: int = -1, latent_features: float = 0.25, initialize: Initialize = "random"
     ) -> "FactorizedLinear":
-        """Return the layer that takes the place of a linear one; `svd` starts from the best approximation of its weights."""
+        """Return a layer that replaces a linear one; `svd` starts from the best approximation of its weights."""
         new = FactorizedLinear(module.in_features, module.out_features, module.bias is not None, latent_features)
         if initialize == "svd":
             first, second = split_matrix(module.weight.detach().t(), new.latent_size)

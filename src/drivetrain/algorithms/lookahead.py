@@ -89,5 +89,5 @@ class Lookahead(Algorithm):
         return {"slow": self._restored if self._slow is None else self._slow.state_dict(), "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back; the slow weights are put in place when the run starts."""
+        """Restore both; the slow weights are applied when the run starts."""
         self._slow, self._restored, self._steps = None, state["slow"], state["steps"]

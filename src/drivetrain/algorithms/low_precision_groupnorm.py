@@ -22,7 +22,7 @@ class LPGroupNorm(nn.GroupNorm):
 
     @staticmethod
     def from_groupnorm(module: nn.GroupNorm, module_index: int = -1) -> "LPGroupNorm":
-        """Return the layer that takes the place of a group norm and uses its very parameters."""
+        """Return a layer that replaces a group norm and uses its parameters."""
         new = LPGroupNorm(module.num_groups, module.num_channels, module.eps, module.affine, device="meta")
         return share_tensors(new, module)
 

@@ -26,7 +26,7 @@ class LPLayerNorm(nn.LayerNorm):
 
     @staticmethod
     def from_layernorm(module: nn.LayerNorm, module_index: int = -1) -> "LPLayerNorm":
-        """Return the layer that takes the place of a layer norm and uses its very parameters."""
+        """Return a layer that replaces a layer norm and uses its parameters."""
         new = LPLayerNorm(module.normalized_shape, module.eps, module.elementwise_affine, device="meta")
         return share_tensors(new, module)
 

@@ -9,7 +9,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 
 
 class ScaleSchedule(Algorithm):
-    """Asks for a run of `ratio` times its length; `Trainer(scale_schedule_ratio=ratio)` says the same and is preferred."""
+    """Makes a run `ratio` times as long; `Trainer(scale_schedule_ratio=ratio)` does the same and is preferred."""
 
     allow_multiple = False
     events = frozenset({Event.INIT})

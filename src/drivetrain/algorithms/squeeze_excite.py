@@ -53,7 +53,7 @@ class SqueezeExciteConv2d(nn.Module):
 
     @staticmethod
     def from_conv2d(module: nn.Conv2d, module_index: int = -1, latent_channels: float = 0.125) -> "SqueezeExciteConv2d":
-        """Return the layer that takes the place of a convolution and holds it."""
+        """Return a layer that wraps a convolution."""
         return SqueezeExciteConv2d(conv=module, latent_channels=latent_channels)
 
 

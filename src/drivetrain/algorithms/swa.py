@@ -38,7 +38,7 @@ def annealed_rate(start: float, end: float, share: float, strategy: str) -> floa
 
 
 class SWA(Algorithm):
-    """Averages the weights from `swa_start` to `swa_end` and then goes on with the mean.
+    """Averages the weights from `swa_start` to `swa_end` and continues with the mean.
 
     With `schedule_swa_lr` the learning rate moves to `swa_lr` (None: stays where it is) over `anneal_steps` updates of the average,
     and the run's own scheduler rests from then on.
@@ -194,7 +194,7 @@ class SWA(Algorithm):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back; the mean is put in place when the model is there, the scheduler rests from now on if it did."""
+        """Restore it; the mean is applied when the model is known, and a paused scheduler stays paused."""
         self._average, self._restored, self._first_at = None, state["average"], state["first_at"]
         self.swa_completed, self._first_rates = state["completed"], state["first_rates"]
         if self._first_rates is not None and self._state is not None:

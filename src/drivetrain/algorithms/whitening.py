@@ -25,7 +25,7 @@ from drivetrain.runtime.ranks import is_distributed
 class Whitening(Algorithm):
     """Fills a convolution, by default the model's first, with whitening filters before the first step, and freezes its weight.
 
-    `num_images` training images are looked at. A run that was begun before keeps what it has.
+    It uses `num_images` training images. A resumed run keeps its weights.
     """
 
     allow_multiple = False

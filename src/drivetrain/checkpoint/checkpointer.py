@@ -69,7 +69,7 @@ class Listed(NamedTuple):
 
 
 class Checkpointer:
-    """Save a Context when it is due, keep the right checkpoints, stop in good order, and restore.
+    """Save a Context when it is due, keep the right checkpoints, stop cleanly, and restore.
 
     Times are `"200ba"`, `"1ep"`, `"30m"`; a bare number counts batches. The folder is locked from the first save (with `every`, from
     `restore()` or the first `step()`) until `close()`. While a Trainer or another owner of a `StopSignals` is active, it handles signals.

@@ -50,7 +50,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at this place."""
+    """There is no checkpoint at this path."""
 
     def __str__(self) -> str:  # OSError would look for an errno
         return Exception.__str__(self)
@@ -110,7 +110,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """The description of a checkpoint."""
 
     id: str
     sequence: int

@@ -105,7 +105,7 @@ class Context(ItemHolder):
         return self._distribute("fsdp", Shard(mesh, fully_shard_kwargs))
 
     def autotransform(self) -> Self:
-        """Do what the run asks for: restore, move to its device, distribute, then restore random states."""
+        """Do what the run requests: restore, move to its device, distribute, then restore random states."""
         follow_run(self)
         return self
 

@@ -212,7 +212,7 @@ class State(Context):
             self.dataloader_len = _length(dataloader) if dataloader_len is None else dataloader_len
 
     def batch_get_item(self, key: BatchKey) -> Any:
-        """Return a part of the present batch; `drivetrain.context.batch` says what a key can be."""
+        """Return a part of the current batch; `drivetrain.context.batch` describes the keys."""
         return batch_get(self.batch, key)
 
     def batch_set_item(self, key: BatchKey, value: object) -> None:

@@ -140,7 +140,7 @@ class Engine:
         return isinstance(self._calls, _ClosedRunLists)
 
     def set_plugins(self, plugins: Iterable[object]) -> None:
-        """Check the plugins, sort every event's list, and attend with these from the next event on."""
+        """Check the plugins and sort every event's list; they run from the next event on."""
         self._require_open()
         plugins = tuple(plugins)
         for plugin in plugins:
@@ -189,11 +189,11 @@ class Engine:
             call_named(plugin, name, self._host(), arguments)
 
     def listens(self, event: Event) -> bool:
-        """Return whether anybody attends `event`."""
+        """Return whether a plugin uses `event`."""
         return bool(self._bindings[event])
 
     def listeners(self, event: Event) -> tuple[Any, ...]:
-        """Return the plugins that attend `event`, in the order in which they run."""
+        """Return the plugins of `event`, in the order in which they run."""
         return tuple({id(binding.plugin): binding.plugin for binding in self._bindings[event]}.values())
 
     def has_algorithm_for(self, event: Event) -> bool:
@@ -229,7 +229,7 @@ class Engine:
             self.close_plugins()
 
     def close_plugins(self) -> None:
-        """Let every plugin finish, `close` first and `post_close` when all have closed; the engine goes on working."""
+        """Let every plugin finish, `close` first and `post_close` when all have closed; the engine stays usable."""
         errors: list[Exception] = []
         for method, arguments in (("close", (self.state, self.logger)), ("post_close", ())):
             for plugin in self._plugins:

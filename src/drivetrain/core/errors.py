@@ -115,7 +115,7 @@ class DistributedError(DrivetrainError, RuntimeError):
 
 
 class StopTrainingError(DrivetrainError):
-    """Raise it in a hook or callback to end a run in good order; `train()` then returns."""
+    """Raise it in a hook or callback to end a run cleanly; `train()` then returns."""
 
 
 class TrainingStopped(DrivetrainError, RuntimeError):

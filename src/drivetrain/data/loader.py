@@ -347,7 +347,7 @@ class SmartDataLoader(DataLoader[T_co]):
     # ------------------------------------------------------------------ place and device
 
     def state_dict(self) -> StateDict:
-        """Return the place: valid between any two batches, the batch in hand counts as used."""
+        """Return the position, between any two batches; the current batch counts as used."""
         cursor = self._cursor
         state: StateDict = {
             "seed": self._seed,
@@ -371,7 +371,7 @@ class SmartDataLoader(DataLoader[T_co]):
         return state
 
     def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
-        """Go to a saved place: the next iteration continues there. `strict=False` warns where it would reject."""
+        """Go to a saved position: the next iteration continues there. `strict=False` warns where it would raise."""
         if state is None:
             warnings.warn("the loader's saved state is None: it keeps its own place.", DrivetrainWarning, stacklevel=2)
             return

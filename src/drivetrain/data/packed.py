@@ -122,11 +122,11 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
             self.documents.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def state_dict(self) -> StateDict:
-        """Return the place after the last row given out."""
+        """Return the position after the last row."""
         return dict(self._place)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Make the next iteration start at a saved place."""
+        """Make the next iteration start at a saved position."""
         if set(state) != set(BEGINNING):
             raise StateError(
                 f"packed stream: the state has {sorted(map(str, state))}, expected documents, rows and source."

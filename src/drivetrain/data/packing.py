@@ -178,9 +178,9 @@ def part_of(document: tuple[Tensor, Tensor], piece: Piece) -> tuple[Tensor, Tens
 
 
 def document_mask(document_ids: Tensor, causal: bool = True) -> Tensor:
-    """Return which places may attend to which, (batch, 1, query, key), for `scaled_dot_product_attention`.
+    """Return which positions may attend to which, (batch, 1, query, key), for `scaled_dot_product_attention`.
 
-    A place of padding may attend to itself, so that no row of the attention is empty and turns into NaN.
+    A padding position may attend to itself, so that no row of the attention is empty and becomes NaN.
     """
     same = document_ids.unsqueeze(-1) == document_ids.unsqueeze(-2)
     allowed = same & (document_ids != PADDING).unsqueeze(-1)
@@ -204,7 +204,7 @@ def document_mask_mod(document_ids: Tensor, causal: bool = True) -> Callable[[Te
 
 
 def num_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return how many labels count in a loss that predicts each place from those before it."""
+    """Return how many labels count in a loss that predicts each position from those before it."""
     return (labels[..., 1:] != ignore_index).sum()
 
 

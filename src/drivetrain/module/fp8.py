@@ -174,7 +174,7 @@ class Float8Linear(nn.Linear):
     def from_linear(
         module: nn.Linear, module_index: int = -1, recipe: Recipe = "tensorwise", format: Format = "HYBRID"
     ) -> "Float8Linear":
-        """Return the layer that takes the place of a linear layer and uses its very parameters."""
+        """Return a layer that replaces a linear layer and uses its parameters."""
         new = Float8Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         new.weight, new.bias, new.recipe, new.format = module.weight, module.bias, recipe, format
         return new

@@ -313,7 +313,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
     def bind(
         self, total_steps: int | None = None, steps_per_epoch: int | None = None, **precision: torch.dtype | None
     ) -> None:
-        """Tell all units how long the run is, in batches; `autocast_dtype=` also tells the precision of the forward pass."""
+        """Give all units the length of the run in batches; `autocast_dtype=` is the precision of the forward pass."""
         for unit in self._units.values():
             unit.bind(total_steps, steps_per_epoch, **precision)
 

@@ -65,7 +65,7 @@ GENERAL = (
 
 
 class OptimScheduler(ABC):
-    """One optimizer with its schedule; a subclass says how the learning rate follows the real step.
+    """One optimizer with its schedule; a subclass defines how the learning rate follows the real step.
 
     A subclass defines `sche_init(**sche_conf)`, called last in the constructor, and `update_lr(real_step)` or
     `update_lr(real_step, epoch_num)`. Arguments that need a word:

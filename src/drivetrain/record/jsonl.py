@@ -42,7 +42,7 @@ class JsonlSink(FileSink):
         return None if self._file is None else self._file.lines
 
     def open(self, folder: Path, resume: "Resume | None") -> None:
-        """Open the file for appending; after a resume say so in it."""
+        """Open the file for appending; a resume adds a line."""
         self._file = AppendFile(folder / FILE_NAME)
         if resume is not None:
             line: dict[str, Any] = {"kind": "resume", "step": resume.step, "time": round(clock.time(), 3)}

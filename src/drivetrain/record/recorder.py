@@ -251,7 +251,7 @@ class Recorder:
         self.close()
 
     def state_dict(self) -> StateDict:
-        """Return count, last values, place in the journal and ids of external runs; everything recorded is written first."""
+        """Return count, last values, position in the journal and ids of external runs; everything recorded is written first."""
         if not self._stream.is_closed:
             self.flush()
         return {

@@ -34,7 +34,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def open(self, folder: Path, resume: Resume | None) -> None:
-        """Begin a new event file; after a resume it says which steps are void."""
+        """Begin a new event file; after a resume it marks the steps that are void."""
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

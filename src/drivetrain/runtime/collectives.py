@@ -66,7 +66,7 @@ def distributed_barrier() -> None:
 
 
 def agree_any(flag: bool) -> bool:
-    """Return True on every rank if any rank says True."""
+    """Return True on every rank if any rank passes True."""
     return start_agree_any(flag)()
 
 

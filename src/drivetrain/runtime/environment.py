@@ -18,7 +18,7 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedWorld:
-    """This process's place among the processes that were started together."""
+    """The position of this process among the processes that were started together."""
 
     rank: int
     world_size: int

@@ -25,7 +25,7 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def derive_seed(root: int, name: str, *ints: int) -> int:
-    """Return a 63-bit seed for one purpose, the same for ever for the same arguments.
+    """Return a 63-bit seed for one purpose, always the same for the same arguments.
 
     >>> derive_seed(0, "shuffle", 3)
     3479638028671884636

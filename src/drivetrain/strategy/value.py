@@ -148,7 +148,7 @@ class Strategy:
         return self._with([*self, as_entry(opt)])
 
     def replace(self, index: int, opt: object) -> "Strategy":
-        """Return the plan with another method in one place."""
+        """Return the plan with one method replaced."""
         entries = list(self)
         entries[index] = as_entry(opt)
         return self._with(entries)

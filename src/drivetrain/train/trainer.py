@@ -190,7 +190,7 @@ class Trainer(TrainerLoop):
 
     @property
     def callback_handler(self) -> Any:
-        """The callbacks; another handler may be put in its place."""
+        """The callbacks; another handler may replace it."""
         return self._callback_handler
 
     @callback_handler.setter
@@ -469,7 +469,7 @@ class Trainer(TrainerLoop):
         )
 
     def save_training_state(self, output_dir: Any, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
-        """Save everything a run needs to go on; inside a step, as soon as the step's update is done."""
+        """Save everything a run needs to continue; inside a step, as soon as the step's update is done."""
         checkpoints.check_entries(checkpoint_kwargs)
         if not self.writes_files:
             return

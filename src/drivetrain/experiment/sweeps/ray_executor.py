@@ -21,7 +21,7 @@ logger = logging.getLogger("drivetrain")
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """What each trial asks of Ray, and which Ray it is."""
+    """The resources of each trial, and which Ray to use."""
 
     num_processes: int | None = None
     """Trials at a time; None: as many as the nodes hold when the sweep starts."""

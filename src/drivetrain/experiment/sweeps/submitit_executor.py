@@ -34,7 +34,7 @@ CLUSTERS = ("slurm", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class SubmititConfig:
-    """What each trial asks of the cluster, and how many are submitted at a time."""
+    """The resources of each trial on the cluster, and how many are submitted at a time."""
 
     num_processes: int = 8
     """Trials that wait in the queue or run at a time."""

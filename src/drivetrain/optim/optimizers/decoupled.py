@@ -70,7 +70,7 @@ class DecoupledAdamW(AdamW):
 
 
 class DecoupledSGDW(SGD):
-    """SGD with weight decay that follows the schedule, beside the gradient and not in it."""
+    """SGD with weight decay that follows the schedule and is not part of the gradient."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """An evaluation inside an epoch is over, on all evaluation sets, and training is about to go on."""
+        """An evaluation inside an epoch is over, on all evaluation sets, and training is about to continue."""
 
     @placeholder
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class TrainerCallback(Callback):
 
     @placeholder
     def on_stop_training_error(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """A run is stopped early, in good order."""
+        """A run is stopped early and ends cleanly."""
 
     @placeholder
     def on_predict_start(self, trainer: "Trainer", **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class TrainerCallback(Callback):
 class CallbackHandler:
     """The callbacks of a Trainer, in the user's order; classes become instances.
 
-    `on_change` gets the callbacks in force whenever they change; a handler on its own calls them itself, by
+    `on_change` gets the current callbacks whenever they change; a handler without an engine calls them itself, by
     `call_event`.
     """
 
@@ -204,7 +204,7 @@ class CallbackHandler:
                 method(*args, **_accepted(method, kwargs))
 
     def watch(self, on_change: Callable[[Sequence[Any]], None] | None) -> None:
-        """Call a function whenever the callbacks in force change; the object of a bound method is not kept alive."""
+        """Call a function whenever the callbacks change; the object of a bound method is not kept alive."""
         find: Callable[[], Callable[[Sequence[Any]], None] | None] = lambda: on_change
         if on_change is not None and inspect.ismethod(on_change):
             find = weakref.WeakMethod(on_change)

@@ -134,7 +134,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         self._restored: Mapping[str, Any] | None = None
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Copy the model, or go on with the average of a resumed run."""
+        """Copy the model, or continue with the average of a resumed run."""
         super().on_training_run_start(trainer)
         model = trainer.get_model(keep_torch_compile=False)
         if isinstance(model, nn.Module) and wrapping_of(model) == "fully_shard":
@@ -210,7 +210,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         return {**super().state_dict(), "average": average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take both back; the average is put in place when the run starts and the model is there."""
+        """Restore both; the average is applied when the run starts."""
         super().load_state_dict(state)
         self._restored = state["average"]
 

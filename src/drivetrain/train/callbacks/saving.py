@@ -119,7 +119,7 @@ class SaveBestModelCallback(TrainerCallback):
 
 
 class SaveTrainingStateCallback(TrainerCallback):
-    """Saves everything a run needs to go on, every so many epochs or updates and at the end.
+    """Saves everything a run needs to continue, every few epochs or updates and at the end.
 
     Folders are named `epoch_N`, `step_N` and `final`. Of the first two at most `max_checkpoints` stay: an old one
     goes when a newer one is complete.

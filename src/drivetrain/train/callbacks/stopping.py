@@ -110,7 +110,7 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 class TerminateOnNaNCallback(TrainerCallback):
-    """Ends the run in good order when a loss is NaN or infinite.
+    """Ends the run cleanly when a loss is NaN or infinite.
 
     On a CPU the loss is tested at once, before its backward. On a device it is read back without waiting and the news
     is at most two steps late. What was read is also what the progress bar shows.
@@ -236,7 +236,7 @@ class LossSpike(TrainerCallback):
         return self.action == "rollback"
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
-        """Begin with nothing on its way; the statistics of a resumed run go on."""
+        """Start without pending losses; a resumed run keeps its statistics."""
         self._trainer, self._readback = trainer, AsyncReadback()
         if trainer.state.clock.batch == 0:
             self.losses.clear()

@@ -15,7 +15,7 @@ from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, re
 class CosineLrScheduler(StatefulSchedulerBase):
     """Rises linearly to the base rate, falls along half a cosine to the minimum, and stays there.
 
-    With T total, W warm-up and C cool-down updates the fall takes place between W and T - C; `k_decay` above 1 keeps
+    With T total, W warm-up and C cool-down updates the rate falls between W and T - C; `k_decay` above 1 keeps
     the rate high for longer. Ratios are fractions of each group's base rate and win over the absolute values.
 
     Args:
