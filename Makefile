@@ -6,7 +6,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 # Small models and two-core machines: one thread per process is faster than several that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu check stubs docs pictures clean zoo
+.PHONY: demo test test-slow torture test-gpu check stubs docs pictures clean zoo
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m drivetrain demo
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 # runtime/ or the experiment's processes; CI does not run it.
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow or peers" --timeout 1800
+
+# Kills, stops, damaged input, long histories and bad disks, counted (docs/reliability.md). The whole takes hours: SHARE=0.05 does a part.
+SHARE ?= 1
+torture: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.torture --share $(SHARE) --output benchmarks/results/torture.json
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
