@@ -36,8 +36,8 @@ import torch
 
 from drivetrain.checkpoint import files
 from drivetrain.checkpoint.chaos import torment
+from drivetrain.checkpoint.layout import problem_with
 from drivetrain.checkpoint.store import load_checkpoint, save_checkpoint
-from drivetrain.checkpoint.verifying import problem_with
 from drivetrain.core.errors import DrivetrainError
 from tests.checkpoint import victim
 from tests.checkpoint.victim import Forked
