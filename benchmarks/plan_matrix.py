@@ -138,6 +138,7 @@ def run(arguments):
             start = time.monotonic()
             results[key] = run_cell(world, name, plan_of(arguments.world, layout, changes))
             print(f"{key} -> {results[key]} ({time.monotonic() - start:.1f} s)", flush=True)
+            results |= {**load(), key: results[key]}  # another run may have added some
             RESULTS.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")
     finally:
         world.close()
