@@ -101,8 +101,8 @@ class Agreement:
         self.limits = RunLimits() if limits is None else limits
         self.vote: StopVote | None = None
         """None on a single process."""
-        self.signals: StopSignals | None = None
-        """None outside a run."""
+        self.signals = StopSignals()
+        """Entered while a run is on; before that it notes nothing."""
         self.stop: StopTrainingError | TrainingStopped | None = None
         """Why this rank wants to stop."""
         self.is_reached = False
@@ -110,8 +110,7 @@ class Agreement:
 
     def own_request(self) -> int:
         """Return what this rank requests: the number of a signal, `STOP`, or 0 to go on."""
-        requested = 0 if self.signals is None else self.signals.requested
-        return requested or (STOP if self.stop is not None else 0)
+        return self.signals.requested or (STOP if self.stop is not None else 0)
 
     def request(self, yes: bool = False) -> int:
         """Return the most urgent request of any rank, outside a step; the answer is waited for."""

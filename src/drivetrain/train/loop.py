@@ -232,8 +232,7 @@ class TrainerLoop(EvaluationLoop):
         fire.batch_checkpoint()
         # A plugin may have shortened the run, or asked to stop.
         agreement = run.agreement
-        signals = agreement.signals
-        is_asked = agreement.stop is not None or (signals is not None and signals.requested)
+        is_asked = agreement.signals.requested or agreement.stop is not None
         if is_asked or run.has_boundary_work or state._max_duration is not agreement.limits.planned:
             return self._at_boundary()
         return False
@@ -460,7 +459,7 @@ class TrainerLoop(EvaluationLoop):
         if request == STOP:
             agreement.is_reached = True
             raise agreement.stop or StopTrainingError("another process asked to stop")
-        assert agreement.signals is not None and self.run.checkpoints is not None
+        assert self.run.checkpoints is not None
         resuming.handle_signal(request, agreement.signals, self.run.checkpoints)
 
     def _index_of_failure(self) -> int:
@@ -475,7 +474,7 @@ class TrainerLoop(EvaluationLoop):
         self.engine.close_plugins()
         if run.checkpoints is not None:
             run.checkpoints.settle()
-        if run.is_running and signals is not None:
+        if run.is_running:
             report_failure(error, lambda: signals.requested is not None)
 
 
