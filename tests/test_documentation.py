@@ -7,6 +7,7 @@ commands that exist; YAML and JSON blocks are read.
 
 import ast
 import importlib.util
+import io
 import json
 import os
 import re
@@ -170,6 +171,17 @@ def test_blocks_name_their_language_and_data_blocks_can_be_read(page):
             assert list(yaml.safe_load_all(code))
         elif language == "json":
             json.loads(code)
+
+
+def test_the_configuration_on_the_page_about_speechain_builds_a_set():
+    from drivetrain.optim import OptimSet
+
+    page, names = ROOT / "docs" / "moving" / "speechain.md", {}
+    exec(blocks_of(page, "python")[0], names)
+    (text,) = blocks_of(page, "yaml")
+    with pytest.warns(UserWarning, match="decoder"):  # trainable parameters without an optimizer
+        units = OptimSet.from_yaml(io.StringIO(text), names["model"])
+    assert list(units) == ["encoder_optim"] and units["encoder_optim"].step_per_update == 2
 
 
 def test_shell_blocks_parse_and_name_commands_that_exist(tmp_path):
