@@ -69,7 +69,6 @@ class WindowRepeat:
         self.is_wanted = False
         """Whether the optimizer of this run evaluates more than once."""
         self._memories: list[_Memory] = []
-        self._engine: Engine | None = None
         self._returns_loss = False
         self._overflowed = False
 
@@ -86,7 +85,7 @@ class WindowRepeat:
                 f"{type(optimizer).__name__} evaluates the loss itself, which float16 with its scaled gradients does not allow. Use "
                 "precision='bf16' or full precision."
             )
-        self._engine = Engine(trainer.state, plugins=trainer._algorithms, host=trainer)
+        trainer.run.algorithms_only = Engine(trainer.state, plugins=trainer._algorithms, host=trainer)
 
     def remember(self, trainer: Any, batch: Any) -> None:
         """Keep a batch of the window, before anything has been done to it."""
@@ -164,7 +163,7 @@ class WindowRepeat:
     @contextmanager
     def _set_aside(self, trainer: Any) -> Iterator[None]:
         """Hide everything that a pass leaves behind apart from gradients."""
-        run, state, engine = trainer.run, trainer.state, self._engine
+        run, state, engine = trainer.run, trainer.state, trainer.run.algorithms_only
         assert engine is not None
         stepper = run.stepper
         window, scaler = stepper.window, stepper.scaler

@@ -5,6 +5,7 @@ scaler, algorithms and random numbers go back, while clock, data and history sta
 bad one are passed over, as large runs do by hand after a loss spike (Chowdhery et al., 2022, section 5.1).
 """
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,11 +88,16 @@ class LastGoodState:
     """
 
     def __init__(self, state: State, stepper: Stepper):
-        self._session, self._stepper = state, stepper
+        self._session, self._stepper = weakref.ref(state), stepper  # the state may hold what holds this
         self._state: dict[str, Any] = {}
         self._rng: dict[str, Any] = {}
         self.step = 0
         """The number of updates made when the copy was taken."""
+
+    def _live(self) -> State:
+        state = self._session()
+        assert state is not None, "the session is gone"
+        return state
 
     def begin(self) -> None:
         """Take the first copy, once the run has its random numbers."""
@@ -100,14 +106,14 @@ class LastGoodState:
 
     def at_boundary(self) -> None:
         """Take a copy if it is due."""
-        clock = self._session.clock
+        clock = self._live().clock
         is_due = clock.step != self.step and clock.step % self._stepper.guard.policy.every == 0
         if is_due and self._stepper.window.count == 0:
             self.take()
 
     def take(self) -> None:
         """Copy the state; every rank must call this."""
-        state = self._session
+        state = self._live()
         excluded, state._excluded = state._excluded, state._excluded | _POSITION
         try:
             self._state = map_tensors(_copy, state.state_dict())
@@ -117,7 +123,7 @@ class LastGoodState:
 
     def restore(self) -> None:
         """Return to the copy, apart from the position in the data."""
-        state = self._session
+        state = self._live()
         before, state._before_load = state._before_load, None
         mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
         if mode:

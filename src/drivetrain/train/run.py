@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.core.engine import Fire
+from drivetrain.core.engine import Engine, Fire
 from drivetrain.core.event import Event
 from drivetrain.core.intervals import Interval
 from drivetrain.core.time import Clock
@@ -159,6 +159,8 @@ class Run:
     fire: Fire = field(default_factory=Fire)
     stepper: Stepper = field(default=None)  # type: ignore[assignment]
     repeat: "WindowRepeat" = field(default=None)  # type: ignore[assignment]
+    algorithms_only: Engine | None = None
+    """The events of a repeated window, which only algorithms see; not on the State, which the engine refers to."""
     units: "OptimSet | None" = None
     good: LastGoodState | None = None
     microbatch_size: int | None = None
