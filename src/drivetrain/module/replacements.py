@@ -5,7 +5,6 @@ input against the original. Names and state-dict keys stay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,8 +175,10 @@ def fuse_attention(model: nn.Module, run: Callable[[nn.Module], object] | None) 
     config = getattr(model, "config", None)
     switch = getattr(model, "set_attn_implementation", None)  # models of transformers
     if getattr(config, "_attn_implementation", None) == "eager" and callable(switch):
-        with suppress(ValueError):  # an architecture without it keeps the attention it has
+        try:
             switch("sdpa")
+        except ValueError:
+            return [], [f"{type(model).__name__} has no other form of its attention"]
         return ["attention of the whole model"], []
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.MultiheadAttention}
     inside = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # these never ask for weights
