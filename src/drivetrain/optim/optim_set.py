@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.module.gradient_sync import GradientSync
-from drivetrain.module.stepper import Scaling
+from drivetrain.module.loss_scaling import Scaling
 from drivetrain.optim.losses import Losses
 from drivetrain.optim.passes import Pass, Weight, finish_units, plan_passes, update_scalers, update_units
 from drivetrain.optim.scheduler import OptimScheduler

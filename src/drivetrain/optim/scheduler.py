@@ -22,7 +22,8 @@ from drivetrain.core.arguments import check_choice, check_count, check_flag
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
-from drivetrain.module.stepper import Scaling, Stepper
+from drivetrain.module.loss_scaling import Scaling
+from drivetrain.module.stepper import Stepper
 from drivetrain.optim.arguments import (
     ACCUM_GRAD,
     DISTRIBUTED,
