@@ -18,6 +18,7 @@ from drivetrain.module.wrapping import (
     unwrap,
     wrap_ddp,
 )
+from drivetrain.runtime.ranks import get_rank
 from tests.module.models import Shell
 
 
@@ -278,3 +279,25 @@ def test_ddp_can_be_renewed_after_freezing(world2):
         (3 * model(torch.full((1, 2), value)).sum() / 2).backward()
     assert none is None and torch.equal(grad0, grad1)
     torch.testing.assert_close(grad0, model[1].weight.grad)
+
+
+def trained_in_two_runs(stops):
+    """Train eight steps on this rank in DDP, wrapped again after `stops` of them, and return the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 37), nn.Tanh(), nn.Linear(37, 41), nn.Tanh(), nn.Linear(41, 3)).double()
+    for steps in (range(stops), range(stops, 8)):
+        wrapped, optimizer = wrap_ddp(model), torch.optim.SGD(model.parameters(), lr=0.05)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + get_rank())
+            rows = torch.randn(8, 16, generator=generator, dtype=torch.double)
+            (wrapped(rows[:, :13]) - rows[:, 13:]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_four_ranks_that_wrap_a_model_again_add_gradients_up_in_the_same_order(world4):
+    """DDP would lay its buckets out again after the first step, so that a resumed run rounded in another way."""
+    whole, resumed = world4(trained_in_two_runs, 0), world4(trained_in_two_runs, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed))

@@ -100,8 +100,34 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
     if "device_ids" not in settings and len(devices) == 1 and next(iter(devices)).type == "cuda":
         settings["device_ids"] = list(devices)
     wrapped = TransparentDDP(model, **settings)
+    if all(device.type == "cpu" for device in devices) or torch.are_deterministic_algorithms_enabled():
+        _settle_buckets(wrapped)
     wrapped.__dict__["_wrap_settings"] = dict(kw)
     return wrapped
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Lay DDP's buckets out once, before the first step, in the order in which most backward passes end: last parameters first.
+
+    DDP lays them out again after the first backward pass it sees, and with more than two ranks the place of a gradient in its bucket
+    decides in which order the ranks are added up. A resumed run would round its first step in another way than the run that was never
+    stopped. Backward passes of zeros, one for each parameter, make every run lay the buckets out alike, and cost one exchange.
+    """
+    parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
+    is_watched = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+    is_sparse = any(getattr(module, "sparse", False) is True for module in wrapped.module.modules())
+    lays_out_again = not (wrapped.find_unused_parameters or wrapped.static_graph)
+    if not lays_out_again or is_watched or is_sparse or torch.distributed.get_world_size(wrapped.process_group) <= 2:
+        return
+    held = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    for parameter in reversed(parameters):
+        torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+    for parameter, grad in zip(parameters, held):
+        parameter.grad = grad
 
 
 def rewrap_ddp(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
