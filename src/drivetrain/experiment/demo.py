@@ -7,7 +7,6 @@ there, and a report at the end. Interrupted with Ctrl-C and started again, it go
 import logging
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,7 +148,7 @@ def _is_interrupted(params: dict[str, Any]) -> bool:
 
 def _conclude(folder: Path, epochs: int) -> int:
     from drivetrain.core.quantities import sparkline
-    from drivetrain.experiment.cli.output import print_lines, print_table
+    from drivetrain.experiment.cli.output import own_command, print_lines, print_table
     from drivetrain.experiment.records import read_run
     from drivetrain.experiment.reports.page import write_report
 
@@ -167,7 +166,7 @@ def _conclude(folder: Path, epochs: int) -> int:
         ("report", str(report)),
     ]
     print_table(["", ""], rows, title="Drivetrain demo")
-    command = _command()
+    command = own_command()
     print_lines(
         "Next: open the report in a browser, then",
         f"  {command} show {shlex.quote(os.path.relpath(folder))}",
@@ -179,16 +178,6 @@ def _conclude(folder: Path, epochs: int) -> int:
         )
         return 1
     return 0
-
-
-def _command() -> str:
-    """Return how the command line is started from here: by its name if that is on the path, else by its interpreter."""
-    own = Path(sys.executable).parent
-    found = shutil.which("drivetrain")
-    if found is not None and Path(found).parent == own:
-        return "drivetrain"
-    inside = own.is_relative_to(Path.cwd())
-    return f"{shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)} -m drivetrain"
 
 
 def epoch_line(num_epochs: int) -> Any:

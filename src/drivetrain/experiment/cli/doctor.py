@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from drivetrain.core.errors import ConfigError, DrivetrainError
 from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.look import DEFAULT_PLACE, find_run
-from drivetrain.experiment.cli.output import Check, print_checks
+from drivetrain.experiment.cli.output import Check, own_command, print_checks
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.records import FAILED, FINISHED, INTERRUPTED, LOST, RUNNING, RunRecord
 from drivetrain.experiment.reports.gather import RunData, duration, gather_run, moment, tail
@@ -365,4 +366,6 @@ def _way_on(run: RunData) -> Check:
     valid = [line for line in run.checkpoints if line.problem is None]
     if not valid:
         return Check(None, "next", "no valid checkpoint: the run can only be begun again")
-    return Check(True, "next", f"{valid[-1].name} is valid", f"drivetrain resume {run.record.folder}")
+    return Check(
+        True, "next", f"{valid[-1].name} is valid", f"{own_command()} resume {shlex.quote(str(run.record.folder))}"
+    )

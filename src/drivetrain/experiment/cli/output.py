@@ -3,10 +3,13 @@
 import json
 import math
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable, printable_json
@@ -154,3 +157,13 @@ def print_checks(checks: Iterable[Check], *, as_json: bool) -> int:
     if as_json:
         print_json([check.as_data() for check in done])
     return int(any(check.is_good is False for check in done))
+
+
+def own_command() -> str:
+    """Return how the command line is started from here: by its name if that is on the path, else by its interpreter."""
+    own = Path(sys.executable).parent
+    found = shutil.which("drivetrain")
+    if found is not None and Path(found).parent == own:
+        return "drivetrain"
+    inside = own.is_relative_to(Path.cwd())
+    return f"{shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)} -m drivetrain"

@@ -1,6 +1,7 @@
 """`drivetrain run`, `launch` and `demo`: run an experiment; print with what and where it runs, and then its result."""
 
 import argparse
+import shlex
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.core.secret import hide
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
+    own_command,
     print_json,
     print_lines,
     print_table,
@@ -229,4 +231,4 @@ def _print_ending(folder: Path, as_json: bool) -> None:
     ]
     print_table(["", ""], rows, styles=STATE_STYLES)
     hint = "report" if record.state == "finished" else "resume"
-    print_lines(f"next: drivetrain {hint} {folder}")
+    print_lines(f"next: {own_command()} {hint} {shlex.quote(str(folder))}")

@@ -7,6 +7,7 @@ a pipe, and what comes out of it is printed above the table, line by line.
 import argparse
 import os
 import re
+import shlex
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     STDERR,
     STDOUT,
+    own_command,
     plain_text,
     print_json,
     print_lines,
@@ -181,8 +183,9 @@ def _print_result(result: "SweepResult", as_json: bool) -> None:
         [[str(row[name] or "").partition("\n")[0] if name == "error" else row[name] for name in names] for row in rows],
         styles=STATE_STYLES,
     )
+    command, folder = own_command(), shlex.quote(str(result.folder))
     print_lines(
-        f"sweep folder  {result.folder}", f"next: drivetrain compare {result.folder}, drivetrain report {result.folder}"
+        f"sweep folder  {result.folder}", "next:", f"  {command} compare {folder}", f"  {command} report {folder}"
     )
 
 
