@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import algorithms
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.optim import ConstantLr, OptimSet
-from drivetrain.train.callbacks import DEFAULT_CALLBACKS
+from drivetrain.train.callbacks import DEFAULT_CALLBACKS, EarlyStoppingCallback, LossSpike
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data
 
@@ -49,6 +49,8 @@ KINDS = {
     "algorithms": {"algorithms": lambda: [algorithms.SAM(), algorithms.LabelSmoothing()]},
     "units": {"make_optimizer": units, "gradient_accumulation_steps": 2},
     "micro-batches": {"microbatch_size": 2},
+    "rollback": {"nonfinite": "rollback"},
+    "watching callbacks": {"callbacks": lambda: [EarlyStoppingCallback(), LossSpike()]},
 }
 
 
@@ -59,6 +61,18 @@ def test_trainer_loaders_and_data_are_freed_without_the_cyclic_collector(kind):
     gc.disable()
     try:
         alive = ended_run(**KINDS[kind])
+        assert [held() for held in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_that_saves_checkpoints_is_freed_too(tmp_path, in_background):
+    ended_run(checkpoint_dir=tmp_path / "first", async_checkpoint=in_background)
+    gc.collect()
+    gc.disable()
+    try:
+        alive = ended_run(checkpoint_dir=tmp_path / "second", async_checkpoint=in_background)
         assert [held() for held in alive] == [None] * len(alive)
     finally:
         gc.enable()

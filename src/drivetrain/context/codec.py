@@ -99,11 +99,15 @@ class Packer:
             raise self._too_deep(value, path)
         self._inside.add(id(value))
         try:
-            if self.special is not None and (result := self.special(value, path)) is not NotImplemented:
+            if (result := self.pack_special(value, path)) is not NotImplemented:
                 return result
             return self._pack_tensor(value, path) if isinstance(value, Tensor) else self._pack_known(value, path)
         finally:
             self._inside.discard(id(value))
+
+    def pack_special(self, value: object, path: str) -> Any:
+        """Return a value packed in a way of its own, `NotImplemented` where it has none."""
+        return NotImplemented if self.special is None else self.special(value, path)
 
     def items(self, values: Iterable[object], path: str) -> list[Any]:
         """Return the items of a sequence, packed."""

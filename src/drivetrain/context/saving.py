@@ -15,13 +15,12 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.ranks import is_master
 
 
-class Saving:
+class Saving(Packer):
     """One `state_dict()` in progress; `full` gathers sharded tensors on the CPU of rank 0."""
 
     def __init__(self, root: ItemHolder, full: bool = False):
+        super().__init__(None, _gathered if full else torch.Tensor.detach)
         self._root = root
-        self._packer = Packer(self._special, _gathered if full else torch.Tensor.detach)
-        self.pack = self._packer.pack
 
     @cached_property
     def parameter_names(self) -> Names:
@@ -50,7 +49,8 @@ class Saving:
             stacklevel=2,
         )
 
-    def _special(self, item: object, path: str) -> Saved:
+    def pack_special(self, item: object, path: str) -> Saved:
+        """Ask an item that has state of its own for it."""
         kind = kind_of(item)
         return kind.save(item, self, path) if kind.saves_itself else NotImplemented
 

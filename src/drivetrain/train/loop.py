@@ -112,6 +112,8 @@ class TrainerLoop(EvaluationLoop):
             run.is_running = False
         if isinstance(agreement.stop, TrainingStopped):
             raise agreement.stop
+        if agreement.stop is not None:
+            agreement.stop.__traceback__ = None  # its frames hold the Trainer
 
     def _prepare_loop(self) -> None:
         """Decide what each step would otherwise ask."""
