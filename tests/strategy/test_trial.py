@@ -22,6 +22,7 @@ from drivetrain.strategy.dry_run import verify_plan
 from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.trial import measuring, memory
+from drivetrain.strategy.trial.checking import plain_yardstick
 from drivetrain.strategy.trial.process import MARK, refuse_inside_trial
 from drivetrain.strategy.trial.report import Report, merge
 from drivetrain.strategy.trial.running import TrialPool, run_trial
@@ -153,6 +154,32 @@ def test_a_pool_goes_on_after_a_failed_plan_and_a_registered_method_travels():
     assert wrong.outcome == "wrong" and "the plan changes the loss" in wrong.message and not wrong.is_verified
     assert right.outcome == "ok" and right.is_verified and "plain" in dict(right.phases)
     assert cut.outcome == "ok" and 0 < cut.steps < 10**6 and f"{cut.steps} of 1000000 steps" in " ".join(cut.notes)
+
+
+def test_a_model_without_gradients_in_evaluation_mode_is_compared_in_training_mode():
+    model = trial_tasks.Recurrent()
+    model.layers[1].eval()  # a frozen part
+    task = make_task(model=model)
+    before, random = copy.deepcopy(model.state_dict()), capture_rng()
+    outcome = verify_plan(Strategy(["checkpoint", ("micro_batch", 4)]), task, device=CPU)
+    assert outcome.failure is None and "parameters compared" in outcome.notes[-1], outcome
+    found = plain_yardstick(model, task, CPU, 8, steady=True)
+    assert found.is_quiet and not found.is_random and found.split_error < 1e-5
+    assert model.training and not model.layers[1].training and model.recurrent.dropout == 0.5
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert same_rng(random, capture_rng())
+    register_method(Liar())
+    try:
+        lied = verify_plan(Strategy(["liar"]), task, device=CPU)
+    finally:
+        del _methods["liar"]
+    assert lied.failure.kind == "wrong" and "the plan changes the loss" in lied.failure.message
+
+
+def test_a_model_that_draws_random_numbers_is_tried_and_not_compared():
+    task = make_task(model=trial_tasks.Recurrent(noise=1.0))
+    outcome = verify_plan(Strategy([("micro_batch", 4)]), task, device=CPU)
+    assert outcome.failure is None and "not compared, because the loss depends on random numbers" in outcome.notes[-1]
 
 
 @pytest.mark.slow

@@ -32,6 +32,35 @@ class Net(nn.Module):
         return y
 
 
+class _OnlyInTraining(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, is_training):
+        ctx.is_training = is_training
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not ctx.is_training:
+            raise RuntimeError("cudnn RNN backward can only be called in training mode")
+        return grad, None
+
+
+class Recurrent(nn.Module):
+    """Has no gradients in evaluation mode, as recurrent layers of cuDNN; in training it has dropout and statistics of the batch."""
+
+    def __init__(self, noise=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh())
+        self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+        self.head, self.noise = nn.Linear(8, 1), noise
+
+    def forward(self, batch):
+        x = _OnlyInTraining.apply(self.layers(batch["x"]), self.training)
+        x = self.recurrent(x[:, None])[0][:, 0]
+        return self.head(x + self.noise * torch.randn_like(x) if self.noise else x)
+
+
 def rank():
     return int(os.environ.get("RANK", "0"))
 

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core.errors import BatchSizeError, ConfigError, UnknownMethodError, UnsupportedMethodError
+from drivetrain.core.errors import (
+    BatchSizeError,
+    ConfigError,
+    DrivetrainWarning,
+    PlanInfeasible,
+    UnknownMethodError,
+    UnsupportedMethodError,
+)
 from drivetrain.strategy.search import find
-from drivetrain.strategy.value import Strategy
+from drivetrain.strategy.value import Failure, Strategy
 from drivetrain.train.auto import auto_accelerate
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
@@ -168,7 +175,50 @@ def test_the_trainer_finds_its_plan_and_ends_with_the_plain_weights(tmp_path, mo
     )
     assert again.plan == trainer.plan
     with pytest.raises(AssertionError, match="must not search"):
-        run(auto_trainer())
+        run(auto_trainer(strict=True))
+
+
+def failing(outcome):
+    """Return a search that ends in one of the ways in which none finds a plan."""
+
+    def find_plan(task, **how):
+        if outcome == "raises":
+            raise ZeroDivisionError("a defect of the search")
+        nearest = Strategy(["checkpoint"])
+        kind, near = ("infeasible", nearest) if outcome == "nothing fits" else ("error", None)
+        failure = Failure(kind=kind, message=f"{outcome}: this is why.", nearest=near)
+        plan = Strategy(["checkpoint"], failure=failure, rejected=("eager: error (why)",))
+        return plan.require_success() if how["constraints"].strict else plan
+
+    return find_plan
+
+
+@pytest.mark.parametrize("outcome", ["raises", "every trial failed", "nothing fits"])
+def test_a_search_without_a_plan_does_not_end_a_training(outcome, monkeypatch):
+    expected = run(make_trainer(device="cpu", seed=1))
+    monkeypatch.setattr(find, "find_plan", failing(outcome))
+    trainer = auto_trainer()
+    with pytest.warns(DrivetrainWarning, match="a defect of the search|this is why") as caught:
+        found = run(trainer)
+    assert len(caught) == 1
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs)
+    assert trainer.plan.opt_names() == (["checkpoint"] if outcome == "nothing fits" else [])
+    assert trainer.plan.failure is None
+    assert ("a defect of the search" if outcome == "raises" else "this is why") in trainer.plan.explain(1000)
+    with pytest.raises((PlanInfeasible, ZeroDivisionError)):
+        run(auto_trainer(strict=True))
+
+
+def test_auto_accelerate_changes_nothing_where_every_trial_failed(monkeypatch):
+    monkeypatch.setattr(find, "find_plan", failing("every trial failed"))
+    with pytest.warns(DrivetrainWarning, match="trains as it is"):
+        status, result, plan = call()
+    assert status and len(plan) == 0 and plan.failure is None and plan.rejected == ("eager: error (why)",)
+    expected, _ = plain_losses()
+    assert follow(result) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(PlanInfeasible, match="this is why"):
+        call(strict=True)
 
 
 class OwnLoss(Trainer):

@@ -148,7 +148,7 @@ def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: Trainin
     expected = plain_yardstick(trial.to(device), task, device, share.samples)
     mode = trial.training
     ctx = task.shaped(trial, resolved, batch)
-    found = planned_step(ctx, task.batch(share.samples), share, task.call)
+    found = planned_step(ctx, task.batch(share.samples), share, task.call, quiet=expected.is_quiet)
     kind, numbers = verdict(found, expected, resolved)
     if kind != "ok":
         return kind, numbers

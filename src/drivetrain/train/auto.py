@@ -172,8 +172,8 @@ def auto_accelerate(
     >>> status, plan.batch.accumulation, len(result.dataloader)
     (True, 2, 8)
 
-    Wrong input raises. A plan that fails its trial returns `(False, None, plan)` with `plan.failure`, or raises with `strict=True`; the
-    model is then unchanged.
+    Wrong input raises. A given plan that fails its trial, and a search in which nothing fits, return `(False, None, plan)` with
+    `plan.failure`, or raise with `strict=True`; the model is then unchanged. A search whose trials all fail warns and changes nothing.
     """
     refuse_inside_trial("auto_accelerate")
     options = _options(kargs)
@@ -318,6 +318,7 @@ class _Request:
 
     def search(self, constraints: SearchConstraints) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Find a plan and apply it."""
+        from drivetrain.strategy.search.decision import plain_plan
         from drivetrain.strategy.search.find import find_plan
 
         device, world, start = self._device(), self.world, constraints.start
@@ -327,7 +328,9 @@ class _Request:
         plan = find_plan(self.task, device=device, world=world, constraints=constraints, on_progress=report)
         plan = replace(plan, fingerprint=fingerprint(self.model, device, world, self.task.global_batch_size))
         if plan.failure is not None:
-            return False, None, plan
+            if self.options.plan_only or plan.failure.kind == "infeasible":
+                return False, None, plan
+            plan = plain_plan(plan.failure.message, plan)
         if self.options.plan_only:
             return True, None, plan
         resolved = resolve_plan(plan, model=self.model, device=device, world=world)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
-from drivetrain.core.errors import ConfigError, ConflictError, PlanInfeasible, UnsupportedMethodError
+from drivetrain.core.errors import ConfigError, ConflictError, PlanInfeasible, StrategyError, UnsupportedMethodError
 from drivetrain.module.precision import PRECISIONS, Precision, parse_precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, num_data_ranks
@@ -25,6 +25,7 @@ from drivetrain.strategy.dry_run import try_plan
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
+from drivetrain.strategy.search.decision import plain_plan
 from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
 from drivetrain.train.closures import requires_closure
@@ -90,8 +91,14 @@ def apply_to_state(request: PlanRequest) -> PlannedLoop:
     world = get_num_processes()
     if plan.mesh is not None and mesh_size(plan.mesh) != world:
         plan = plan.rescale(world)
-    resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
-    _check(request, resolved)
+    try:
+        resolved = resolve_plan(plan, model=model, device=request.device, world=world, strict=request.strict)
+        _check(request, resolved)
+    except StrategyError as error:
+        if not is_auto or request.strict:
+            raise
+        plan = plain_plan(str(error), plan)
+        resolved = resolve_plan(plan, model=model, device=request.device, world=world)
     tried = () if is_auto else _verify(request, plan, resolved)
     optimizer = request.torch_optimizer
     recipe = None if optimizer is None else recipe_of(optimizer, model)

@@ -4,6 +4,7 @@ A trial runs in another process, where there is no Trainer. What the default hoo
 loss function, and travels; hooks that somebody overrides may do anything, so nothing is tried then, and the plan says so.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,16 +15,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, PlanInfeasible
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.types import Batch
 from drivetrain.module.precision import Precision, parse_precision
-from drivetrain.runtime.ranks import get_num_processes, num_data_ranks
+from drivetrain.runtime.ranks import get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.registry import method_names
 from drivetrain.strategy.search.constraints import SearchConstraints
+from drivetrain.strategy.search.decision import plain_plan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.process import refuse_inside_trial
 from drivetrain.strategy.value import Strategy, fingerprint
@@ -105,6 +107,8 @@ class PlanRequest:
     folder: Path | None = None
     """Where the run's files are; None where it keeps none."""
     writes_files: bool = False
+    report: Callable[[str], None] | None = None
+    """Prints how the search goes; None where the Trainer prints nothing."""
 
     @property
     def optimizer(self) -> Any:
@@ -145,19 +149,43 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         ddp_settings=ddp_settings(trainer),
         folder=None if folder is None else Path(folder),
         writes_files=trainer.writes_files,
+        report=trainer.print if trainer._callbacks else None,
     )
 
 
 def search_plan(request: PlanRequest) -> Strategy:
-    """Return the best plan for what the Trainer is about to do; its model, loader and random states stay as they are."""
+    """Return the best plan for what the Trainer is about to do; its model, loader and random states stay as they are.
+
+    A search that fails does not end a training, unless `strict`: the plan is then the one that needs the least memory, where none fits by
+    prediction, else one that changes nothing.
+    """
+    refuse_inside_trial("Trainer(strategy='auto')")
+    constraints = constraints_of(request)
+    task, obstacle = make_task(request)
+    if request.strict:
+        return _searched(request, task, obstacle, constraints).require_success()
+    try:
+        plan = _searched(request, task, obstacle, constraints)
+        if plan.failure is None:
+            return plan
+        nearest, cause = plan.failure.nearest, plan.failure.message
+        if isinstance(nearest, Strategy):
+            nearest.validate(request.state.model, request.device, get_num_processes())
+            if is_master():
+                warnings.warn(f"strategy='auto': {cause} It is tried all the same.", DrivetrainWarning, stacklevel=2)
+            return replace(plan, failure=None, reasons=(*plan.reasons, f"search: {cause} It is used all the same"))
+        return plain_plan(cause, plan)
+    except Exception as error:  # whatever goes wrong in a search, the training does not need it
+        return plain_plan(f"{type(error).__name__}: {error}")
+
+
+def _searched(
+    request: PlanRequest, task: TrainingTask, obstacle: str | None, constraints: SearchConstraints
+) -> Strategy:
     from drivetrain.strategy.search.find import find_plan
 
-    refuse_inside_trial("Trainer(strategy='auto')")
-    task, obstacle = make_task(request)
     world = get_num_processes()
-    plan = find_plan(task, device=request.device, world=world, constraints=constraints_of(request), on_progress=None)
-    if plan.failure is not None:
-        raise PlanInfeasible(f"strategy='auto': {plan.failure.message}")
+    plan = find_plan(task, device=request.device, world=world, constraints=constraints, on_progress=request.report)
     mark = fingerprint(request.state.model, request.device, world, task.global_batch_size)
     notes = [] if obstacle is None else [f"search: no plan was tried, because {obstacle}"]
     if request.algorithms:

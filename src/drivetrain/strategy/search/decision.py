@@ -1,10 +1,14 @@
 """The end of a search: which plan it is, and everything that is reported about it."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.quantities import shown_bytes
+from drivetrain.runtime.ranks import get_num_processes, is_master
+from drivetrain.strategy.registry import mesh_method
 from drivetrain.strategy.search.constraints import plain_numbers
 from drivetrain.strategy.search.ranking import TIE, Scored, contrasting, nearest_misses, rejection, sensitivity
 from drivetrain.strategy.search.space import SearchSpace
@@ -159,6 +163,20 @@ def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, object
     return replace(
         first.plan, failure=failure, rejected=tuple(outcomes.split("; ")[:_MOST_REJECTED]), search=dict(report)
     )
+
+
+def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
+    """Return the plan that changes nothing, for a training that goes on although its search failed, and warn of it once."""
+    if is_master():
+        warnings.warn(
+            f"The search found no plan, so the model trains as it is: {cause} strict=True raises this instead.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
+    methods = [mesh_method().name] if get_num_processes() > 1 else []
+    rejected, search = ((), None) if failed is None else (failed.rejected, failed.search)
+    reason = f"search: no plan was found, so nothing is changed: {cause}"
+    return Strategy(methods, reasons=(reason,), rejected=rejected, search=search)
 
 
 def report_of(

@@ -40,7 +40,7 @@ from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, pr
 from drivetrain.strategy.search.space import SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.running import TrialPool
-from drivetrain.strategy.value import Evidence, Strategy
+from drivetrain.strategy.value import Evidence, Failure, Strategy
 
 __all__ = ["SearchConstraints", "find_plan"]
 
@@ -117,7 +117,9 @@ class _Search:
             seconds = broadcast_from_master(self.seconds)
             return infeasible_plan(scored, space, budget, report_of(scored, 0, (), (), seconds))
         if not top:
-            raise PlanInfeasible(f"none of {len(fitting)} plans can be applied to this model: {self._rejected}")
+            message = f"none of {len(fitting)} plans can be applied to this model: {self._rejected}"
+            report = report_of(scored, len(fitting), (), (), broadcast_from_master(self.seconds))
+            return Strategy(failure=Failure(kind="error", message=message), search=report)
         with self._timed("simulate"):
             ranked, simulated = self._simulate(top, space, machine, budget)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)

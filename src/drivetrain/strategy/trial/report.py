@@ -32,6 +32,10 @@ class Yardstick:
     is_steady: bool | None = None
     """Whether training mode gives the same loss, so that it may be compared in the shape of training; None where nobody has looked,
     because only compiled plans ask."""
+    is_quiet: bool = False
+    """Whether they are of training mode without dropout, because the model has no gradients in evaluation mode."""
+    is_random: bool = False
+    """Whether the loss depends on random numbers that cannot be switched off, so that nothing can be compared."""
     source: str = PLAIN
     """Whose numbers they are: the plain model's, or those of another plan."""
 
