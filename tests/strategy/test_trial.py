@@ -182,11 +182,47 @@ def test_a_model_that_draws_random_numbers_is_tried_and_not_compared():
     assert outcome.failure is None and "not compared, because the loss depends on random numbers" in outcome.notes[-1]
 
 
-@pytest.mark.slow
-def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when_small():
+@pytest.mark.parametrize("hurts", [None, pytest.param("exits", marks=pytest.mark.slow)])
+def test_what_cannot_be_sent_is_tried_in_a_forked_process(hurts):
     class Local(trial_tasks.Net):
         pass
 
+    task = make_task(model=Local(getattr(trial_tasks, hurts or "", None)), loss_func=lambda *args: loss_func(*args))
+    before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
+    for share in (None, 0.7)[: 2 if hurts else 1]:
+        result = attempt(task, ["checkpoint"], memory_share=share)
+        if hurts:
+            assert result.outcome == "error" and "exit code 7" in result.message
+        else:
+            assert result.outcome == "ok" and result.is_verified and result.steps == 2 and not result.is_in_process
+            assert any("forked process" in note and "Local" in note for note in result.notes), result.notes
+    assert all(torch.equal(before[key], value) for key, value in task.model.state_dict().items())
+    assert same_rng(random, capture_rng())
+
+
+@pytest.mark.slow
+def test_a_forked_process_computes_with_several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows = torch.randn(4096, 512, requires_grad=True)
+        (rows @ rows.T[:, :512]).relu().sum().backward()  # this thread has workers now, which a forked process lacks
+        wide = nn.Sequential(nn.Linear(8, 2048), nn.LayerNorm(2048), nn.Linear(2048, 1))
+        task = make_task(
+            model=trial_tasks.Wrapped(wide), loss_func=lambda *args: loss_func(*args), global_batch_size=512
+        )
+        result = attempt(task, patience=20.0)
+    finally:
+        torch.set_num_threads(threads)
+    assert result.outcome == "ok", result
+
+
+@pytest.mark.slow
+def test_where_no_process_can_be_forked_a_copy_is_tried_in_the_callers_only_when_small(monkeypatch):
+    class Local(trial_tasks.Net):
+        pass
+
+    monkeypatch.setattr(TrialPool, "_can_fork", lambda pool: False)
     task = make_task(model=Local())
     before, random = copy.deepcopy(task.model.state_dict()), capture_rng()
     settings = torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision
@@ -209,7 +245,7 @@ def test_what_cannot_be_sent_is_tried_on_a_copy_in_the_callers_process_only_when
 
 
 @pytest.mark.slow
-def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
+def test_a_script_without_a_main_guard_is_measured_and_hears_the_hint_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -221,7 +257,7 @@ def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
 
         print("begins", flush=True)
         result = run_trial(Strategy([]), make_task(), device=torch.device("cpu"), steps=1, deadline=time.monotonic() + 60)
-        print(json.dumps([result.outcome, result.message]))
+        print(json.dumps([result.outcome, result.message, result.notes]))
         """)
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
@@ -230,9 +266,9 @@ def test_a_script_without_a_main_guard_ends_in_a_clear_message(tmp_path):
     )
     lines = done.stdout.splitlines()
     assert lines.count("begins") == 2, done.stderr  # once more in the one process for trials, which starts none itself
-    outcome, message = json.loads(lines[-1])
-    assert outcome == "error" and "__main__" in message
-    assert "must stand under a main guard" in done.stderr.replace("\n", " ")
+    outcome, message, notes = json.loads(lines[-1])
+    assert outcome == "ok" and any("forked process: the script has no main guard" in note for note in notes), message
+    assert done.stderr.count("__main__") == 1 and "Traceback" not in done.stderr
 
 
 def test_a_trial_inside_a_trial_is_refused(monkeypatch):

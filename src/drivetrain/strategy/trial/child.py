@@ -46,12 +46,21 @@ class ChildSettings:
     """Seconds a collective may take before it fails by itself."""
 
 
-def serve(pipe: Connection, place: ChildSettings) -> None:
-    """Be a trial's process."""
+def serve(pipe: Connection, place: ChildSettings, task: TrainingTask | None = None) -> None:
+    """Be a trial's process; a forked one has its task already."""
     os.setsid()  # a group of its own: its parent can end it with everything it started, and the keyboard does not reach it
     end_with_parent()
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Service(pipe, place).run()
+
+    def run() -> None:
+        with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            _Service(pipe, place, task).run()
+
+    if task is None:
+        run()
+    else:  # OpenMP keeps a pool for each thread that uses it; the one of the forked thread has lost its workers, and would hang
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
     os._exit(0)  # an orderly end would wait for ranks that are no longer there
 
 
@@ -67,8 +76,8 @@ def _lock_bars_by_thread() -> None:
 
 
 class _Service:
-    def __init__(self, pipe: Connection, place: ChildSettings):
-        self.pipe, self.place = pipe, place
+    def __init__(self, pipe: Connection, place: ChildSettings, task: TrainingTask | None):
+        self.pipe, self.place, self.task = pipe, place, task
         self.device = torch.device(place.device)
 
     def tell(self, event: str, **values: object) -> None:
@@ -79,6 +88,7 @@ class _Service:
         self.tell("ready")
         try:
             task = self.pipe.recv()
+            task = task if self.task is None else self.task
         except EOFError:
             raise
         except Exception as error:  # whatever importing somebody's modules raises

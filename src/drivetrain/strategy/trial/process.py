@@ -1,19 +1,25 @@
 """The parent's side of one trial process: start it, send to it, read from it, end it with everything it started.
 
 `spawn` runs a script's top level again in every child. A script that calls Drivetrain there, without a main guard, would start trials
-inside of trials without end. Children carry a mark in their environment, and whatever would start one looks for it first.
+inside of trials without end. Children carry a mark in their environment, and whatever would start one looks for it first. The child then
+ends silently, with an exit status that its parent explains once.
+
+A task that cannot be pickled reaches a child by `fork`, which is safe where no device and no process group is in use.
 """
 
 import json
 import multiprocessing
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.child import ChildSettings, serve
 from drivetrain.strategy.trial.memory import MemoryKills, resident_bytes_of
 from drivetrain.strategy.trial.report import Report
@@ -22,22 +28,27 @@ NO_GUARD = (
     "A process of its own runs the script's top level again; put what starts training under `if __name__ == '__main__':`, so that it does "
     "not run there."
 )
+NO_GUARD_STATUS = 97
+"""The exit status of a child whose script called Drivetrain at its top level."""
 
 
 class TrialProcess:
-    """One process that tries plans."""
+    """One process that tries plans; it is forked where a task is given, and begins with that."""
 
-    def __init__(self, place: ChildSettings):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, place: ChildSettings, task: TrainingTask | None = None):
+        context: Any = multiprocessing.get_context("spawn" if task is None else "fork")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, place), name="drivetrain trial", daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, place, task), name="drivetrain trial", daemon=True)
         self._kills, self._resident = MemoryKills(), 0
         self.is_ready = False
         """Whether it has begun to listen."""
         self.is_received = False
         """Whether it holds the task."""
         try:
-            with marked_environment():
+            with marked_environment(), warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # of forking beside other threads: the child uses none of theirs
                 self._process.start()
         except BaseException:
             self._pipe.close()
@@ -88,6 +99,9 @@ class TrialProcess:
 
     def _fail_by_exit(self, report: Report) -> None:
         code = self._process.exitcode
+        if code == NO_GUARD_STATUS and not self.is_ready:
+            report.fail("error", f"the script has no main guard. {NO_GUARD}", "NoGuard")
+            return
         if not self.is_ready:
             report.fail(
                 "error", f"a process for trials ended with exit code {code} before it began. {NO_GUARD}", "Start"
@@ -123,8 +137,14 @@ def is_trial_process() -> bool:
 
 
 def refuse_inside_trial(what: str) -> None:
-    """Raise in a trial's process: what starts trials, or trains, was called by a script's top level."""
+    """Raise in a trial's process: what starts trials, or trains, was called by a script's top level.
+
+    While that top level runs for the first time, the process ends instead: its parent has the better words.
+    """
     if is_trial_process():
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            sys.stdout.flush()
+            os._exit(NO_GUARD_STATUS)
         raise ConfigError(
             f"{what} was called inside a process that only tries a plan. It runs the script's top level again, so the call must "
             "stand under a main guard:\n\n    if __name__ == '__main__':\n        main()\n"

@@ -3,13 +3,18 @@
 The caller's processes start them, listen, and agree over their own control group; they run no plan and touch no device. A process
 that fails, hangs or dies is ended on all ranks, and the next trial gets a new one. A process that came through cleanly takes the next plan:
 starting one costs seconds.
+
+Local classes, lambdas and what a notebook defines cannot be sent to a new process. On the CPU a forked one has them; on other devices such
+a task is tried on the spot, if its predicted memory is there.
 """
 
 import pickle
 import shutil
 import socket
+import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +23,10 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.environment import launched_world
-from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
+from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed, is_master
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.runtime.store import store_variables
 from drivetrain.strategy.registry import find_method
@@ -41,8 +46,8 @@ ECHO_SECONDS = 1.5
 """How long to wait for the cause after a rank lost its connection to another."""
 RESTART_SECONDS = 15.0
 """What a compilation leaves of the time: enough for a new process and another plan. Half done, it would have been for nothing."""
-IN_PROCESS_SHARE = 0.7
-"""A plan is tried in the caller's own process only below this share of the memory budget."""
+IN_PROCESS_SHARE = {"cpu": 0.7}
+"""A plan is tried in the caller's own process only below this share of the memory budget: all of it where running out is an exception."""
 _TICK = 0.1
 
 
@@ -89,6 +94,8 @@ class TrialPool:
         self._meeting: dict[str, str] | None = None
         """The variables by which the processes of all ranks find each other."""
         self._generation = 0
+        self._forked: str | None = None
+        """Why processes are forked, None where they are not."""
 
     def __enter__(self) -> "TrialPool":
         return self
@@ -136,15 +143,27 @@ class TrialPool:
                 self.close()
                 cause = reports[rank]
                 where = f"rank {rank}: " if len(reports) > 1 else ""
-                if cause.error_class not in ("Unsendable", "Start"):  # it may do better another time
+                if cause.error_class not in ("Unsendable", "Start", "NoGuard"):  # it may do better another time
                     raise NoProcess(TrialResult(outcome=cause.kind, message=where + cause.message))
+                if cause.error_class == "NoGuard" and is_master():
+                    warnings.warn(
+                        f"Plans cannot be tried in new processes: {cause.message}", DrivetrainWarning, stacklevel=2
+                    )
+                if self._can_fork():
+                    self._forked = cause.message
+                    return self.obstacle(deadline)
                 self._obstacle = where + cause.message
         return self._obstacle
+
+    def _can_fork(self) -> bool:
+        """Return whether a process that cannot be started anew can be forked: no device and no process group is lost by that."""
+        is_free = self._forked is None and not is_distributed() and not torch.cuda.is_initialized()
+        return is_free and self.device.type == "cpu" and sys.platform == "linux"
 
     def _hand_over(self, report: Report, deadline: float) -> None:
         """Start a process and give it the task; all ranks go through this together."""
         self._agree_on_address()
-        payload, reason = _payload(self.task)
+        payload, reason = _payload(self.task) if self._forked is None else (pickle.dumps(None), "")
         if payload is None:
             report.fail("error", reason, "Unsendable")
         elif self._process is None:
@@ -175,7 +194,8 @@ class TrialPool:
                 environment=self._environment(),
                 joins_group=is_distributed(),
                 timeout=2 * self.patience + 30,  # later than the parents' own verdict
-            )
+            ),
+            None if self._forked is None else self.task,
         )
 
     def _agree_on_address(self) -> None:
@@ -250,6 +270,11 @@ class TrialPool:
         """Try one plan on all ranks; see `run_trial`. The plain model is run once for all plans of a pool."""
         began = time.monotonic()
         order = self._order(plan, steps, verify, yardstick)
+        if (reason := _unsendable(order)) is not None and self._can_fork():
+            self.close()
+            self._forked = reason
+        if self._forked is not None:
+            order = replace(order, methods=())  # a forked process knows them
         try:
             obstacle = _unsendable(order) or self.obstacle(min(deadline, began + START_SECONDS))
         except NoProcess as error:
@@ -271,6 +296,8 @@ class TrialPool:
         if result.outcome != "ok" or not all(other.is_clean for other in reports):
             self.close()
         self._keep_yardstick(result)
+        if self._forked is not None:
+            result = replace(result, notes=(*result.notes, f"tried in a forked process: {self._forked}"))
         return result
 
     def _order(self, plan: Strategy, steps: int, verify: bool, yardstick: Yardstick | None) -> Order:
@@ -299,7 +326,7 @@ class TrialPool:
         refusal = None
         if get_num_processes() > 1:
             refusal = "with several processes a plan is never tried in the caller's own"
-        elif memory_share is None or memory_share >= IN_PROCESS_SHARE:
+        elif memory_share is None or memory_share >= IN_PROCESS_SHARE.get(self.device.type, 1.0):
             share = "of an unknown share" if memory_share is None else f"of {memory_share:.0%}"
             refusal = f"a plan {share} of the memory budget is not tried in the caller's own process"
         if refusal is not None:
