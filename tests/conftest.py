@@ -12,6 +12,7 @@ from tests.workers import World
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 torch.set_num_threads(1)
+os.environ["DRIVETRAIN_PLAN_CACHE"] = "0"  # a search of one test is none of another's
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job; tests interrupt themselves and their children

@@ -19,7 +19,10 @@ from drivetrain.experiment.command_line import JSON, argument
 INFEASIBLE = 3
 HERE = ("auto", "cpu", "cuda")
 """Devices that are looked for on this machine; every other name is a preset or a file."""
-USAGE = "drivetrain plan package.module:factory [options]\n       drivetrain plan show FILE\n       drivetrain plan diff FILE FILE"
+USAGE = (
+    "drivetrain plan package.module:factory [options]\n       drivetrain plan show FILE\n       drivetrain plan diff FILE FILE\n"
+    "       drivetrain plan --list | --clear"
+)
 WHAT_HELP = (
     "package.module:factory or file.py:factory, a function that returns a Trainer (made with train_dataloader=) or a dict of "
     "auto_accelerate's arguments; or `show FILE`, or `diff FILE FILE`"
@@ -28,7 +31,9 @@ DEVICE_HELP = "auto, cpu, cuda, the name of a preset such as h100-80g, or a JSON
 
 ARGUMENTS = {
     "plan": [
-        argument("what", nargs="+", metavar="WHAT", help=WHAT_HELP),
+        argument("what", nargs="*", metavar="WHAT", help=WHAT_HELP),
+        argument("--list", action="store_true", help="show the plans that earlier searches kept for the next start"),
+        argument("--clear", action="store_true", help="remove those plans, so that the next start searches again"),
         argument("--world-size", type=int, metavar="N", help="processes to plan for (default: 1)"),
         argument("--device", default="auto", help=DEVICE_HELP),
         argument("--batch-size", type=int, metavar="N", help="samples of one update over all processes"),
@@ -44,12 +49,14 @@ ARGUMENTS = {
 
 def plan(arguments: argparse.Namespace) -> int:
     """Find, show or compare plans."""
-    word, *files = arguments.what
+    if arguments.list or arguments.clear:
+        return _kept(arguments)
+    word, *files = arguments.what or ("",)
     if word == "show" and len(files) == 1:
         return _show(files[0], arguments.json)
     if word == "diff" and len(files) == 2:
         return _diff(files[0], files[1], arguments.json)
-    if files or word in ("show", "diff"):
+    if files or word in ("", "show", "diff"):
         raise ExperimentError(
             f"plan {' '.join(arguments.what)}: expected one factory such as package.module:factory, `show FILE`, or `diff FILE FILE`."
         )
@@ -167,6 +174,31 @@ def _budget(text: str | None) -> float | str | None:
         return None if text is None else float(text)
     except ValueError:
         return text
+
+
+def _kept(arguments: argparse.Namespace) -> int:
+    """List or remove the plans that searches have kept."""
+    from drivetrain.strategy.search.plan_cache import clear_plans, kept_plans
+
+    if arguments.what:
+        raise ExperimentError(f"plan --list and --clear take no names, and {' '.join(arguments.what)} was given.")
+    if arguments.clear:
+        count = clear_plans()
+        print_json({"removed": count}) if arguments.json else print_lines(f"{count} kept plans removed")
+        return 0
+    plans = kept_plans()
+    rows = [
+        {"made": one.made, "model": one.model, "device": one.device, "world": one.world, "batch": one.batch, "path": str(one.path)}
+        for one in plans
+    ]  # fmt: skip
+    if arguments.json:
+        print_json({"plans": rows})
+    else:
+        lines = [
+            f"{r['made']}  {r['model']}, batch {r['batch']}, {r['world']} x {r['device']}: {r['path']}" for r in rows
+        ]
+        print_lines(*(lines or ["no plans are kept"]))
+    return 0
 
 
 def _show(file: str, as_json: bool) -> int:

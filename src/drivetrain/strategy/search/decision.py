@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.core.quantities import shown_bytes
+from drivetrain.core.quantities import shown_bytes, shown_seconds
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
 from drivetrain.strategy.search.constraints import plain_numbers
@@ -165,6 +165,39 @@ def failed_plan(measurements: Sequence[Measurement], report: Mapping[str, object
     )
 
 
+def summary(plan: Strategy) -> list[str]:
+    """Return a found plan in at most six lines; `plan.explain()` has all of it."""
+    if plan.failure is not None:
+        return [f"no plan: {plan.failure.message}"]
+    lines = [
+        f"plan: {', '.join(plan.opt_names()) or 'the model as it is'}" + (f", batch {plan.batch}" if plan.batch else "")
+    ]
+    predicted, measured, search = plan.predicted or {}, plan.measured or {}, plan.search or {}
+    trials = search.get("measured", ())
+    numbers, kind = (measured, "measured") if measured.get("step_seconds") else (predicted, "predicted, not measured")
+    if "step_seconds" in numbers:
+        plain = next((one for one in trials if one["plan"] == search.get("plain") and "step_seconds" in one), None)
+        gain = (
+            ""
+            if plain is None or not measured
+            else f", {plain['step_seconds'] / numbers['step_seconds']:.2f} x the plain model"
+        )
+        memory = f"{shown_bytes(predicted['peak_bytes'])} of {shown_bytes(predicted['budget_bytes'])} predicted"
+        lines.append(f"  step {shown_seconds(numbers['step_seconds'])} ({kind}{gain}); memory {memory}")
+    if search:
+        seconds = sum(search["seconds"].values())
+        lines.append(
+            f"  of {search['candidates']} plans {search['fitting']} fit and {len(trials)} were tried, in {seconds:.0f} s"
+        )
+    failed = [one for one in trials if one["outcome"] != "ok"]
+    if failed:
+        more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+        lines.append(f"  failed: {failed[0]['plan']}: {failed[0]['outcome']} ({failed[0].get('message', '')}){more}")
+    said = [text.removeprefix("search: ") for text in plan.reasons if text.startswith("search: ")]
+    lines += [f"  {text}" for text in said[:1] + said[1:][-1:]]
+    return lines
+
+
 def plain_plan(cause: str, failed: Strategy | None = None) -> Strategy:
     """Return the plan that changes nothing, for a training that goes on although its search failed, and warn of it once."""
     if is_master():
@@ -185,6 +218,7 @@ def report_of(
     simulated: Sequence[Scored],
     measurements: Sequence[Measurement],
     seconds: Mapping[str, float],
+    plain: Scored | None = None,
 ) -> dict[str, Any]:
     """Return the search itself as JSON holds it: counts, times, every trial, and points for a picture."""
     return {
@@ -203,6 +237,7 @@ def report_of(
             }
             for item in measurements
         ],
+        **({} if plain is None else {"plain": plain.label}),
         "points": points_of(scored),
     }
 

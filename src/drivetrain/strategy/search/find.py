@@ -33,9 +33,11 @@ from drivetrain.strategy.search.decision import (
     finished_plan,
     infeasible_plan,
     report_of,
+    summary,
 )
 from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful, master_does, with_compilation
 from drivetrain.strategy.search.measure import PLENTY, Measuring, SearchTime, measuring_order
+from drivetrain.strategy.search.plan_cache import find_kept_plan, keep_plan
 from drivetrain.strategy.search.ranking import TIE, Scored, order, preferred, promising
 from drivetrain.strategy.search.space import SearchSpace, build_space
 from drivetrain.strategy.task import TrainingTask
@@ -68,10 +70,20 @@ def find_plan(
     constraints: SearchConstraints,
     on_progress: Callable[[str], None] | None = None,
 ) -> Strategy:
-    """Return the best plan for a training on `world` processes, or one with `failure` set (with `strict`: raise it)."""
-    plan = _Search(task, device, world, constraints, on_progress).run()
+    """Return the best plan for a training on `world` processes, or one with `failure` set (with `strict`: raise it).
+
+    What an equal search found before is returned at once, see `plan_cache`.
+    """
+    search = _Search(task, device, world, constraints, on_progress)
+    if (kept := find_kept_plan(task, device, world, constraints)) is not None:
+        search.tell_end(kept)
+        return kept
+    plan = search.run()
     if constraints.strict and plan.failure is not None:
         raise PlanInfeasible(plan.failure.message)
+    if plan.failure is None and (plan.measured is not None or search.reason is not None):
+        keep_plan(plan, task, device, world, constraints)
+    search.tell_end(plan)
     return plan
 
 
@@ -128,7 +140,7 @@ class _Search:
             measuring = self._measure(ranked, fitting, plain, space, budget, trials, known)
         self.notes = [*(f"profile: {note}" for note in known.profile.notes), *self.notes]
         found = [] if measuring is None else measuring.found
-        report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds))
+        report = report_of(scored, len(fitting), simulated, found, broadcast_from_master(self.seconds), plain)
         best = self._completed(choose(found, tie=TIE if constraints.start is None else 0.0), known)
         if best is None and _all_failed(found, plain):
             return failed_plan(found, report)
@@ -355,6 +367,8 @@ class _Search:
         if not measuring.found:
             reason = measuring.obstacle or "the time limit left no time for it"
             self.notes.append(f"search: nothing was measured, because {reason}")
+        elif (missed := broadcast_from_master(measuring.missed())) is not None:
+            self.notes.append(f"search: {missed}")
         return measuring
 
     def _why_nothing_is_measured(self) -> str | None:
@@ -384,6 +398,12 @@ class _Search:
         return [item for item in scored if not unproved & set(item.candidate.names())]
 
     # Progress.
+
+    def tell_end(self, plan: Strategy) -> None:
+        """Report what was found, in a few lines."""
+        if self._on_progress is not None and is_master():
+            for line in summary(plan):
+                self._on_progress(line)
 
     def _tell(self, text: str) -> None:
         if self._on_progress is not None and is_master():

@@ -84,6 +84,10 @@ class Measuring:
     tell: Callable[[str], None]
     found: list[Measurement] = field(default_factory=list)
     failed: list[Candidate] = field(default_factory=list)
+    late: list[Scored] = field(default_factory=list)
+    """What there was no time for."""
+    left: int = 0
+    """How many plans may still be tried in this round, for reports."""
     obstacle: str | None = None
     """Why nothing at all can be tried here."""
     yardstick: Yardstick | None = None
@@ -110,10 +114,12 @@ class Measuring:
             if self._is_known(item) or self._cannot_win(item):
                 continue
             if self._has_time(item, FEW_STEPS):
+                self.left = max(0, min(len(waiting), most - usable - 1))
                 self._try(item, self.space.plan(item.candidate), FEW_STEPS)
                 waiting = self._in_new_order(waiting)
             else:
                 late.append(item)
+        self.left, self.late = 0, late
         self._hope(late)
 
     def _is_better(self, item: Scored, share: float = 1 - TIE) -> bool:
@@ -159,6 +165,18 @@ class Measuring:
             if not self._is_known(item) and not self._cannot_win(item) and self._has_time(item, FEW_STEPS, _HOPE):
                 self._try(item, self.space.plan(item.candidate), FEW_STEPS)
                 return
+
+    def missed(self) -> str | None:
+        """Return which plan might be better and was not tried, because the time limit is too short; None where there is none."""
+        best, late = choose(self.found), [item for item in map(self.corrected, self.late) if not self._is_known(item)]
+        item = min(late, key=lambda item: item.seconds, default=None)
+        if best is None or item is None or item.seconds >= (1 - TIE) * best.seconds:
+            return None
+        limit = self.clock.limit + self._expected(item, FEW_STEPS)
+        return (
+            f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take "
+            f"{item.seconds * 1e3:.4g} ms in place of {best.seconds * 1e3:.4g} ms a step; about {limit:.0f} s would do"
+        )
 
     def _is_known(self, item: Scored) -> bool:
         """Return whether a plan was tried, or cannot work because another did not."""
@@ -226,6 +244,10 @@ class Measuring:
 
     def _has_time(self, item: Scored, steps: int, share: float = 1.0) -> bool:
         """Return whether there is time for a trial, or for a share of what it is expected to take; rank 0's answer counts."""
+        return broadcast_from_master(self.clock.left() > share * self._expected(item, steps))
+
+    def _expected(self, item: Scored, steps: int) -> float:
+        """Return the seconds that a trial is expected to take."""
         is_compiled = item.candidate.is_compiled
         kind = self.device.type
         startup = self.startups.get(is_compiled)
@@ -235,12 +257,15 @@ class Measuring:
             )
         elif self.pool.pid is None:  # the last process could not be used again
             startup += _START.get(kind, 10.0) / 2
-        return broadcast_from_master(self.clock.left() > share * (startup + (steps + 2) * item.seconds))
+        return startup + (steps + 2) * item.seconds
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
         if item.peak > PLENTY * self.budget:
             item = self.completed(item)
-        self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}")
+        best = choose(self.found)
+        others = "" if best is None else f"; best so far {best.scored.label}, {best.seconds * 1e3:.4g} ms"
+        others += f"; up to {self.left} more after it" if self.left else ""
+        self.tell(f"measuring {item.label}: predicted {item.seconds * 1e3:.4g} ms, {shown_bytes(item.peak)}{others}")
         began = time.monotonic()
         result = self.pool.run(
             plan,

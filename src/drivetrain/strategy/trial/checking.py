@@ -116,18 +116,17 @@ def take_rows(batch: Batch, count: int, rows: list[int]) -> Any:
 @contextmanager
 def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
     """Have a model in evaluation mode, or with `quiet` in training mode without dropout; modes and random states are restored."""
-    modes, random_state = [(module, module.training) for module in model.modules()], capture_rng()
-    changed: list[tuple[nn.Module, str, float]] = []
+    changed: list[tuple[nn.Module, str, float]] = [(module, "training", module.training) for module in model.modules()]
+    random_state = capture_rng()
     model.train(quiet)
     if quiet:
         for module in model.modules():
             if isinstance(module, _DropoutNd | _NormBase):
-                module.training = False
-            for name, value in vars(module).items():
-                if "drop" in name and isinstance(value, float) and value != 0:
+                module.eval()
+            for name, value in list(vars(module).items()):
+                if "drop" in name and isinstance(value, float):
                     changed.append((module, name, value))
-        for module, name, _ in changed:
-            setattr(module, name, 0.0)
+                    setattr(module, name, 0.0)
     set_seed(_SEED)
     try:
         with buffers_kept(model):
@@ -135,8 +134,6 @@ def comparing(model: nn.Module, *, quiet: bool = False) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
-        for module, mode in modes:
-            module.training = mode
         restore_rng(random_state)
 
 

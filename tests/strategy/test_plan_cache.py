@@ -1,0 +1,132 @@
+"""Found plans are kept for the next start, and used only where all that they depend on is as it was."""
+
+import functools
+import json
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.experiment.cli.verbs import run_command
+from drivetrain.strategy.search import find, plan_cache
+from drivetrain.strategy.search.constraints import SearchConstraints
+from drivetrain.strategy.search.plan_cache import _path, clear_plans, find_kept_plan, keep_plan, kept_plans
+from drivetrain.strategy.value import Strategy
+from tests.strategy.test_search import make_quick
+from tests.strategy.trial_tasks import make_task
+
+CPU = torch.device("cpu")
+UNTIMED = SearchConstraints(time_limit=0, excluded=frozenset({"compile", "checkpoint", "micro_batch"}))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv(plan_cache.SWITCH, "1")
+    monkeypatch.setenv("DRIVETRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def found(task=None, constraints=UNTIMED):
+    return find_kept_plan(make_task() if task is None else task, CPU, 1, constraints)
+
+
+def kept(**values):
+    plan = Strategy(["checkpoint"], predicted={"peak_bytes": 1000.0} | values)
+    keep_plan(plan, make_task(), CPU, 1, UNTIMED)
+    return plan
+
+
+def test_the_second_search_returns_what_the_first_has_found(monkeypatch, own_cache):
+    make_quick(monkeypatch)
+    lines = []
+    first = find.find_plan(make_task(), device=CPU, world=1, constraints=UNTIMED)
+    monkeypatch.setattr(find._Search, "run", lambda search: pytest.fail("it searches again"))
+    second = find.find_plan(make_task(), device=CPU, world=1, constraints=UNTIMED, on_progress=lines.append)
+    assert second == first and second.predicted == first.predicted and second.search == first.search
+    assert "--clear" in second.explain() and 2 <= len(lines) <= 6 and lines[0].startswith("plan: ")
+    (file,) = own_cache.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(own_cache.stat().st_mode) == 0o700
+    monkeypatch.setenv(plan_cache.SWITCH, "0")
+    with pytest.raises(pytest.fail.Exception, match="searches again"):
+        find.find_plan(make_task(), device=CPU, world=1, constraints=UNTIMED)
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def loss(self, batch, output):
+        return self.factor * nn.functional.mse_loss(output, batch["y"])
+
+
+def make_loss(factor, kind):
+    if kind == "closure":
+        return lambda batch, output: factor * nn.functional.mse_loss(output, batch["y"])
+    if kind == "partial":
+        return functools.partial(make_loss, factor)
+    return Scaled(factor).loss
+
+
+@pytest.mark.parametrize("kind", ["closure", "partial", "method"])
+def test_what_is_equal_has_one_file_and_what_differs_another(kind):
+    def path(task, constraints=UNTIMED, world=1):
+        return _path(task, CPU, world, constraints)
+
+    task = make_task(loss_func=make_loss(2.0, kind))
+    same = path(task)
+    assert path(make_task(loss_func=make_loss(2.0, kind))) == same
+    frozen = make_task(loss_func=make_loss(2.0, kind))
+    frozen.model.head.bias.requires_grad_(False)
+    shorter = {name: tensor[:, :1] for name, tensor in task.samples.items()}
+    others = [
+        path(make_task(loss_func=make_loss(3.0, kind))),
+        path(replace(task, global_batch_size=8)),
+        path(replace(task, samples=shorter)),
+        path(replace(task, optim_args={"lr": 0.2})),
+        path(replace(task, model=nn.Sequential(nn.Linear(8, 1)))),
+        path(frozen),
+        path(task, replace(UNTIMED, numerics="exact")),
+        path(task, replace(UNTIMED, time_limit=5)),
+        path(task, world=2),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_a_file_that_is_damaged_not_private_or_too_large_for_the_memory_counts_as_none(monkeypatch, own_cache):
+    plan = kept()
+    assert found() == plan
+    (file,) = own_cache.iterdir()
+    text = file.read_text()
+    for wrong in ("", "[]", text[:-10], json.dumps(json.loads(text) | {"plan": "{}"}), json.dumps({"format": 1})):
+        file.write_text(wrong)
+        assert found() is None, wrong
+    file.write_text(text)
+    file.chmod(0o666)
+    assert found() is None
+    file.chmod(0o600)
+    assert found() == plan
+    monkeypatch.setattr(plan_cache, "memory_bytes", lambda device: (2000, 1000))
+    assert found() is None
+
+
+def test_plans_for_another_place_and_failed_ones_are_not_kept(monkeypatch, own_cache):
+    keep_plan(Strategy(), make_task(), CPU, 1, replace(UNTIMED, plan_only=True))
+    assert not own_cache.exists()
+    make_quick(monkeypatch)
+    assert find.find_plan(make_task(), device=CPU, world=1, constraints=replace(UNTIMED, memory_budget=1000)).failure
+    assert not own_cache.exists()
+
+
+def test_the_command_lists_and_clears_kept_plans(capsys):
+    assert run_command(["plan", "--list"]) == 0 and "no plans are kept" in capsys.readouterr().out
+    kept()
+    assert run_command(["plan", "--list"]) == 0
+    assert "Net, batch 16, 1 x " in capsys.readouterr().out.replace("\n", "")
+    assert run_command(["plan", "--list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["model"] == "Net"
+    assert len(kept_plans()) == 1
+    assert run_command(["plan", "--clear"]) == 0 and "1 kept plans removed" in capsys.readouterr().out
+    assert kept_plans() == [] and clear_plans() == 0
+    assert run_command(["plan"]) != 0 and "expected one factory" in capsys.readouterr().err
