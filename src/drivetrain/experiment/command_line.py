@@ -29,7 +29,7 @@ OWN_OPTIONS = {
 """Options of every experiment that are not parameters. A parameter called `force` takes the word over."""
 
 
-PLAIN = dict(zip("✓✗→–…·×µ▁▂▃▄▅▆▇█", "+ x -> - ... - x u _ . - = + * # @".split(), strict=True))
+PLAIN = dict(zip("✓✗→–…·×µ±▁▂▃▄▅▆▇█", "+ x -> - ... - x u +- _ . - = + * # @".split(), strict=True))
 """What is printed for our own characters where an encoding such as ASCII or cp1252 lacks them."""
 
 

@@ -2,8 +2,10 @@
 
 import io
 import math
+import os
+import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,19 @@ from typing import Any
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, read_limited
 from drivetrain.core.locking import is_locked
-from drivetrain.experiment.run_folder import JSON_LIMIT, LOG, MANIFEST, METRICS, PARAMETERS, STATUS, read_json
+from drivetrain.experiment.run_folder import (
+    JOURNAL,
+    JSON_LIMIT,
+    LOG,
+    MANIFEST,
+    METRICS,
+    PARAMETERS,
+    REMARKS,
+    STATUS,
+    SWEEPS,
+    read_json,
+    write_json,
+)
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, LOST = "running", "finished", "failed", "interrupted", "lost"
 START_ONLY = frozenset(("resume", "run_name", "params_file", "subprocess", "local_rank"))
@@ -87,6 +101,11 @@ class RunRecord:
     def settings(self) -> dict[str, Any]:
         """The parameters without those that only name this start, such as `resume`."""
         return {name: value for name, value in self.parameters.items() if name not in START_ONLY}
+
+    @property
+    def is_own_seed(self) -> bool:
+        """Whether somebody gave the seed, so that it counts among the parameters."""
+        return self.origins.get("random_seed", "default") not in ("default", "sweep")
 
     @property
     def started(self) -> float:
@@ -168,3 +187,66 @@ def _run_folders(place: Path, depth: int) -> Iterator[Path]:
         for entry in sorted(place.iterdir()):
             if is_real_folder(entry) and not entry.name.startswith("."):
                 yield from _run_folders(entry, depth - 1)
+
+
+FRESH = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_([0-9a-z]{6})")
+"""The name that a run or sweep folder gets by itself."""
+
+
+def short_id(folder: Path) -> str:
+    """Return a short name for a run or sweep folder: the random part of its name, `<sweep>/trial-0003` for a trial.
+
+    >>> short_id(Path("output/digits/2026-01-31_12-00-00_ab12cd")), short_id(Path("output/digits/baseline"))
+    ('ab12cd', 'baseline')
+    """
+    folder = Path(os.path.abspath(folder))
+    found = FRESH.fullmatch(folder.name)
+    own = found[1] if found else folder.name
+    if folder.name.startswith("trial-") and folder.parent.parent.name == SWEEPS:
+        return f"{short_id(folder.parent)}/{own}"
+    return own
+
+
+def find_by_id(place: Path, wanted: str, depth: int = 4) -> list[Path]:
+    """Return the run and sweep folders in a place that a short id names; the first characters of one are enough if there are three."""
+    folders = [*_run_folders(place, depth), *sweep_folders(place, depth)]
+    ids = {folder: short_id(folder) for folder in folders}
+    same = [folder for folder, own in ids.items() if wanted in (own, folder.name)]
+    return same or [folder for folder, own in ids.items() if len(wanted) >= 3 and own.startswith(wanted)]
+
+
+def is_sweep(folder: Path) -> bool:
+    """Return whether a folder is that of a sweep."""
+    return is_regular(folder / JOURNAL)
+
+
+def sweep_folders(place: Path, depth: int = 4) -> Iterator[Path]:
+    """Yield the sweep folders in a place."""
+    if not place.is_dir() or is_run(place):
+        return
+    if is_sweep(place):
+        yield place
+    elif depth > 0:
+        for entry in sorted(place.iterdir()):
+            if is_real_folder(entry) and not entry.name.startswith("."):
+                yield from sweep_folders(entry, depth - 1)
+
+
+def read_remarks(folder: Path) -> tuple[list[str], str]:
+    """Return the tags and the note that somebody has given a run."""
+    data = read_json(folder / REMARKS)
+    tags, note = data.get("tags"), data.get("note")
+    kept = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    return kept, note if isinstance(note, str) else ""
+
+
+def change_remarks(
+    folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None
+) -> tuple[list[str], str]:
+    """Add and remove tags of a run, set its note (`""` removes it), and return what it has then."""
+    tags, earlier = read_remarks(folder)
+    dropped = set(remove)
+    tags = [tag for tag in dict.fromkeys((*tags, *add)) if tag not in dropped]
+    kept = earlier if note is None else note
+    write_json(folder / REMARKS, {"tags": tags, "note": kept})
+    return tags, kept

@@ -28,7 +28,10 @@ PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
     "log.txt",
     "metrics.jsonl",
 )
-SWEEPS = "sweeps"
+SWEEPS, JOURNAL = "sweeps", "sweep.jsonl"
+"""The folder of an experiment's sweeps, and the file of each."""
+REMARKS = "remarks.json"
+"""Tags and a note that somebody gave a run."""
 ARTIFACTS = "artifacts"
 JSON_LIMIT = 64 * 2**20
 """Bytes of a manifest or status; what is larger is not one of ours, and is not read."""

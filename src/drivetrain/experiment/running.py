@@ -38,6 +38,7 @@ from drivetrain.experiment.resume import (
 from drivetrain.experiment.run_folder import (
     ARTIFACTS,
     MANIFEST,
+    METRICS,
     PARAMETERS,
     StatusFile,
     add_to_manifest,
@@ -50,6 +51,7 @@ from drivetrain.experiment.run_folder import (
     write_parameters,
 )
 from drivetrain.experiment.standard import wants_cpu
+from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.run import Run, current_run, set_current_run
@@ -268,6 +270,7 @@ def _run_in(
         logger.info("run folder: %s", start.folder)
         ending = _live(experiment, run)
         if status is not None:
+            summary_of(start.folder / METRICS)  # written now, so that listing runs need not read all their rows
             result = {"result": plain(ending.result), "result_is_complete": is_plain(ending.result)}
             status.end(
                 ending.state,

@@ -127,12 +127,12 @@ def iterate_metrics(file: Path) -> Iterator[dict[str, Any]]:
         resumes = [
             (number, row["step"], row.get("lines"))
             for number, line in _whole_lines(stream, size)
-            if b'"resume"' in line and (row := _parsed(line, file, number))["kind"] == "resume"
+            if b'"resume"' in line and (row := parse_row(line, file, number))["kind"] == "resume"
         ]
         stream.seek(0)
         first_line, first_step = _superseded(resumes)
         for number, line in _whole_lines(stream, size):
-            row = _parsed(line, file, number)
+            row = parse_row(line, file, number)
             if row["kind"] == "resume":
                 resumes.pop(0)
                 first_line, first_step = _superseded(resumes)
@@ -156,7 +156,8 @@ def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
         yield number, line[:-1]
 
 
-def _parsed(line: bytes, file: Path, number: int) -> dict[str, Any]:
+def parse_row(line: bytes, file: Path, number: int) -> dict[str, Any]:
+    """Return the row in one line of a metrics file; a line that is not one is a `StateError` with its number, counted from 0."""
     try:
         row = load_json(line)
         kind = row["kind"]

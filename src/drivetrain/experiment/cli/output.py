@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -65,6 +66,57 @@ def print_table(
         texts = [printable(value if isinstance(value, str) else plain_text(value)) for value in row]
         table.add_row(*(Text(text, style=(styles or {}).get(text, "")) for text in texts))
     console().print(table)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table that leaves out columns where the terminal is narrow."""
+
+    name: str
+    cells: Sequence[object]
+    rank: int = 0
+    """Columns of the highest rank are left out first; those of rank 0 stay."""
+
+
+COLUMN_GAP = 3
+"""Characters between two columns; the edges of a table take two."""
+
+
+def print_fitting_table(columns: Sequence[Column], *, styles: dict[str, str] | None = None) -> None:
+    """Print the columns that fit the terminal, and the names of those that do not."""
+    room = console().width - 2
+    widths = [_width(column) for column in columns]
+    kept = list(range(len(columns)))
+    while sum(widths[place] for place in kept) - COLUMN_GAP > room:
+        rank = max(columns[place].rank for place in kept)
+        if rank == 0:
+            break
+        kept.remove(max(place for place in kept if columns[place].rank == rank))
+    shown = [columns[place] for place in kept]
+    print_table([column.name for column in shown], zip(*(column.cells for column in shown)), styles=styles)
+    left_out = [column.name for place, column in enumerate(columns) if place not in kept]
+    if left_out:
+        text = f"not shown here: {', '.join(left_out)} (a wider terminal or --json has them)"
+        print_lines(*textwrap.wrap(text, max(20, room)), style="dim")
+
+
+def print_split_table(key: Column, columns: Sequence[Column]) -> None:
+    """Print a table in as many parts as the terminal needs; each part begins with the key column."""
+    room = console().width - 2
+    parts: list[list[Column]] = [[key]]
+    used = first = _width(key)
+    for column in columns:
+        if used + _width(column) - COLUMN_GAP > room and len(parts[-1]) > 1:
+            parts.append([key])
+            used = first
+        parts[-1].append(column)
+        used += _width(column)
+    for part in parts:
+        print_table([column.name for column in part], zip(*(column.cells for column in part)))
+
+
+def _width(column: Column) -> int:
+    return max(len(printable(text)) for text in (column.name, *map(plain_text, column.cells))) + COLUMN_GAP
 
 
 def print_lines(*lines: str, style: str = "") -> None:

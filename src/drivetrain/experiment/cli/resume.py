@@ -1,4 +1,4 @@
-"""`drivetrain resume`: continue a run in its own folder.
+"""`drivetrain resume`: continue a run, or a sweep, in its own folder.
 
 This imports the file in which the run's experiment is defined, and importing a file runs it. The run folder, which may come from
 somebody else, names that file. So the file is printed first, and one that others could have written is not run without --trust.
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import ExperimentError, ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
-from drivetrain.experiment.cli.look import find_run
 from drivetrain.experiment.cli.output import print_lines, prints_to_stderr
 from drivetrain.experiment.cli.run import start
+from drivetrain.experiment.cli.runs import find_run, find_sweep, locate
 from drivetrain.experiment.cli.targets import find_in_file
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.records import RunRecord, is_run
+from drivetrain.experiment.records import RunRecord, find_runs, is_run
 from drivetrain.experiment.run_folder import hash_source
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "de
 
 ARGUMENTS = {
     "resume": [
-        argument("run", metavar="RUN", help="the folder of a run, or one checkpoint in it"),
+        argument("run", metavar="RUN", help="the folder or short id of a run or a sweep, or a checkpoint of a run"),
         argument(
             "--set", action="append", default=[], metavar="NAME=VALUE", help="change a parameter; may be repeated"
         ),
@@ -46,20 +46,53 @@ ARGUMENTS = {
 
 def resume(arguments: argparse.Namespace) -> int:
     """Continue a run."""
+    folder = find_sweep(arguments.run)
+    if folder is not None:
+        return _resume_sweep(folder, arguments)
     record = find_run(arguments.run)
     if record.is_live and is_locked(record.folder, is_patient=True):
         raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait for it to end.")
-    source = source_of(record)
-    with prints_to_stderr() if arguments.json else nullcontext():
-        print_lines(*describe_source(record, source))  # before anything of it is run
-    if not arguments.trust:
-        check_trust(source)
-    experiment = _experiment_in(source, record)
+    experiment = _trusted_experiment(record, arguments)
     resolved = _resolved(experiment, record, arguments)
     if not arguments.json:
         _print_place(record)
     argv = ["drivetrain", "resume", arguments.run, *(word for change in arguments.set for word in ("--set", change))]
     return start(experiment, resolved, argv=argv, force=arguments.force, as_json=arguments.json)
+
+
+def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
+    """Continue a sweep with the settings in its journal; its trials name the program."""
+    from drivetrain.experiment.cli.sweep import run_sweep
+    from drivetrain.experiment.sweeps.sweeping import continue_sweep
+
+    record = next(find_runs(folder), None)
+    if record is None:
+        raise ResumeError(
+            f"the sweep {folder} has no trial yet that names its program. Start it again with `drivetrain sweep ...`."
+        )
+    experiment = _trusted_experiment(record, arguments)
+    given = {}
+    for change in arguments.set:
+        name, _, text = change.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in experiment.parameters.secrets:
+            raise ParameterError(
+                f"--set {change}: a sweep is continued as it was; only secrets, which it does not hold, can be given."
+            )
+        given[name] = text
+    return run_sweep(
+        lambda on_change: continue_sweep(experiment, folder, params=given, on_change=on_change), arguments.json
+    )
+
+
+def _trusted_experiment(record: RunRecord, arguments: argparse.Namespace) -> "Experiment":
+    """Print what continuing a run will execute, check who can have written it, and load it."""
+    source = source_of(record)
+    with prints_to_stderr() if arguments.json else nullcontext():
+        print_lines(*describe_source(record, source))  # before anything of it is run
+    if not arguments.trust:
+        check_trust(source)
+    return _experiment_in(source, record)
 
 
 def _experiment_in(source: Path, record: RunRecord) -> "Experiment":
@@ -91,7 +124,7 @@ def _resolved(experiment: "Experiment", record: RunRecord, arguments: argparse.N
             raise ParameterError(f"--set {change}: {problem}")
         multiple = experiment.parameters[name].multiple
         given[name] = Given(text.split(",") if multiple else text, "cli", is_text=True)
-    given["resume"] = Given(arguments.run, "cli", is_text=True)
+    given["resume"] = Given(str(locate(arguments.run)), "cli", is_text=True)
     return resolve(experiment.parameters, given, experiment.defaults)
 
 

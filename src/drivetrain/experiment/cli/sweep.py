@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -30,7 +31,7 @@ from drivetrain.experiment.cli.output import (
     prints_to_stderr,
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
-from drivetrain.experiment.cli.verbs import FAILED
+from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
 from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ AXES_HELP = (
 )
 EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)"
 TIMEOUT_HELP = "end a trial that runs longer, such as 90s, 30m or 2h; implies --executor pool"
+DIRECTION_HELP = "which values are good (default: as the objective's name says, such as max for accuracy, else min)"
 OBJECTIVE_HELP = "entry of the returned dict or summary to rank by (default: the returned number)"
 
 
@@ -63,7 +65,7 @@ ARGUMENTS = {
         argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own"),
         argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself"),
         argument("--objective", metavar="NAME", help=OBJECTIVE_HELP),
-        argument("--direction", choices=("min", "max"), default="min", help="which values are good (default: min)"),
+        argument("--direction", choices=("min", "max"), help=DIRECTION_HELP),
         argument(
             "--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: 0)"
         ),
@@ -89,31 +91,68 @@ def sweep(arguments: argparse.Namespace) -> int:
     in_pool = any(
         value is not None for value in (arguments.processes, arguments.gpus_per_trial, arguments.trial_timeout)
     )
+
+    def start(on_change: OnChange) -> "SweepResult":
+        return sweeping.sweep(
+            experiment,
+            space,
+            sampler=arguments.sampler or ("random" if has_ranges else "grid"),
+            executor=arguments.executor or ("pool" if in_pool else "inline"),
+            n_trials=arguments.trials,
+            objective=arguments.objective,
+            direction=arguments.direction,
+            params=fixed,
+            seed=arguments.seed,
+            num_processes=arguments.processes,
+            gpus_per_trial=arguments.gpus_per_trial,
+            retries=arguments.retries,
+            trial_timeout=arguments.trial_timeout,
+            resume=arguments.resume,
+            on_change=on_change,
+        )
+
+    return run_sweep(start, arguments.json)
+
+
+def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
+    """Run a sweep with its progress shown, print what it found, also when it is interrupted, and return the exit status."""
+    seen: list[SweepResult] = []
     try:
-        with prints_to_stderr() if arguments.json else show_progress() as show:
-            result = sweeping.sweep(
-                experiment,
-                space,
-                sampler=arguments.sampler or ("random" if has_ranges else "grid"),
-                executor=arguments.executor or ("pool" if in_pool else "inline"),
-                n_trials=arguments.trials,
-                objective=arguments.objective,
-                direction=arguments.direction,
-                params=fixed,
-                seed=arguments.seed,
-                num_processes=arguments.processes,
-                gpus_per_trial=arguments.gpus_per_trial,
-                retries=arguments.retries,
-                trial_timeout=arguments.trial_timeout,
-                resume=arguments.resume,
-                on_change=show,
-            )
+        with prints_to_stderr() if as_json else show_progress() as show:
+
+            def change(result: "SweepResult") -> None:
+                seen[:] = [result]
+                if show is not None:
+                    show(result)
+
+            result = start(change)
     except SweepError as error:
-        _print_result(cast("SweepResult", error.result), arguments.json)
+        print_result(cast("SweepResult", error.result), as_json)
         print_error(error)
         return FAILED
-    _print_result(result, arguments.json)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if not seen or seen[-1].folder is None:
+            raise
+        print_result(ended(seen[-1]), as_json)
+        if not as_json:
+            print_lines(resume_line(seen[-1].folder))
+        code = stop.code if isinstance(stop, SystemExit) else INTERRUPTED
+        return code if isinstance(code, int) else FAILED
+    print_result(result, as_json)
     return 0
+
+
+def ended(result: "SweepResult") -> "SweepResult":
+    """Return the result of a sweep that no process runs: trials that were running are interrupted."""
+    for trial in result:
+        if trial.status == "running":
+            trial.status = "interrupted"
+    return result
+
+
+def resume_line(folder: Path) -> str:
+    """Return the command that continues a sweep."""
+    return f"continue it with: drivetrain resume {shlex.quote(str(folder))}"
 
 
 def read_space(experiment: "Experiment", axes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -165,7 +204,7 @@ def _range(found: re.Match[str], word: str) -> Any:
     return {"log": LogUniform, "uniform": Uniform, "int": IntRange}[kind](*ends)
 
 
-def _print_result(result: "SweepResult", as_json: bool) -> None:
+def print_result(result: "SweepResult", as_json: bool) -> None:
     rows = result.rows()
     if as_json:
         print_json(

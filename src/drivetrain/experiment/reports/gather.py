@@ -5,7 +5,7 @@ Nothing here fails because a run did: a file that is missing or damaged becomes 
 
 import datetime
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,14 +140,6 @@ def gather_run(folder: str | Path, *, verify: str = "size", directions: Mapping[
     )
 
 
-def summarize_run(record: RunRecord, directions: Mapping[str, str] | None = None) -> MetricSummary | None:
-    """Return the main metric of a run; None where nothing readable was recorded."""
-    rows = _rows(record.metrics_path, [])
-    series = gather_series(rows)
-    tag = main_metric(series)
-    return None if tag is None else summarize(tag, series[tag], _directions(record, rows, directions))
-
-
 def _directions(
     record: RunRecord, rows: Sequence[Mapping[str, object]], given: Mapping[str, str] | None
 ) -> dict[str, str]:
@@ -191,7 +183,7 @@ def summarize(tag: str, points: tuple[Point, ...], directions: Mapping[str, str]
     return MetricSummary(tag=tag, last=points[-1][1], best=best, best_step=best_step, count=len(points))
 
 
-def main_metric(series: dict[str, tuple[Point, ...]]) -> str | None:
+def main_metric(series: Iterable[str]) -> str | None:
     """Return the metric that tells most about a run: of evaluation rather than training, and a score rather than a loss."""
 
     def rank(tag: str) -> tuple[bool, bool, str]:

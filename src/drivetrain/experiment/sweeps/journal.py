@@ -11,10 +11,9 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
-from drivetrain.experiment.run_folder import plain
+from drivetrain.experiment.run_folder import JOURNAL, plain
 from drivetrain.experiment.sweeps.trial import ASKED, ENDS, RUNNING, Trial
 
-JOURNAL = "sweep.jsonl"
 SCHEMA = 1
 JOURNAL_LIMIT = 2**30
 """Bytes; a sweep of a million trials has less."""

@@ -1,15 +1,17 @@
 """Which values a sweep tries: a list of parameter dicts, or a range for each parameter."""
 
 import itertools
+import json
 import math
 import random
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import MASK, masked
 from drivetrain.experiment.resolve import given_in_python
+from drivetrain.experiment.run_folder import plain
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -32,6 +34,11 @@ class Axis:
     def examples(self) -> Sequence[Any]:
         """Return values by which the axis can be checked against its parameter."""
         raise NotImplementedError
+
+    @property
+    def arguments(self) -> list[Any]:
+        """What the axis was made with."""
+        return list(self.examples())
 
 
 class Choice(Axis):
@@ -106,6 +113,9 @@ class IntRange(_Range):
         return generator.randint(int(self.low), int(self.high))
 
 
+AXES: dict[str, Callable[..., Axis]] = {kind.__name__: kind for kind in (Choice, Uniform, LogUniform, IntRange)}
+
+
 def param_matrix(**values: object) -> list[dict[str, Any]]:
     """Return every combination: a list or tuple is an axis, anything else a constant; the last name changes fastest.
 
@@ -144,6 +154,40 @@ class ParameterSpace:
             ]
             return [sorted((name, repr(value)) for name, value in point.items()) for point in shown]
         return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
+
+    def as_data(self, secrets: Container[str] = ()) -> dict[str, Any] | None:
+        """Return plain values from which `space_from` makes the space again, None where it holds secrets or other objects."""
+        if self.points is not None:
+            points = [plain(point) for point in self.points]
+            return None if any(name in secrets for point in points for name in point) else {"points": points}
+        if any(name in secrets or type(axis).__name__ not in AXES for name, axis in self.axes.items()):
+            return None
+        return {"axes": [[name, type(axis).__name__, plain(axis.arguments)] for name, axis in self.axes.items()]}
+
+
+def space_from(data: object, experiment: "Experiment", described: object) -> object | None:
+    """Return the space that a journal holds, as it was: with plain values or with values of the parameters' types; None if neither fits."""
+    for is_typed in (False, True):
+
+        def value_of(name: str, value: Any, is_typed: bool = is_typed) -> Any:
+            return experiment.parameters[name].read(value, is_text=False, where="sweep") if is_typed else value
+
+        try:
+            space: Any = _rebuilt(data, value_of)
+            if json.loads(json.dumps(make_space(space).describe(experiment.parameters.secrets))) == described:
+                return cast(object, space)
+        except (ParameterError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def _rebuilt(data: Any, value_of: Callable[[str, Any], Any]) -> Any:
+    if "points" in data:
+        return [{name: value_of(name, value) for name, value in point.items()} for point in data["points"]]
+    space = {}
+    for name, kind, values in data["axes"]:
+        space[name] = AXES[kind](*(value_of(name, value) if kind == "Choice" else value for value in values))
+    return space
 
 
 def make_space(space: object) -> ParameterSpace:

@@ -7,19 +7,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.files import is_regular, load_json, read_limited
 from drivetrain.core.locking import FolderLock, is_locked
 from drivetrain.core.secret import hide, masked
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, PoolExecutor, TrialWork, visible_gpus
 from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
 from drivetrain.experiment.sweeps.result import SweepResult
-from drivetrain.experiment.sweeps.samplers import Sampler, make_sampler
-from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space
+from drivetrain.experiment.sweeps.samplers import NAMES, Sampler, make_sampler
+from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
 from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def sweep(
     executor: str | Executor = "inline",
     n_trials: int | None = None,
     objective: str | None = None,
-    direction: Literal["min", "max"] = "min",
+    direction: Literal["min", "max"] | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
     num_processes: int | None = None,
@@ -60,7 +61,8 @@ def sweep(
         executor: `"inline"`, `"pool"`, `"submitit"`, `"ray"`, or an `Executor`.
         n_trials: how many trials; a grid has its own number.
         objective: the entry of the returned dict, or of the Recorder's summary, to compare; None compares the returned number.
-        direction: `"min"` or `"max"`.
+        direction: `"min"` or `"max"`; None is the direction that the experiment declares for the objective, or that its name gives
+            (`"accuracy"` is maximized), else `"min"`.
         params: parameters that are the same for all trials.
         seed: seed of the sampler; a trial whose `random_seed` is not given has one derived from this seed and its index.
         num_processes: trials at a time.
@@ -72,13 +74,14 @@ def sweep(
         resume: folder of a sweep to continue.
         on_change: called with the result so far after every change.
     """
-    if direction not in ("min", "max"):
+    if direction not in (None, "min", "max"):
         raise ConfigError(unknown_name("direction", direction, ["min", "max"]))
     if on_failure not in ("raise", "return"):
         raise ConfigError(unknown_name("choice", on_failure, ["raise", "return"], where="on_failure"))
     if type(retries) is not int or retries < 0:
         raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
     timeout = _seconds(trial_timeout)
+    direction = direction or _usual_direction(experiment, objective, resume)
     fixed, wanted = dict(params or {}), make_space(space)
     check_space(experiment, wanted, fixed)
     chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, direction=direction)
@@ -98,6 +101,14 @@ def sweep(
         "n_trials": n_trials,
         "objective": objective,
         "direction": direction,
+        "values": wanted.as_data(experiment.parameters.secrets),
+        "start": {
+            "executor": executor if isinstance(executor, str) else None,
+            "num_processes": num_processes,
+            "gpus_per_trial": gpus_per_trial,
+            "retries": retries,
+            "trial_timeout": timeout,
+        },
     }
     trials = [] if resume is None else _earlier_trials(Path(resume), header)
     folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
@@ -115,6 +126,48 @@ def sweep(
             result,
         )
     return result
+
+
+def continue_sweep(
+    experiment: "Experiment",
+    folder: Path,
+    *,
+    params: Mapping[str, Any] | None = None,
+    on_change: Callable[[SweepResult], object] | None = None,
+) -> SweepResult:
+    """Continue a sweep with the settings in its journal; `params` are those that it does not hold: secrets."""
+    header, _ = read_journal(folder)
+    space = space_from(header.get("values"), experiment, header.get("space"))
+    start: dict[str, Any] = header.get("start") or {}
+    fixed = {**(header.get("params") or {}), **(params or {})}
+    masks = [name for name in fixed if name in experiment.parameters.secrets and name not in (params or {})]
+    if masks:
+        raise ParameterError(
+            f"the sweep {folder} does not hold the value of {masks[0]}, a secret. Give it again: --set {masks[0]}=..."
+        )
+    if space is None or start.get("executor") not in EXECUTORS or header.get("sampler") not in NAMES:
+        raise ParameterError(
+            f"the sweep {folder} cannot be continued from its journal alone: its space, sampler or executor is an object of the program, "
+            f"or it was made by an older version. Run the program again with sweep(..., resume={str(folder)!r}), or "
+            f"`drivetrain sweep ... --resume {folder}`."
+        )
+    return sweep(
+        experiment,
+        space,
+        sampler=header["sampler"],
+        n_trials=header.get("n_trials"),
+        objective=header.get("objective"),
+        direction=header.get("direction"),
+        params=fixed,
+        seed=header.get("seed", 0),
+        resume=folder,
+        on_change=on_change,
+        executor=start["executor"],
+        num_processes=start.get("num_processes"),
+        gpus_per_trial=start.get("gpus_per_trial"),
+        retries=start.get("retries", 0),
+        trial_timeout=start.get("trial_timeout"),
+    )
 
 
 def run_parameter_sweep(
@@ -162,6 +215,15 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
             "executor 'inline' runs one trial at a time in this process. Use executor='pool' for several."
         )
     return InlineExecutor()
+
+
+def _usual_direction(
+    experiment: "Experiment", objective: str | None, resume: str | Path | None
+) -> Literal["min", "max"]:
+    """Return the direction of a sweep that was not given one: that of the sweep it continues, else that of its objective."""
+    if resume is not None and (earlier := read_journal(Path(resume))[0].get("direction")) in ("min", "max"):
+        return cast(Literal["min", "max"], earlier)
+    return (direction_of(objective, experiment.directions) if objective else None) or "min"
 
 
 def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> Path:

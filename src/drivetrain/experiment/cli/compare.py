@@ -1,0 +1,298 @@
+"""`drivetrain compare`: in what runs differ. Up to five are shown side by side, more as one row each, or grouped over seeds."""
+
+import argparse
+import difflib
+import json
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError
+from drivetrain.experiment.cli.listing import DIRECTION, OBJECTIVE, SEVERAL_HELP
+from drivetrain.experiment.cli.output import Column, plain_text, print_json, print_lines, print_split_table, print_table
+from drivetrain.experiment.cli.runs import SEED, RunLine, best_places, find_all_runs, read_lines, varying
+from drivetrain.experiment.command_line import JSON, argument
+from drivetrain.experiment.directions import direction_of, read_directions
+from drivetrain.experiment.records import RunRecord
+from drivetrain.experiment.reports.chart import Point, short
+from drivetrain.experiment.reports.gather import ENVIRONMENT, differs, gather_run
+
+SIDE_BY_SIDE = 5
+"""More runs than this are rows, not columns."""
+SHOWN_DIFF_LINES = 60
+NOT_HARDWARE = ("commit", "branch", "source", "command", "seed", "torch", "drivetrain")
+GROUP_HELP = "runs that differ only in their seed are one row, with mean and standard deviation"
+
+ARGUMENTS = {
+    "compare": [
+        argument("runs", nargs="+", metavar="RUN", help=f"two or more {SEVERAL_HELP}"),
+        argument("--group", action="store_true", help=GROUP_HELP),
+        OBJECTIVE,
+        DIRECTION,
+        JSON,
+    ]
+}
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Show how runs differ."""
+    records = find_all_runs(arguments.runs)
+    if len(records) < 2:
+        raise ExperimentError(f"compare needs at least two runs, got {len(records)}: {', '.join(arguments.runs)}.")
+    lines = read_lines(records, read_directions(arguments.direction))
+    if arguments.group:
+        groups = group_over_seeds(lines)
+        if arguments.json:
+            print_json({"groups": groups})
+        else:
+            _print_groups(groups, lines, arguments.objective)
+        return 0
+    found = compare_runs(lines)
+    if arguments.json:
+        print_json(found)
+    elif len(lines) <= SIDE_BY_SIDE:
+        _print_side_by_side(found, lines)
+    else:
+        _print_rows(found, lines, arguments.objective)
+    return 0
+
+
+def compare_runs(lines: Sequence[RunLine]) -> dict[str, Any]:
+    """Return what differs between runs, in plain values; lists have one entry per run.
+
+    Curves are compared for up to five runs, since that reads their metrics files whole.
+    """
+    records = [line.record for line in lines]
+    environment = {name: [read(record.manifest) for record in records] for name, read in ENVIRONMENT}
+    tags = list(dict.fromkeys(tag for line in lines for tag in line.summary.tags))
+    several = differs([record.experiment for record in records])
+    return {
+        "runs": [
+            f"{record.experiment}/{record.folder.name}" if several else record.folder.resolve().name
+            for record in records
+        ],
+        "ids": [line.id for line in lines],
+        "folders": [str(record.folder) for record in records],
+        "parameters": _differing([record.settings for record in records]),
+        "code": {
+            "commits": [_git(record, "commit") for record in records],
+            "diff": _diff_of_diffs(records) if len(lines) <= SIDE_BY_SIDE else [],
+        },
+        "packages": _differing([record.manifest.get("packages") or {} for record in records]),
+        "hardware": {
+            name: values for name, values in environment.items() if name not in NOT_HARDWARE and differs(values)
+        },
+        "metrics": {
+            tag: {
+                "last": [line.summary.tags[tag].last if tag in line.summary.tags else None for line in lines],
+                "best": [_best(line, tag) for line in lines],
+            }
+            for tag in tags
+        },
+        "losses_differ_from": _parting_losses(records) if len(lines) <= SIDE_BY_SIDE else {},
+    }
+
+
+def _best(line: RunLine, tag: str) -> float | None:
+    return line.summary.tags[tag].best(tag, line.directions)[0] if tag in line.summary.tags else None
+
+
+def _parting_losses(records: Sequence[RunRecord]) -> dict[str, float | None]:
+    """Return the first step at which each loss differs between runs."""
+    series = [gather_run(record.folder, verify="off").series for record in records]
+    shared = Counter(tag for own in series for tag in own if "loss" in tag.lower())
+    return {
+        tag: first_difference([own[tag] for own in series if tag in own]) for tag, count in shared.items() if count > 1
+    }
+
+
+def first_difference(series: Sequence[Sequence[Point]]) -> float | None:
+    """Return the first step that several curves share and at which not all have the same value; None: there is none.
+
+    >>> first_difference([[(0, 1.0), (1, 0.5)], [(0, 1.0), (1, 0.4)]])
+    1
+    """
+    values = [dict(points) for points in series]
+    for step in sorted(set.intersection(*(set(entries) for entries in values))):
+        if differs([repr(entries[step]) for entries in values]):  # repr: NaN is the same as NaN here
+            return step
+    return None
+
+
+def _differing(mappings: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for mapping in mappings for name in mapping)
+    columns = {name: [mapping.get(name) for mapping in mappings] for name in names}
+    return {name: values for name, values in columns.items() if differs(values)}
+
+
+def _git(record: RunRecord, field: str) -> str:
+    return str((record.manifest.get("git") or {}).get(field) or "")
+
+
+def _diff_of_diffs(records: Sequence[RunRecord]) -> list[str]:
+    """Return how the uncommitted changes of the others differ from those of the first run."""
+    first, lines = _git(records[0], "diff"), list[str]()
+    for record in records[1:]:
+        other = _git(record, "diff")
+        if other != first:
+            names = (records[0].folder.name, record.folder.name)
+            lines += difflib.unified_diff(first.splitlines(), other.splitlines(), *names, lineterm="", n=2)
+    return lines
+
+
+def labels(lines: Sequence[RunLine]) -> list[str]:
+    """Return short ids, without the sweep where all are trials of one."""
+    ids = [line.id for line in lines]
+    sweeps = {own.rpartition("/")[0] for own in ids}
+    ids = [own.rpartition("/")[2] for own in ids] if len(sweeps) == 1 else ids
+    return ids if len(set(ids)) == len(ids) else [f"{line.record.experiment}/{line.id}" for line in lines]
+
+
+def _direction(lines: Sequence[RunLine], tag: str) -> str | None:
+    found = {direction_of(tag, line.directions) for line in lines if tag in line.summary.tags or tag in line.results}
+    return found.pop() if len(found) == 1 else None
+
+
+def _starred(values: Sequence[float | None], direction: str | None) -> list[str]:
+    stars = best_places(values, direction)
+    return [plain_text(value) + (" *" if place in stars else "") for place, value in enumerate(values)]
+
+
+def _print_side_by_side(found: dict[str, Any], lines: Sequence[RunLine]) -> None:
+    runs = labels(lines)
+    for title in ("parameters", "packages", "hardware"):
+        if found[title]:
+            print_table([title, *runs], [(name, *values) for name, values in found[title].items()])
+        else:
+            print_lines(f"{title}: no difference")
+    commits, diff = found["code"]["commits"], found["code"]["diff"]
+    if differs(commits):
+        print_table(["code", *runs], [("commit", *(commit[:12] or None for commit in commits))])
+    if diff:
+        print_lines("uncommitted changes differ:", style="bold")
+        print_lines(*diff[:SHOWN_DIFF_LINES])
+        if len(diff) > SHOWN_DIFF_LINES:
+            print_lines(f"... {len(diff) - SHOWN_DIFF_LINES} more lines; --json has all of them")
+    if not differs(commits) and not diff:
+        print_lines("code: no difference" if any(commits) else "code: unknown, no run was started in a git repository")
+    rows = [
+        (f"{tag}, {which}", *_starred(entry[which], _direction(lines, tag)))
+        for tag, entry in found["metrics"].items()
+        for which in ("last", "best")
+        if any(value is not None for value in entry[which])
+    ]
+    if rows:
+        print_table(["metric", *runs], rows)
+    for tag, step in found["losses_differ_from"].items():
+        print_lines(
+            f"{tag}: " + ("the same at every common step" if step is None else f"differs from step {step:g} on")
+        )
+
+
+def _print_rows(found: dict[str, Any], lines: Sequence[RunLine], wanted: str | None) -> None:
+    """Print one row per run, the best first, with what differs."""
+    ordered = _best_first(lines, wanted)
+    columns = [Column(name, values) for name, values in varying(ordered).items()]
+    states = [line.record.state for line in ordered]
+    if differs(states):
+        columns.insert(0, Column("state", states))
+    for tag, direction, values in _measured(ordered, wanted):
+        if differs(values):
+            columns.append(Column(_title(tag, direction), _starred(values, direction)))
+    print_split_table(Column("run", labels(ordered)), columns)
+    for title, values in (found["packages"] | found["hardware"]).items():
+        counts = Counter(map(plain_text, values)).most_common()
+        print_lines(f"{title} differs: " + ", ".join(f"{text} ({count} runs)" for text, count in counts))
+    commits = Counter(commit[:12] or "unknown" for commit in found["code"]["commits"])
+    if len(commits) > 1:
+        print_lines("code differs: " + ", ".join(f"{text} ({count} runs)" for text, count in commits.most_common()))
+    changes = {_git(line.record, "diff") for line in lines}
+    if len(changes) > 1:
+        print_lines(f"uncommitted changes differ: {len(changes)} versions; compare two runs to see them")
+
+
+def _title(tag: str, direction: str | None) -> str:
+    return f"{tag} (best)" if direction else f"{tag} (last)"
+
+
+def _measured(lines: Sequence[RunLine], wanted: str | None) -> list[tuple[str, str | None, list[float | None]]]:
+    """Return metrics and results: name, direction, and the best value of each run, the last where no direction is known."""
+    main = [objective.tag for line in lines if (objective := line.objective(wanted)) is not None]
+    names = dict.fromkeys([*main, *(tag for line in lines for tag in (*line.summary.tags, *line.results))])
+    found = []
+    for tag in names:
+        direction = _direction(lines, tag)
+        own = [line.objective(tag) for line in lines]
+        values = [None if entry is None else entry.best if direction else entry.last for entry in own]
+        found.append((tag, direction, values))
+    return found
+
+
+def _best_first(lines: Sequence[RunLine], wanted: str | None) -> list[RunLine]:
+    measured = _measured(lines, wanted)
+    if not measured or measured[0][1] is None:
+        return list(lines)
+    _, direction, values = measured[0]
+    sign = 1 if direction == "min" else -1
+    keys = [(value is None or value != value, 0.0 if value is None else sign * value) for value in values]
+    return [lines[place] for place in sorted(range(len(lines)), key=keys.__getitem__)]
+
+
+def group_over_seeds(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
+    """Return runs grouped by their parameters except the seed: what varies, the runs, and count, mean and spread of each metric."""
+    settings = [{name: value for name, value in line.settings().items() if name != SEED} for line in lines]
+    keys = [
+        json.dumps([line.record.experiment, own], sort_keys=True, default=str) for line, own in zip(lines, settings)
+    ]
+    varied = _differing(settings)
+    groups = []
+    for key in dict.fromkeys(keys):
+        places = [place for place, own in enumerate(keys) if own == key]
+        members = [lines[place] for place in places]
+        groups.append(
+            {
+                "parameters": {name: values[places[0]] for name, values in varied.items()},
+                "experiment": members[0].record.experiment,
+                "runs": [line.id for line in members],
+                "metrics": {
+                    tag: _spread([value for value in values if value is not None])
+                    | {"which": "best" if direction else "last"}
+                    for tag, direction, values in _measured(members, None)
+                },
+            }
+        )
+    return groups
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    """Return mean and sample standard deviation; the latter needs two values."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    return {
+        "count": len(values),
+        "mean": statistics.fmean(finite) if len(finite) == len(values) else float("nan"),
+        "std": statistics.stdev(finite) if len(finite) == len(values) > 1 else None,
+        "min": min(finite, default=None),
+        "max": max(finite, default=None),
+    }
+
+
+def _print_groups(groups: list[dict[str, Any]], lines: Sequence[RunLine], wanted: str | None) -> None:
+    columns = [Column("runs", [len(group["runs"]) for group in groups])]
+    columns += [Column(name, [group["parameters"][name] for group in groups]) for name in groups[0]["parameters"]]
+    if differs([group["experiment"] for group in groups]):
+        columns.insert(0, Column("experiment", [group["experiment"] for group in groups]))
+    for tag, direction, _ in _measured(lines, wanted):
+        own = [group["metrics"].get(tag) for group in groups]
+        stars = best_places([entry and entry["mean"] for entry in own], direction)
+        cells = [
+            "–" if entry is None else _mean(entry) + (" *" if place in stars else "") for place, entry in enumerate(own)
+        ]
+        columns.append(Column(_title(tag, direction), cells))
+    print_split_table(Column("group", [str(place) for place in range(1, len(groups) + 1)]), columns)
+    for place, group in enumerate(groups, start=1):
+        print_lines(f"group {place}: {', '.join(group['runs'])}")
+
+
+def _mean(entry: dict[str, Any]) -> str:
+    return short(entry["mean"]) + ("" if entry["std"] is None else f" ± {short(entry['std'])}")

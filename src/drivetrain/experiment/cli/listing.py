@@ -1,0 +1,218 @@
+"""`drivetrain ls` and `tag`: many runs in a table with what varies between them, and remarks on them."""
+
+import argparse
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError, ParameterError
+from drivetrain.experiment.cli.output import STATE_STYLES, Column, print_fitting_table, print_json, print_lines
+from drivetrain.experiment.cli.runs import (
+    DEFAULT_PLACE,
+    Objective,
+    RunLine,
+    best_places,
+    find_all_runs,
+    read_lines,
+    varying,
+)
+from drivetrain.experiment.command_line import JSON, argument
+from drivetrain.experiment.directions import direction_of, read_directions
+from drivetrain.experiment.filters import check_names, read_condition
+from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
+from drivetrain.experiment.reports.chart import short
+from drivetrain.experiment.reports.gather import differs
+
+COMPARISON = re.compile(r"[<>=~]")
+DIRECTION = argument(
+    "--direction",
+    action="append",
+    default=[],
+    metavar="NAME=min|max",
+    help="which values of a metric are good; may be repeated",
+)
+OBJECTIVE = argument(
+    "--objective", metavar="NAME", help="the metric, or entry of the returned dict, to show (default: the most telling)"
+)
+SEVERAL_HELP = "run folders or short ids; a folder that holds runs means all of them"
+
+ARGUMENTS = {
+    "ls": [
+        argument(
+            "words",
+            nargs="*",
+            metavar="DIR or CONDITION",
+            help=f"where to look (default: {DEFAULT_PLACE}), and which runs to list: 'lr<0.1 and state=finished'",
+        ),
+        argument(
+            "--status",
+            choices=STATES,
+            help="only runs in this state; lost: its status is running, but no process holds its lock",
+        ),
+        argument("--experiment", help="only runs of this experiment"),
+        argument("--sort", metavar="NAME", help="a parameter, metric or column; of a metric the best comes first"),
+        argument("--reverse", action="store_true", help="the other way round"),
+        argument("-n", type=int, metavar="N", dest="limit", help="only the first N runs"),
+        OBJECTIVE,
+        DIRECTION,
+        JSON,
+    ],
+    "tag": [
+        argument("runs", nargs="+", metavar="RUN", help=SEVERAL_HELP),
+        argument("--add", action="append", default=[], metavar="TAG", help="add a tag; may be repeated"),
+        argument("--remove", action="append", default=[], metavar="TAG", help="remove a tag; may be repeated"),
+        argument("--note", metavar="TEXT", help="set the note; an empty text removes it"),
+        JSON,
+    ],
+}
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List runs."""
+    place, condition = _place_and_condition(arguments.words)
+    if not place.is_dir() and str(place) != DEFAULT_PLACE:
+        raise ExperimentError(
+            f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
+        )
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ParameterError(f"-n {arguments.limit}: expected a number of runs from 1 on.")
+    records = [
+        record
+        for record in reversed(list(find_runs(place)))
+        if arguments.status in (None, record.state) and arguments.experiment in (None, record.experiment)
+    ]
+    lines = read_lines(records, read_directions(arguments.direction))
+    if condition:
+        holds, names = read_condition(condition)
+        values = [line.values() for line in lines]
+        check_names(names, values)
+        lines = [line for line, own in zip(lines, values) if holds(own)]
+    if arguments.sort is not None:
+        lines = _sorted(lines, arguments.sort)
+    if arguments.reverse:
+        lines.reverse()
+    lines = lines[: arguments.limit]
+    if arguments.json:
+        varied = varying(lines)
+        print_json([_as_data(line, arguments.objective, place, varied) for place, line in enumerate(lines)])
+    elif not lines:
+        print_lines(f"no runs in {place}" + (f" with {condition}" if condition else ""))
+    else:
+        _print_lines(lines, arguments.objective)
+    return 0
+
+
+def _place_and_condition(words: list[str]) -> tuple[Path, str]:
+    """Split the words of the command line: a first one without a comparison, or that is a folder, is the place."""
+    if words and (Path(words[0]).is_dir() or not COMPARISON.search(words[0])):
+        return Path(words[0]), " ".join(words[1:])
+    return Path(DEFAULT_PLACE), " ".join(words)
+
+
+def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
+    """Return runs in order of one value: numbers before text, the best first where the direction is known, missing ones last."""
+    values = {id(line): line.values() for line in lines}
+    check_names([name], values.values())
+    tag = name
+    if name in ("last", "best"):
+        tags = {objective.tag for line in lines if (objective := line.objective()) is not None}
+        tag = tags.pop() if len(tags) == 1 else name
+    is_metric = any(tag in line.summary.tags or tag in line.results for line in lines)
+    directions = {direction_of(tag, line.directions) for line in lines} if is_metric else {None}
+    sign = -1 if directions == {"max"} else 1
+
+    def key(line: RunLine) -> tuple[int, float, str]:
+        value = values[id(line)].get(name)
+        if isinstance(value, int | float) and not math.isnan(value):
+            return 0, sign * value, ""
+        return (2, 0.0, "") if value is None or isinstance(value, float) else (1, 0.0, str(value))
+
+    return sorted(lines, key=key)
+
+
+def _as_data(line: RunLine, wanted: str | None, place: int, varied: dict[str, list[Any]]) -> dict[str, Any]:
+    objective, record = line.objective(wanted), line.record
+    return {
+        "id": line.id,
+        "state": record.state,
+        "experiment": record.experiment,
+        "started": record.started,
+        "age": line.age,
+        "steps": record.status.get("step"),
+        "metric": None if objective is None else objective.tag,
+        "last": None if objective is None else objective.last,
+        "best": None if objective is None else objective.best,
+        "seconds": record.status.get("seconds"),
+        "parameters": {name: values[place] for name, values in varied.items()},
+        "tags": list(line.tags),
+        "note": line.note,
+        "folder": str(record.folder),
+    }
+
+
+def _print_lines(lines: list[RunLine], wanted: str | None) -> None:
+    records = [line.record for line in lines]
+    objectives = [line.objective(wanted) for line in lines]
+    tags = {objective.tag for objective in objectives if objective is not None}
+    experiments = [record.experiment for record in records]
+    columns = [Column("id", [line.id for line in lines]), Column("state", [record.state for record in records])]
+    columns += [Column("experiment", experiments, rank=2 if differs(experiments) else 5)]
+    columns += [Column("age", [_age(line.age) for line in lines], rank=4)]
+    columns += [Column("steps", [record.status.get("step") for record in records], rank=3)]
+    columns += [Column(name, values, rank=2) for name, values in varying(lines).items()]
+    columns += [Column(tags.copy().pop() + " (best)" if len(tags) == 1 else "last (best)", _cells(lines, objectives))]
+    if any(line.tags for line in lines):
+        columns.append(Column("tags", [", ".join(line.tags) for line in lines], rank=1))
+    if any(line.note for line in lines):
+        columns.append(Column("note", [line.note for line in lines], rank=5))
+    columns.append(Column("folder", [str(record.folder) for record in records], rank=6))
+    print_fitting_table(columns, styles=STATE_STYLES)
+
+
+def _cells(lines: list[RunLine], objectives: list[Objective | None]) -> list[str]:
+    """Return last and best values, the best of all runs with a star."""
+    tags = {objective.tag for objective in objectives if objective is not None}
+    stars: set[int] = set()
+    if len(tags) == 1:
+        directions = {direction_of(next(iter(tags)), line.directions) for line in lines}
+        best = [None if objective is None else objective.best for objective in objectives]
+        stars = best_places(best, directions.pop() if len(directions) == 1 else None)
+    cells = []
+    for place, objective in enumerate(objectives):
+        if objective is None:
+            cells.append("–")
+            continue
+        name = "" if len(tags) == 1 else f"{objective.tag} "
+        best = "" if objective.best is None else f" ({short(objective.best)})"
+        cells.append(f"{name}{short(objective.last)}{best}{' *' if place in stars else ''}")
+    return cells
+
+
+def _age(seconds: float | None) -> str:
+    """Return an age in its largest unit.
+
+    >>> _age(90), _age(200_000)
+    ('1 min', '2 d')
+    """
+    if seconds is None:
+        return "–"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def tag(arguments: argparse.Namespace) -> int:
+    """Change or show the tags and the note of runs."""
+    found = []
+    for record in find_all_runs(arguments.runs):
+        tags, note = change_remarks(record.folder, add=arguments.add, remove=arguments.remove, note=arguments.note)
+        found.append({"id": short_id(record.folder), "tags": tags, "note": note, "folder": str(record.folder)})
+    if arguments.json:
+        print_json(found)
+    else:
+        rows = [(entry["id"], ", ".join(entry["tags"]), entry["note"]) for entry in found]
+        names = ("id", "tags", "note")
+        print_fitting_table([Column(name, list(cells)) for name, cells in zip(names, zip(*rows))])
+    return 0

@@ -1,0 +1,195 @@
+"""Runs as verbs see them: found by folder or short id, and in one line each, without reading their metrics files whole."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ExperimentError, nearest_name
+from drivetrain.experiment.directions import direction_of
+from drivetrain.experiment.records import (
+    RunRecord,
+    find_by_id,
+    find_runs,
+    is_run,
+    is_sweep,
+    read_remarks,
+    read_run,
+    short_id,
+)
+from drivetrain.experiment.reports.gather import differs, main_metric
+from drivetrain.experiment.standard import BOOKKEEPING
+from drivetrain.experiment.summaries import MetricsSummary, summary_of
+
+DEFAULT_PLACE = "output"
+SEED = "random_seed"
+RESULT = "result"
+
+
+def locate(given: str) -> Path:
+    """Return the path that a word names: a path, or a short id of a run or sweep in `output` or after the folder it is in."""
+    path = Path(given)
+    if path.exists() or path.is_symlink():
+        return path
+    place = next((folder for folder in path.parents if folder.is_dir()), Path())
+    if place == Path(place.anchor):  # nothing of it exists
+        place, wanted = Path(DEFAULT_PLACE), given
+    else:
+        wanted = path.relative_to(place).as_posix()
+    found = find_by_id(place, wanted)
+    if len(found) > 1:
+        several = "\n  ".join(map(str, found[:10]))
+        raise ExperimentError(f"{given} names {len(found)} folders. Give more of the name, or the path:\n  {several}")
+    return found[0] if found else path
+
+
+def find_run(given: str) -> RunRecord:
+    """Return the run that a folder or short id names; a file or checkpoint inside it will do, too."""
+    path = locate(given)
+    for folder in (path, *path.parents[:3]):
+        if is_run(folder):
+            return read_run(folder)
+    if not path.exists():
+        near = (
+            nearest_name(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
+        )
+        hint = f" Did you mean {path.parent / near}?" if near else ""
+        raise ExperimentError(f"there is no run {given}: the path does not exist.{hint} `drivetrain ls` lists runs.")
+    return read_run(path)  # which raises and names what is missing
+
+
+def find_sweep(given: str) -> Path | None:
+    """Return the folder of the sweep that a folder or short id names, None where it names something else."""
+    path = locate(given)
+    return path if is_sweep(path) and not is_run(path) else None
+
+
+def find_all_runs(given: Sequence[str]) -> list[RunRecord]:
+    """Return the runs named; a folder that holds runs, such as that of a sweep, means all of them."""
+    found: dict[Path, RunRecord] = {}
+    for name in given:
+        path = locate(name)
+        inside = list(find_runs(path)) if path.is_dir() and not is_run(path) else []
+        for record in inside or [find_run(name)]:
+            found.setdefault(record.folder.resolve(), record)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The number by which a run is judged."""
+
+    tag: str
+    last: float
+    best: float | None
+    """None where it is unknown whether small or large values are good."""
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """A run in one line: its record, the summary of its metrics, its tags and note."""
+
+    record: RunRecord
+    summary: MetricsSummary
+    tags: tuple[str, ...]
+    note: str
+    given_directions: Mapping[str, str]
+
+    @property
+    def id(self) -> str:
+        """The short id."""
+        return short_id(self.record.folder)
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the run began."""
+        return max(0.0, time.time() - self.record.started) if self.record.started else None
+
+    @cached_property
+    def directions(self) -> dict[str, str]:
+        """Declared directions: on the command line, else with the Recorder, else with the experiment."""
+        merged = dict(self.given_directions)
+        for source in (self.summary.directions, self.record.directions):
+            merged |= {name: good for name, good in source.items() if name not in merged}
+        return merged
+
+    @cached_property
+    def results(self) -> dict[str, float]:
+        """The numbers that the experiment returned."""
+        result = self.record.result
+        entries = result.items() if isinstance(result, Mapping) else [(RESULT, result)]
+        return {
+            str(name): float(value)
+            for name, value in entries
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+    def objective(self, wanted: str | None = None) -> Objective | None:
+        """Return the number to judge the run by: the metric or result of this name, else the most telling metric, else the result."""
+        tag = wanted or main_metric(self.summary.tags) or main_metric(self.results)
+        if tag in self.summary.tags:
+            own = self.summary.tags[tag]
+            return Objective(tag, own.last, own.best(tag, self.directions)[0])
+        if tag in self.results:
+            value = self.results[tag]
+            return Objective(tag, value, value if direction_of(tag, self.directions) else None)
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the parameters that can make a difference: not where and how the run happens, and a seed only if it was given."""
+        own = {name: value for name, value in self.record.settings.items() if name not in BOOKKEEPING}
+        if not self.record.is_own_seed:
+            own.pop(SEED, None)
+        return own
+
+    def values(self) -> dict[str, Any]:
+        """Return what conditions and `--sort` can name: parameters, last values of metrics, results, and what `ls` shows."""
+        record, objective = self.record, self.objective()
+        shown = {
+            "id": self.id,
+            "name": record.folder.name,
+            "folder": str(record.folder),
+            "state": record.state,
+            "status": record.state,
+            "experiment": record.experiment,
+            "age": self.age,
+            "started": record.started,
+            "steps": record.status.get("step"),
+            "seconds": record.status.get("seconds"),
+            "last": objective and objective.last,
+            "best": objective and objective.best,
+            "tag": list(self.tags),
+            "note": self.note,
+            "seed": record.manifest.get("seed"),
+        }
+        metrics = {tag: own.last for tag, own in self.summary.tags.items()}
+        return shown | self.results | metrics | record.settings
+
+
+def read_lines(records: Iterable[RunRecord], directions: Mapping[str, str]) -> list[RunLine]:
+    """Return runs in one line each."""
+    lines = []
+    for record in records:
+        tags, note = read_remarks(record.folder)
+        lines.append(RunLine(record, summary_of(record.metrics_path), tuple(tags), note, directions))
+    return lines
+
+
+def varying(lines: Sequence[RunLine]) -> dict[str, list[Any]]:
+    """Return the parameters that differ between runs, with one value per run."""
+    settings = [line.settings() for line in lines]
+    names = dict.fromkeys(name for own in settings for name in own)
+    columns = {name: [own.get(name) for own in settings] for name in names}
+    return {name: values for name, values in columns.items() if differs(values)}
+
+
+def best_places(values: Sequence[float | None], direction: str | None) -> set[int]:
+    """Return the positions of the best value; none where the direction is unknown or there is nothing to choose from."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if direction is None or len(finite) < 2:
+        return set()
+    best = min(finite) if direction == "min" else max(finite)
+    return {place for place, value in enumerate(values) if value == best}

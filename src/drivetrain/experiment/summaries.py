@@ -1,0 +1,214 @@
+"""A metrics file in a few numbers: count, last, smallest and largest value of each metric, kept in a small file next to it.
+
+Listing hundreds of long runs must not read all their rows. A run writes its summary when it ends. A reader that finds none, or that of a
+shorter file, reads the rows that were added since, and writes it. The summary can always be removed.
+"""
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from drivetrain.core.errors import StateError
+from drivetrain.core.files import open_to_read
+from drivetrain.experiment.directions import direction_of
+from drivetrain.experiment.run_folder import read_json, write_text
+from drivetrain.record.jsonl import parse_row
+
+FILE_NAME = "metrics.summary.json"
+SCHEMA = 1
+BLOCK = 2**16
+"""Bytes that are read at a time."""
+TAIL = 256
+"""Bytes before the end of what was read that are compared, to notice that another file has taken its place."""
+ROW = re.compile(
+    rb'^\{"step": (\d{1,15}), "time": \d{1,15}\.\d{3}, "kind": "scalar", "tag": ("[^"\n]*"), '
+    rb'"value": (-?\d{1,18}(?:\.\d{1,30})?(?:e[-+]\d{1,3})?|"nan"|"-?inf")\}$',
+    re.MULTILINE,
+)
+"""A scalar as the Recorder writes it, which is nearly every row; other rows are read as JSON."""
+
+
+@dataclass
+class TagSummary:
+    """What is known of one metric."""
+
+    count: int = 0
+    last: float = math.nan
+    last_step: int = 0
+    low: float = math.inf
+    low_step: int | None = None
+    high: float = -math.inf
+    high_step: int | None = None
+
+    def add(self, step: int, value: float) -> None:
+        """Take the next value; the extremes are of finite values only, and of equal ones the first counts."""
+        self.count += 1
+        self.last, self.last_step = value, step
+        if value < self.low and value != -math.inf:
+            self.low, self.low_step = value, step
+        if value > self.high and value != math.inf:
+            self.high, self.high_step = value, step
+
+    def best(self, tag: str, directions: Mapping[str, str] | None = None) -> tuple[float | None, int | None]:
+        """Return the best value and its step; None where the direction is unknown, the last value where none is finite."""
+        good = direction_of(tag, directions)
+        if good is None:
+            return None, None
+        value, step = (self.low, self.low_step) if good == "min" else (self.high, self.high_step)
+        return (self.last, self.last_step) if step is None else (value, step)
+
+
+@dataclass
+class MetricsSummary:
+    """A metrics file in a few numbers."""
+
+    tags: dict[str, TagSummary] = field(default_factory=dict)
+    directions: dict[str, str] = field(default_factory=dict)
+    """Declared with the Recorder."""
+    lines: int = 0
+    end: int = 0
+    """Bytes of the whole lines that were read."""
+    tail: int = 0
+    size: int = 0
+    modified: int = 0
+    """Size and modification time, in nanoseconds, of the file when it was read."""
+
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Take one row of any kind."""
+        kind, tag, value = row["kind"], row["tag"], row["value"]
+        if kind == "scalar" and isinstance(value, int | float):
+            self.tags.setdefault(tag, TagSummary()).add(row["step"], float(value))
+        elif kind == "direction" and value in ("min", "max"):
+            self.directions[tag] = value
+
+
+def summarize_metrics(file: Path) -> MetricsSummary:
+    """Return the summary of a metrics file. It reads only rows that were added since the last time.
+
+    A missing file is an `OSError`, a damaged one a `StateError`, as for `read_metrics`.
+    """
+    with open_to_read(file) as stream:
+        facts = os.fstat(stream.fileno())
+        known = _stored(file)
+        if (known.size, known.modified) == (facts.st_size, facts.st_mtime_ns):
+            return known
+        grew = known.size < facts.st_size and _tail(stream, known.end) == known.tail
+        summary = _extended(known if grew else MetricsSummary(), stream, facts.st_size, file)
+        summary.tail = _tail(stream, summary.end)
+    summary.size, summary.modified = facts.st_size, facts.st_mtime_ns
+    _store(summary, file)
+    return summary
+
+
+def _extended(summary: MetricsSummary, stream: BinaryIO, size: int, file: Path) -> MetricsSummary:
+    """Add the rows after what the summary has; a resume that supersedes rows it has makes it begin again."""
+    resumes = list(_resumes(stream, summary, size, file))
+    if any(lines is None or lines < summary.lines for _, _, lines in resumes):
+        summary = MetricsSummary()
+        resumes = list(_resumes(stream, summary, size, file))
+    for number, block in _blocks(stream, summary, size):
+        found = [] if resumes else ROW.findall(block)
+        num_lines = block.count(b"\n")
+        if len(found) != num_lines or not _add_scalars(summary, found):
+            for place, line in enumerate(block[:-1].split(b"\n"), start=number):
+                row = parse_row(line, file, place)
+                if row["kind"] == "resume":
+                    resumes.pop(0)
+                elif not any(
+                    row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes
+                ):  # else it was recorded again after that resume
+                    summary.add_row(row)
+        summary.lines, summary.end = number + num_lines, summary.end + len(block)
+    return summary
+
+
+def _add_scalars(summary: MetricsSummary, found: list[tuple[bytes, bytes, bytes]]) -> bool:
+    """Add rows that `ROW` matched; False, and nothing is added, where a tag is not valid JSON."""
+    try:
+        tags = {raw: json.loads(raw.decode()) for raw in {tag for _, tag, _ in found}}
+    except ValueError:
+        return False
+    own = {raw: summary.tags.setdefault(tag, TagSummary()) for raw, tag in tags.items()}
+    for step, raw, value in found:
+        own[raw].add(int(step), float(value.strip(b'"')))
+    return True
+
+
+def _resumes(stream: BinaryIO, summary: MetricsSummary, size: int, file: Path) -> Iterator[tuple[int, int, int | None]]:
+    """Yield line, step and superseded line of each resume after what the summary has."""
+    for number, block in _blocks(stream, summary, size):
+        if b'"resume"' in block:
+            for place, line in enumerate(block[:-1].split(b"\n"), start=number):
+                if b'"resume"' in line and (row := parse_row(line, file, place))["kind"] == "resume":
+                    yield place, row["step"], row.get("lines")
+
+
+def _blocks(stream: BinaryIO, summary: MetricsSummary, size: int) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines after what the summary has, with the number of the first; a last line that was cut short is left out."""
+    stream.seek(summary.end)
+    left, number, pieces = size - summary.end, summary.lines, list[bytes]()
+    while left > 0 and (part := stream.read(min(BLOCK, left))):
+        left -= len(part)
+        cut = part.rfind(b"\n") + 1
+        pieces.append(part[:cut] if cut else part)
+        if cut:
+            block = b"".join(pieces)
+            yield number, block
+            number += block.count(b"\n")
+            pieces = [part[cut:]]
+
+
+def _tail(stream: BinaryIO, end: int) -> int:
+    stream.seek(max(0, end - TAIL))
+    return zlib.crc32(stream.read(min(TAIL, end)))
+
+
+def _stored(file: Path) -> MetricsSummary:
+    """Return the summary next to a metrics file; an empty one where there is none that can be used."""
+    data = read_json(file.with_name(FILE_NAME))
+    try:
+        if data.pop("schema") != SCHEMA:
+            return MetricsSummary()
+        tags = {tag: TagSummary(*_checked(values)) for tag, values in data.pop("tags").items()}
+        directions = {name: good for name, good in data.pop("directions").items() if good in ("min", "max")}
+        numbers = {name: _whole(data[name]) for name in ("lines", "end", "tail", "size", "modified")}
+        return MetricsSummary(tags=tags, directions=directions, **numbers)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return MetricsSummary()
+
+
+def _checked(values: list[Any]) -> tuple[int, float, int, float, int | None, float, int | None]:
+    count, last, last_step, low, low_step, high, high_step = values
+    steps = [None if step is None else _whole(step) for step in (low_step, high_step)]
+    return _whole(count), float(last), _whole(last_step), float(low), steps[0], float(high), steps[1]
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _store(summary: MetricsSummary, file: Path) -> None:
+    def spelled(value: float | None) -> Any:
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    data = {"schema": SCHEMA} | vars(summary)
+    data["tags"] = {tag: [spelled(value) for value in vars(own).values()] for tag, own in summary.tags.items()}
+    with suppress(OSError):  # somebody else's run, or a full disk: it is read again the next time
+        write_text(file.with_name(FILE_NAME), json.dumps(data) + "\n")
+
+
+def summary_of(file: Path) -> MetricsSummary:
+    """Return the summary of a metrics file; an empty one where the file is missing or damaged."""
+    try:
+        return summarize_metrics(file)
+    except (OSError, StateError):
+        return MetricsSummary()
