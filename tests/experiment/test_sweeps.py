@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from drivetrain.experiment import (
 )
 from drivetrain.experiment.sweeps.journal import JOURNAL
 from drivetrain.experiment.sweeps.space import make_space
+from drivetrain.experiment.sweeps.sweeping import continue_sweep
 
 CALLS = []
 
@@ -369,3 +371,62 @@ def test_two_identical_sweeps_give_identical_results_and_their_trials_differ(tmp
     assert {trial.value for trial in run("d", params={"random_seed": 3})} == {
         run("e", params={"random_seed": 3})[0].value
     }
+
+
+def test_the_direction_follows_from_the_objective_unless_it_is_given(tmp_path):
+    space = {"lr": Choice(0.2, 0.3)}
+    assert sweep(bowl, space, params=place(tmp_path), objective="accuracy").best.params["lr"] == 0.2
+    assert sweep(bowl, space, params=place(tmp_path), objective="loss").best.params["lr"] == 0.3
+    assert sweep(bowl, space, params=place(tmp_path), objective="accuracy", direction="min").best.params["lr"] == 0.3
+
+
+def test_a_declared_direction_is_that_of_a_sweep(tmp_path):
+    @experiment(directions={"cost": "max"})
+    def odd(x: float = 1.0):
+        return {"cost": x}
+
+    assert sweep(odd, {"x": Choice(1.0, 2.0)}, params=place(tmp_path), objective="cost").best.params["x"] == 2.0
+
+
+def test_a_sweep_of_the_earlier_default_is_resumed_in_its_own_direction(tmp_path):
+    space = {"lr": Choice(0.2, 0.3)}
+    first = sweep(bowl, space, params=place(tmp_path), objective="accuracy", direction="min")
+    assert sweep(bowl, space, params=place(tmp_path), objective="accuracy", resume=first.folder).direction == "min"
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"lr": Choice(0.2, 0.3), "size": IntRange(1, 2)},
+        {"lr": [1, 0.5], "name": ["a", "b"]},
+        [{"lr": 0.1, "size": 3}, {"name": "x"}],
+    ],
+)
+def test_a_sweep_continues_from_its_journal_alone(tmp_path, space):
+    first = sweep(bowl, space, params=place(tmp_path), objective="loss", seed=3)
+    journal = first.folder / JOURNAL
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:4]))  # one trial is complete
+    for trial in first[1:]:
+        shutil.rmtree(trial.run_dir)
+    CALLS.clear()
+    result = continue_sweep(bowl, first.folder)
+    assert [(t.params, t.value) for t in result] == [(t.params, t.value) for t in first]
+    assert len(CALLS) == len(first) - 1
+
+
+def test_a_random_sweep_continues_with_the_same_draws(tmp_path):
+    space = {"lr": LogUniform(1e-3, 1.0), "size": IntRange(1, 9)}
+    first = sweep(bowl, space, sampler="random", n_trials=4, params=place(tmp_path), objective="loss", seed=5)
+    journal = first.folder / JOURNAL
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:4]))
+    assert [t.params for t in continue_sweep(bowl, first.folder)] == [t.params for t in first]
+
+
+def test_a_sweep_that_its_journal_cannot_rebuild_names_the_way_on(tmp_path):
+    class Own(Choice):
+        pass
+
+    first = sweep(bowl, {"lr": Own(0.1, 0.2)}, params=place(tmp_path), objective="loss")
+    with pytest.raises(ParameterError, match="resume="):
+        continue_sweep(bowl, first.folder)

@@ -88,6 +88,14 @@ class MetricsSummary:
         elif kind == "direction" and value in ("min", "max"):
             self.directions[tag] = value
 
+    def advance(self, num_lines: int, num_bytes: int) -> None:
+        """Count what was read."""
+        self.lines, self.end = self.lines + num_lines, self.end + num_bytes
+
+    def finish(self, tail: int, facts: os.stat_result) -> None:
+        """Note the state of the file that was read."""
+        self.tail, self.size, self.modified = tail, facts.st_size, facts.st_mtime_ns
+
 
 def summarize_metrics(file: Path) -> MetricsSummary:
     """Return the summary of a metrics file. It reads only rows that were added since the last time.
@@ -101,8 +109,7 @@ def summarize_metrics(file: Path) -> MetricsSummary:
             return known
         grew = known.size < facts.st_size and _tail(stream, known.end) == known.tail
         summary = _extended(known if grew else MetricsSummary(), stream, facts.st_size, file)
-        summary.tail = _tail(stream, summary.end)
-    summary.size, summary.modified = facts.st_size, facts.st_mtime_ns
+        summary.finish(_tail(stream, summary.end), facts)
     _store(summary, file)
     return summary
 
@@ -125,7 +132,7 @@ def _extended(summary: MetricsSummary, stream: BinaryIO, size: int, file: Path) 
                     row["step"] >= step if lines is None else place >= lines for _, step, lines in resumes
                 ):  # else it was recorded again after that resume
                     summary.add_row(row)
-        summary.lines, summary.end = number + num_lines, summary.end + len(block)
+        summary.advance(num_lines, len(block))
     return summary
 
 

@@ -90,3 +90,17 @@ def quick(x: float = 1.0, fail: bool = False):
         raise ValueError("asked to fail")
     return (x - 0.25) ** 2
 '''
+
+STOPPABLE = '''
+"""An experiment that is interrupted at its second value, as by Ctrl-C, until a file exists."""
+from pathlib import Path
+
+from drivetrain.experiment import experiment
+
+
+@experiment
+def stoppable(x: float = 1.0, api_key: str = "", marker: str = ""):
+    if x == 2.0 and not Path(marker).exists():
+        raise KeyboardInterrupt
+    return {"accuracy": x}
+'''

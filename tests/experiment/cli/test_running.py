@@ -180,3 +180,33 @@ def test_sigterm_ends_a_run_with_143_and_json_tells_so(small, tmp_path):
     assert done.returncode == 143
     assert json.loads(done.stdout)["state"] == "interrupted"
     assert read_run(only_run(tmp_path / "o").folder).state == "interrupted"
+
+
+def test_an_interrupted_sweep_prints_what_it_has_and_the_line_that_continues_it(
+    command, command_json, program, tmp_path
+):
+    path, marker = program("STOPPABLE"), tmp_path / "go"
+    words = ["x=1,2,3", f"marker={marker}", f"output_dir={tmp_path / 'o'}", "--objective", "accuracy"]
+    status, out, _ = command("sweep", path, *words)
+    (folder,) = (tmp_path / "o" / "stoppable" / "sweeps").iterdir()
+    assert status == 130 and f"continue it with: drivetrain resume {folder}" in out
+    assert "interrupted" in out and "finished" in out and f"sweep folder  {folder}" in out
+    status, out, _ = command("show", folder)
+    assert status == 0 and "interrupted" in out and "drivetrain resume" in out
+    marker.touch()
+    found = command_json("resume", folder, "--json")
+    assert found["direction"] == "max" and [trial["x"] for trial in found["trials"]] == [3.0, 2.0, 1.0]
+    assert "drivetrain resume" not in command("show", folder)[1]
+
+
+def test_a_sweep_with_a_secret_needs_it_again(command, program, tmp_path):
+    path, marker = program("STOPPABLE"), tmp_path / "go"
+    words = ["x=1,2", f"marker={marker}", f"output_dir={tmp_path / 'o'}", "api_key=hunter2hunter2"]
+    assert command("sweep", path, *words)[0] == 130
+    (folder,) = (tmp_path / "o" / "stoppable" / "sweeps").iterdir()
+    marker.touch()
+    status, _, err = command("resume", folder)
+    assert status == 2 and "--set api_key=" in err
+    assert command("resume", folder, "--set", "x=5")[0] == 2
+    assert command("resume", folder, "--set", "api_key=hunter2hunter2")[0] == 0
+    assert "hunter2" not in (folder / "sweep.jsonl").read_text()

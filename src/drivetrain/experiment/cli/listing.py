@@ -184,8 +184,8 @@ def _cells(lines: list[RunLine], objectives: list[Objective | None]) -> list[str
             cells.append("–")
             continue
         name = "" if len(tags) == 1 else f"{objective.tag} "
-        best = "" if objective.best is None else f" ({short(objective.best)})"
-        cells.append(f"{name}{short(objective.last)}{best}{' *' if place in stars else ''}")
+        extreme = "" if objective.best is None else f" ({short(objective.best)})"
+        cells.append(f"{name}{short(objective.last)}{extreme}{' *' if place in stars else ''}")
     return cells
 
 

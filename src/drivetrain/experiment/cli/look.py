@@ -43,12 +43,12 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def _show_sweep(folder: Path, as_json: bool) -> None:
-    from drivetrain.experiment.cli.sweep import ended, print_result, resume_line
+    from drivetrain.experiment.cli.sweep import print_result, resume_line
     from drivetrain.experiment.sweeps.result import read_sweep
 
     result = read_sweep(folder)
     if not is_locked(folder):
-        result = ended(result)
+        result = result.without_running()
     print_result(result, as_json)
     if not as_json and any(trial.status in ("asked", "interrupted") for trial in result):
         print_lines(resume_line(folder))

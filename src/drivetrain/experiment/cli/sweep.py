@@ -133,21 +133,13 @@ def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
     except (KeyboardInterrupt, SystemExit) as stop:
         if not seen or seen[-1].folder is None:
             raise
-        print_result(ended(seen[-1]), as_json)
+        print_result(seen[-1].without_running(), as_json)
         if not as_json:
             print_lines(resume_line(seen[-1].folder))
         code = stop.code if isinstance(stop, SystemExit) else INTERRUPTED
         return code if isinstance(code, int) else FAILED
     print_result(result, as_json)
     return 0
-
-
-def ended(result: "SweepResult") -> "SweepResult":
-    """Return the result of a sweep that no process runs: trials that were running are interrupted."""
-    for trial in result:
-        if trial.status == "running":
-            trial.status = "interrupted"
-    return result
 
 
 def resume_line(folder: Path) -> str:

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,7 +14,7 @@ from drivetrain.core.files import PRIVATE_FILE, replacing
 from drivetrain.core.secret import masked
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.journal import read_journal
-from drivetrain.experiment.sweeps.trial import FAILED, TIMED_OUT, Trial
+from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIMED_OUT, Trial
 
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 
@@ -73,6 +74,11 @@ class SweepResult(Sequence[Trial]):
     def failed(self) -> list[Trial]:
         """The trials that failed or were ended at `trial_timeout`."""
         return [trial for trial in self._trials if trial.status in (FAILED, TIMED_OUT)]
+
+    def without_running(self) -> "SweepResult":
+        """Return the result of a sweep that no process runs: trials that were running are interrupted."""
+        trials = [replace(trial, status=INTERRUPTED) if trial.status == RUNNING else trial for trial in self._trials]
+        return SweepResult(trials, direction=self.direction, folder=self.folder, secrets=self._secrets)
 
     @property
     def varied(self) -> list[str]:

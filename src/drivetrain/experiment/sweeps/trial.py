@@ -10,7 +10,7 @@ from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.secret import masked
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
-TIMED_OUT = "timed out"
+TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
 ENDS = (FINISHED, FAILED, PRUNED, TIMED_OUT)
 
 
