@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from drivetrain.experiment.cli.output import own_command
 from drivetrain.experiment.records import find_runs, read_run
 
 
@@ -189,7 +190,7 @@ def test_an_interrupted_sweep_prints_what_it_has_and_the_line_that_continues_it(
     words = ["x=1,2,3", f"marker={marker}", f"output_dir={tmp_path / 'o'}", "--objective", "accuracy"]
     status, out, _ = command("sweep", path, *words)
     (folder,) = (tmp_path / "o" / "stoppable" / "sweeps").iterdir()
-    assert status == 130 and f"continue it with: drivetrain resume {folder}" in out
+    assert status == 130 and f"continue it with: {own_command()} resume {folder}" in out
     assert "interrupted" in out and "finished" in out and f"sweep folder  {folder}" in out
     status, out, _ = command("show", folder)
     assert status == 0 and "interrupted" in out and "drivetrain resume" in out

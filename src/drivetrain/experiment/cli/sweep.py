@@ -144,7 +144,7 @@ def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
 
 def resume_line(folder: Path) -> str:
     """Return the command that continues a sweep."""
-    return f"continue it with: drivetrain resume {shlex.quote(str(folder))}"
+    return f"continue it with: {own_command()} resume {shlex.quote(str(folder))}"
 
 
 def read_space(experiment: "Experiment", axes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
