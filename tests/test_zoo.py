@@ -25,6 +25,17 @@ def test_a_method_works_with_a_model_or_is_rejected(name, method):
     assert checks.check_method(OWN[name], method).startswith(("ok", "rejected: "))
 
 
+@pytest.mark.parametrize("name", ["dict output", "bags"])
+def test_the_automatic_mode_trains_a_model_without_measuring(name):
+    assert checks.check_automatic(OWN[name], seconds=0.0) == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_the_automatic_mode_trains_every_model_of_the_zoo(name):
+    assert checks.check_automatic(OWN[name]) == "ok"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_every_method_works_with_a_model_of_the_zoo_or_is_rejected(name):

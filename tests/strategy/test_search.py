@@ -23,7 +23,7 @@ from drivetrain.strategy.registry import _methods, register_method
 from drivetrain.strategy.search import find
 from drivetrain.strategy.search.constraints import PlanningProblem, budget_bytes, parse_memory
 from drivetrain.strategy.search.cost import Cost, parts_read
-from drivetrain.strategy.search.decision import Measurement, choose
+from drivetrain.strategy.search.decision import Measurement, choose, summary
 from drivetrain.strategy.search.find import SearchConstraints, find_plan
 from drivetrain.strategy.search.knowledge import Experience, Knowledge, doubtful
 from drivetrain.strategy.search.measure import Measuring, SearchTime, measuring_order
@@ -414,6 +414,52 @@ def test_what_cannot_be_sent_anywhere_is_not_a_failure():
 def test_nothing_is_begun_without_the_time_for_it():
     measuring, trials = measure([scored(1, 1, micro=64)], {}, limit=2.0)
     assert not trials.asked and not measuring.found
+
+
+def test_a_better_plan_that_the_time_limit_leaves_out_is_named_with_what_it_would_bring():
+    quick = {(): TrialResult(outcome="ok", step_seconds=4.0, steps=3, startup_seconds=2.0)}
+    items = [scored(0.1, 1, micro=64, compile="model"), scored(0.5, 1, micro=64)]
+    measuring, _ = measure(items, quick, limit=14.0)
+    missed = measuring.missed()
+    assert "too short to try" in missed and "compile" in missed and "20% of the best plan's time" in missed
+    limit = float(missed.rpartition("about ")[2].split()[0])
+    assert measure(items, quick, limit=limit + 5)[0].missed() is None
+    assert measure([items[1], scored(0.6, 1, micro=64, compile="model")], quick, limit=14.0)[0].missed() is None
+
+
+def test_reports_name_the_plan_the_best_so_far_and_how_many_may_follow():
+    items = [scored(1 + i / 100, 1, micro=64 // 2**i, accumulation=2**i) for i in range(4)]
+    lines = []
+    measuring = Measuring(
+        build_space(place(machine=CPU)), torch.device("cpu"), SearchTime(1000.0), 1e12, Trials({}, []), lines.append
+    )
+    measuring.round(items)
+    tried = [line for line in lines if line.startswith("measuring")]
+    assert "best so far" not in tried[0] and "up to 3 more" in tried[0]
+    assert "best so far" in tried[-1] and "more after it" not in tried[-1]
+
+
+def test_a_summary_has_at_most_six_lines():
+    trials = [
+        {"plan": "fp32", "outcome": "ok", "step_seconds": 0.2},
+        {"plan": "bf16", "outcome": "ok", "step_seconds": 0.1},
+        {"plan": "compile", "outcome": "error", "message": "no compiler"},
+        {"plan": "other", "outcome": "oom"},
+    ]
+    plan = Strategy(
+        [("amp_native", "bf16")], measured={"step_seconds": 0.1}, predicted={"step_seconds": 9, "peak_bytes": 2**20, "budget_bytes": 2**30},
+        search={"candidates": 9, "fitting": 5, "seconds": {"measure": 3.0}, "measured": trials, "plain": "fp32"},
+        reasons=("search: first", "profile: not shown", "search: second", "search: third"),
+    )  # fmt: skip
+    lines = summary(plan)
+    assert (
+        len(lines) == 6
+        and "amp_native" in lines[0]
+        and "2.00 x the plain model" in lines[1]
+        and "4 were tried" in lines[2]
+    )
+    assert "no compiler" in lines[3] and "and 1 more" in lines[3] and "third" in lines[5]
+    assert summary(Strategy()) == ["plan: the model as it is"]
 
 
 def test_what_may_win_gets_the_time_that_nobody_else_needs():

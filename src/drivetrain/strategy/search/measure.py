@@ -170,12 +170,15 @@ class Measuring:
         """Return which plan might be better and was not tried, because the time limit is too short; None where there is none."""
         best, late = choose(self.found), [item for item in map(self.corrected, self.late) if not self._is_known(item)]
         item = min(late, key=lambda item: item.seconds, default=None)
-        if best is None or item is None or item.seconds >= (1 - TIE) * best.seconds:
+        if best is None or item is None:
+            return None
+        share = item.seconds / self.corrected(best.scored).seconds  # both predicted: they err alike
+        if share >= 1 - TIE:
             return None
         limit = self.clock.limit + self._expected(item, FEW_STEPS)
         return (
-            f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take "
-            f"{item.seconds * 1e3:.4g} ms in place of {best.seconds * 1e3:.4g} ms a step; about {limit:.0f} s would do"
+            f"the time limit of {self.clock.limit:.0f} s is too short to try {item.label}, which is predicted to take {share:.0%} of the "
+            f"best plan's time; about {limit:.0f} s would do"
         )
 
     def _is_known(self, item: Scored) -> bool:
