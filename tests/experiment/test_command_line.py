@@ -57,6 +57,17 @@ def values(*argv):
         (["--name="], "name", ""),
         (["--n", "1", "--"], "n", 1),
         (["--n=1e3"], "n", 1000),
+        (["n=5"], "n", 5),
+        (["batch-size=2"], "batch_size", 2),
+        (["learning_rate=-1e-3", "--n", "1"], "learning_rate", -1e-3),
+        (["--n", "1", "learning_rate=0.5"], "learning_rate", 0.5),
+        (["--shuffle", "n=5"], "n", 5),
+        (["shuffle=false"], "shuffle", False),
+        (["xs=1,-2", "n=4"], "xs", [1, -2]),
+        (["xs=1,-2", "n=4"], "n", 4),
+        (["--name", "n=5"], "name", "n=5"),
+        (["--name=a", "n=5"], "n", 5),
+        (["name=a=b"], "name", "a=b"),
     ],
 )
 def test_options_mean_what_they_say(argv, name, expected):
@@ -205,3 +216,10 @@ def test_any_command_line_is_read_or_refused(argv):
     except ParameterError:
         return
     assert set(found.values) == set(train.parameters)
+
+
+def test_an_override_of_an_unknown_parameter_names_the_nearest_one():
+    with pytest.raises(ParameterError, match="unknown parameter 'batchsize'; did you mean --batch-size"):
+        parse(["batchsize=2"], train.parameters)
+    with pytest.raises(ParameterError, match="lr=0.1"):
+        parse(["word"], train.parameters)

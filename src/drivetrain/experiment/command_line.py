@@ -135,13 +135,27 @@ def _own(option: str) -> str:
 
 
 def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[str]:
-    """Yield the words with options in one spelling, and flags with their value, so that the next word is never taken for it."""
+    """Yield the words with options in one spelling, and flags with their value, so that the next word is never taken for it.
+
+    `name=value` is the same as `--name=value` where no option before it takes the word as its value.
+    """
     from drivetrain.core.errors import ParameterError
 
+    takes: Parameter | None = None  # the words that follow are its values
     for place, word in enumerate(map(str, argv)):
         flag, has_value, text = word.partition("=")
+        if takes is None and has_value and not word.startswith("-"):
+            owner = parameters.owner_of(flag.replace("-", "_"))
+            if owner is not None and owner.multiple:
+                yield from (owner.flag, *split_values(text))
+                continue
+            flag, word = (flag, word) if owner is None else (f"--{flag}", f"--{word}")
         name = flag[2:].replace("-", "_")
         parameter = parameters.owner_of(name) if flag.startswith("--") else None
+        if flag.startswith("--"):
+            takes = parameter if parameter is not None and not parameter.is_flag and not has_value else None
+        elif takes is not None and not takes.multiple:
+            takes = None
         if word == "--":
             if argv[place + 1 :]:
                 raise ParameterError(_positional(repr(argv[place + 1])))
@@ -156,8 +170,17 @@ def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[st
             yield f"{parameter.flag}={'true' if name == parameter.name else 'false'}"
 
 
+def split_values(text: str) -> list[str]:
+    """Split at commas outside brackets.
+
+    >>> split_values("[1,2],[3]")
+    ['[1,2]', '[3]']
+    """
+    return [item.strip() for item in re.split(r",(?![^\[({]*[\])}])", text)]
+
+
 def _positional(shown: str) -> str:
-    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1."
+    return f"unexpected argument {shown}: values follow their option, as in --lr 0.1 or lr=0.1."
 
 
 def _explained(error: argparse.ArgumentError, words: list[str], parameters: "ParameterSet") -> str:
@@ -178,6 +201,9 @@ def _unexpected(word: str, words: list[str], parser: Parser, parameters: "Parame
         return f"unknown option {word.partition('=')[0]}{parser.hint(word)}"
     options = [option for option in words[: words.index(word)] if option.startswith("--")]
     owner = parameters.owner_of(options[-1].partition("=")[0][2:].replace("-", "_")) if options else None
+    name, has_value, _ = word.partition("=")
+    if has_value and (owner is None or not owner.is_secret):
+        return f"unknown parameter {name!r}{parser.hint('--' + name.replace('_', '-'))}"
     return _positional(repr(word) if owner is None else repr(owner.shown(word)))
 
 

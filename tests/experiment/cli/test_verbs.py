@@ -1,6 +1,7 @@
 """The command as a whole: help, unknown words, exit statuses."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -117,3 +118,23 @@ def test_a_closed_pipe_ends_the_command_quietly(words, tmp_path):
     )
     os.close(writer)
     assert done.returncode == 0 and not done.stderr, done.stderr.decode()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_verb_and_option(command, shell):
+    status, out, _ = command("completion", shell)
+    assert status == 0 and all(verb in out for verb in VERBS)
+    assert ("--resume-check" in out) or ("-l resume-check" in out)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=out, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "found"), [("drivetrain com", "compare completion"), ("drivetrain ls --rev", "--reverse")]
+)
+def test_bash_completes_verbs_and_options(command, words, found):
+    script = command("completion", "bash")[1]
+    script += f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _drivetrain; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "--norc"], input=script, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found

@@ -32,7 +32,7 @@ from drivetrain.experiment.cli.output import (
 )
 from drivetrain.experiment.cli.targets import TARGET_HELP, find_experiment
 from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
-from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error
+from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error, split_values
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -173,15 +173,6 @@ def read_space(experiment: "Experiment", axes: list[str]) -> tuple[dict[str, Any
     if not space:
         raise ParameterError(f"a sweep needs at least one parameter with several values. Expected {AXES_HELP}.")
     return space, fixed
-
-
-def split_values(text: str) -> list[str]:
-    """Split at commas outside brackets.
-
-    >>> split_values("[1,2],[3]")
-    ['[1,2]', '[3]']
-    """
-    return [item.strip() for item in re.split(r",(?![^\[({]*[\])}])", text)]
 
 
 def _range(found: re.Match[str], word: str) -> Any:

@@ -24,6 +24,7 @@ VERBS = {
     "plan": ("plan", "find the fastest way to train a model, here or on machines that are not here"),
     "report": ("look", "write one HTML file about one or several runs"),
     "doctor": ("doctor", "check this machine, a run, or whether a program resumes exactly"),
+    "completion": ("completion", "print a script that lets bash, zsh or fish complete verbs and options"),
     "demo": ("run", "train a small classifier on built-in data, on the device that is here"),
 }
 """Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
