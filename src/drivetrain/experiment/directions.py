@@ -3,8 +3,9 @@
 A metric of unknown direction has a last value and no best one.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from drivetrain.core.errors import ParameterError
@@ -69,3 +70,16 @@ def read_directions(words: list[str]) -> dict[str, str]:
     """Read `NAME=min` and `NAME=max`, as a command line has them."""
     pairs = [word.rpartition("=")[::2] for word in words]
     return {name: check_direction(direction, name or word) for (name, direction), word in zip(pairs, words)}
+
+
+def best_places(values: Sequence[float | None], direction: str | None) -> set[int]:
+    """Return the positions of the best value; none where the direction is unknown or there is nothing to choose from.
+
+    >>> best_places([3.0, 1.0, None, 1.0], "min"), best_places([3.0, 1.0], None)
+    ({1, 3}, set())
+    """
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if direction is None or len(finite) < 2:
+        return set()
+    best = min(finite) if direction == "min" else max(finite)
+    return {place for place, value in enumerate(values) if value == best}

@@ -11,12 +11,12 @@ from typing import Any
 from drivetrain.core.errors import ExperimentError
 from drivetrain.experiment.cli.listing import DIRECTION, OBJECTIVE, SEVERAL_HELP
 from drivetrain.experiment.cli.output import Column, plain_text, print_json, print_lines, print_split_table, print_table
-from drivetrain.experiment.cli.runs import SEED, RunLine, best_places, find_all_runs, read_lines, varying
+from drivetrain.experiment.cli.runs import RunLine, find_all_runs, read_lines, varying
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.directions import direction_of, read_directions
+from drivetrain.experiment.directions import best_places, direction_of, read_directions
 from drivetrain.experiment.records import RunRecord
 from drivetrain.experiment.reports.chart import Point, short
-from drivetrain.experiment.reports.gather import ENVIRONMENT, differs, gather_run
+from drivetrain.experiment.reports.gather import ENVIRONMENT, SEED, differs, gather_run
 
 SIDE_BY_SIDE = 5
 """More runs than this are rows, not columns."""

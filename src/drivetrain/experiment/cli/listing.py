@@ -12,13 +12,12 @@ from drivetrain.experiment.cli.runs import (
     DEFAULT_PLACE,
     Objective,
     RunLine,
-    best_places,
     find_all_runs,
     read_lines,
     varying,
 )
 from drivetrain.experiment.command_line import JSON, argument
-from drivetrain.experiment.directions import direction_of, read_directions
+from drivetrain.experiment.directions import best_places, direction_of, read_directions
 from drivetrain.experiment.filters import check_names, read_condition
 from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
 from drivetrain.experiment.reports.chart import short

@@ -1,6 +1,5 @@
 """Runs as verbs see them: found by folder or short id, and in one line each, without reading their metrics files whole."""
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +19,10 @@ from drivetrain.experiment.records import (
     read_run,
     short_id,
 )
-from drivetrain.experiment.reports.gather import differs, main_metric
-from drivetrain.experiment.standard import BOOKKEEPING
+from drivetrain.experiment.reports.gather import main_metric, telling_settings, varying_settings
 from drivetrain.experiment.summaries import MetricsSummary, summary_of
 
 DEFAULT_PLACE = "output"
-SEED = "random_seed"
 RESULT = "result"
 
 
@@ -139,11 +136,8 @@ class RunLine:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the parameters that can make a difference: not where and how the run happens, and a seed only if it was given."""
-        own = {name: value for name, value in self.record.settings.items() if name not in BOOKKEEPING}
-        if not self.record.is_own_seed:
-            own.pop(SEED, None)
-        return own
+        """Return the parameters that can make a difference."""
+        return telling_settings(self.record)
 
     def values(self) -> dict[str, Any]:
         """Return what conditions and `--sort` can name: parameters, last values of metrics, results, and what `ls` shows."""
@@ -180,16 +174,4 @@ def read_lines(records: Iterable[RunRecord], directions: Mapping[str, str]) -> l
 
 def varying(lines: Sequence[RunLine]) -> dict[str, list[Any]]:
     """Return the parameters that differ between runs, with one value per run."""
-    settings = [line.settings() for line in lines]
-    names = dict.fromkeys(name for own in settings for name in own)
-    columns = {name: [own.get(name) for own in settings] for name in names}
-    return {name: values for name, values in columns.items() if differs(values)}
-
-
-def best_places(values: Sequence[float | None], direction: str | None) -> set[int]:
-    """Return the positions of the best value; none where the direction is unknown or there is nothing to choose from."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    if direction is None or len(finite) < 2:
-        return set()
-    best = min(finite) if direction == "min" else max(finite)
-    return {place for place, value in enumerate(values) if value == best}
+    return varying_settings([line.record for line in lines])

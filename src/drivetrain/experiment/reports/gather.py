@@ -16,6 +16,7 @@ from drivetrain.core.quantities import shown_seconds
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.chart import Point
+from drivetrain.experiment.standard import BOOKKEEPING
 
 PICTURE_FOLDERS = ("images", "figures")
 PICTURE_TYPES = {
@@ -25,6 +26,7 @@ PICTURE_TYPES = {
     ".gif": "image/gif",
     ".webp": "image/webp",
 }
+SEED = "random_seed"
 LOG_LINES = 40
 LOG_TAIL = 64 * 1024
 """Bytes from the end of a log in which its last lines are looked for."""
@@ -276,6 +278,22 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
 def differs(values: Sequence[object]) -> bool:
     """Return whether not all values are the same."""
     return any(value != values[0] for value in values[1:])
+
+
+def telling_settings(record: RunRecord) -> dict[str, Any]:
+    """Return the parameters that can make a difference: not where and how the run happens, and a seed only if it was given."""
+    own = {name: value for name, value in record.settings.items() if name not in BOOKKEEPING}
+    if not record.is_own_seed:
+        own.pop(SEED, None)
+    return own
+
+
+def varying_settings(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Return the parameters that differ between runs, with one value per run."""
+    settings = [telling_settings(record) for record in records]
+    names = dict.fromkeys(name for own in settings for name in own)
+    columns = {name: [own.get(name) for own in settings] for name in names}
+    return {name: values for name, values in columns.items() if differs(values)}
 
 
 def moment(seconds: float) -> str:

@@ -25,6 +25,7 @@ from drivetrain.experiment.reports.gather import (
     names_of,
 )
 from drivetrain.experiment.reports.html import SCRIPT, STYLE, block, cell, folded, number, row, section, table
+from drivetrain.experiment.reports.many import MANY, MANY_SCRIPT, MANY_STYLE, runs_table
 from drivetrain.experiment.reports.pictures import pictures
 from drivetrain.experiment.run_folder import write_text
 from drivetrain.experiment.standard import standard_parameters
@@ -57,25 +58,32 @@ def write_report(
 
 def make_page(runs: Sequence[RunData]) -> str:
     """Return the HTML of a report."""
+    is_wide = len(runs) >= MANY
+
+    def beside(title: str, body: str) -> str:
+        """Show a table with a column per run on demand where there are many."""
+        return folded(f"{title} of all runs side by side", body) if is_wide else body
+
     parts = [
-        overview(runs) if len(runs) > 1 else summary_cards(runs[0]),
+        runs_table(runs) if is_wide else overview(runs) if len(runs) > 1 else summary_cards(runs[0]),
         errors(runs),
         curves(runs),
-        metrics(runs),
+        beside("Metrics", metrics(runs)),
         pictures(runs),
-        parameters(runs),
+        beside("Parameters", parameters(runs)),
         plan(runs),
-        environment(runs),
+        beside("Environment", environment(runs)),
         checkpoints(runs),
         texts_and_log(runs),
     ]
+    style, script = (STYLE + MANY_STYLE, SCRIPT + MANY_SCRIPT) if is_wide else (STYLE, SCRIPT)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} – Drivetrain</title><style>{STYLE}</style></head>\n"
-        f"<body>{_header(runs, title)}<main>{''.join(parts)}</main>{_footer()}<script>{SCRIPT}</script></body></html>\n"
+        f"<title>{escape(title)} – Drivetrain</title><style>{style}</style></head>\n"
+        f"<body>{_header(runs, title)}<main>{''.join(parts)}</main>{_footer()}<script>{script}</script></body></html>\n"
     )
 
 
