@@ -73,13 +73,13 @@ def read_directions(words: list[str]) -> dict[str, str]:
 
 
 def best_places(values: Sequence[float | None], direction: str | None) -> set[int]:
-    """Return the positions of the best value; none where the direction is unknown or there is nothing to choose from.
+    """Return the positions of the best value; none where the direction is unknown or all values are the same.
 
     >>> best_places([3.0, 1.0, None, 1.0], "min"), best_places([3.0, 1.0], None)
     ({1, 3}, set())
     """
     finite = [value for value in values if value is not None and math.isfinite(value)]
-    if direction is None or len(finite) < 2:
+    if direction is None or len(set(finite)) < 2:
         return set()
     best = min(finite) if direction == "min" else max(finite)
     return {place for place, value in enumerate(values) if value == best}

@@ -52,6 +52,14 @@ def test_few_runs_have_no_such_table(tmp_path):
     assert "sortable" not in write_report(folders, tmp_path / "page.html").read_text()
 
 
+def test_curves_are_those_of_the_best_eight_runs(tmp_path):
+    folders = [make_run(tmp_path, f"run-{number:02d}", losses=[50.0, abs(number - 6) + 1.0]) for number in range(12)]
+    text = write_report(folders, tmp_path / "page.html").read_text()
+    assert "The best 8 of 12 runs by train/loss" in text
+    legends = set(re.findall(r"run-\d\d", text[text.index("<h2>Curves") :].partition("</section>")[0]))
+    assert legends == {f"run-{number:02d}" for number in range(2, 10)}  # of 2 and 10, which are equal, the first
+
+
 ACTIONS = """<script>
 const order = () => [...document.querySelectorAll(".sortable tbody tr:not([hidden])")].map(row => row.cells[0].textContent).join();
 const heads = [...document.querySelectorAll(".sortable th button")], input = document.querySelector(".search input"), found = {};

@@ -1,18 +1,25 @@
 """The first section of a report on six or more runs: one row per run, with what varies and the metrics, to sort and to filter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from drivetrain.experiment.directions import best_places, direction_of
 from drivetrain.experiment.reports.chart import short
-from drivetrain.experiment.reports.gather import RunData, duration, main_metric, names_of, varying_settings
+from drivetrain.experiment.reports.gather import (
+    MetricSummary,
+    RunData,
+    duration,
+    main_metric,
+    names_of,
+    varying_settings,
+)
 from drivetrain.experiment.reports.html import cell, section
 
 MANY = 6
 """From so many runs on a report begins with this table, and shows what has a column per run on demand."""
-MAX_METRICS = 12
+MAX_METRICS, MAX_CURVES = 12, 8
 FILTER_HELP = "words, or comparisons such as lr<0.1 and state=finished; all must match"
 
 
@@ -47,6 +54,31 @@ def runs_table(runs: Sequence[RunData]) -> str:
     return section("Runs", search + body)
 
 
+def drawn_runs(runs: Sequence[RunData]) -> tuple[list[int], str]:
+    """Return the positions of the runs whose curves are drawn, and a sentence where they are not all: the best eight."""
+    if len(runs) <= MAX_CURVES:
+        return list(range(len(runs))), ""
+    found = [{entry.tag: entry for entry in run.metrics()} for run in runs]
+    tag = main_metric(dict.fromkeys(tag for own in found for tag in own))
+    good = None if tag is None else _direction(runs, found, tag)
+    if tag is None or good is None:
+        return list(range(MAX_CURVES)), f"The first {MAX_CURVES} of {len(runs)} runs; name fewer runs to see others."
+
+    def rank(place: int) -> tuple[bool, float]:
+        best = found[place][tag].best if tag in found[place] else None
+        is_known = best is not None and math.isfinite(best)
+        return (not is_known, (best if good == "min" else -best) if best is not None and is_known else 0.0)
+
+    chosen = sorted(range(len(runs)), key=rank)[:MAX_CURVES]
+    return sorted(chosen), f"The best {MAX_CURVES} of {len(runs)} runs by {tag}; name fewer runs to see others."
+
+
+def _direction(runs: Sequence[RunData], found: Sequence[Mapping[str, MetricSummary]], tag: str) -> str | None:
+    """Return the direction of a metric on which all runs that have it agree."""
+    directions = {direction_of(tag, run.directions) for run, own in zip(runs, found) if tag in own}
+    return directions.pop() if len(directions) == 1 else None
+
+
 def _metrics(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """Return a column per metric: the best value where its direction is known, else the last; the most telling metric first."""
     found = [{entry.tag: entry for entry in run.metrics()} for run in runs]
@@ -55,8 +87,7 @@ def _metrics(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     tags = [tag for tag in tags if tag == first] + [tag for tag in tags if tag != first]
     columns = []
     for tag in tags[:MAX_METRICS]:
-        directions = {direction_of(tag, run.directions) for run, own in zip(runs, found) if tag in own}
-        good = directions.pop() if len(directions) == 1 else None
+        good = _direction(runs, found, tag)
         entries = [own.get(tag) for own in found]
         values = [None if entry is None else entry.best if good else entry.last for entry in entries]
         stars = best_places(values, good)

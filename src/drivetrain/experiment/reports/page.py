@@ -25,7 +25,7 @@ from drivetrain.experiment.reports.gather import (
     names_of,
 )
 from drivetrain.experiment.reports.html import SCRIPT, STYLE, block, cell, folded, number, row, section, table
-from drivetrain.experiment.reports.many import MANY, MANY_SCRIPT, MANY_STYLE, runs_table
+from drivetrain.experiment.reports.many import MANY, MANY_SCRIPT, MANY_STYLE, drawn_runs, runs_table
 from drivetrain.experiment.reports.pictures import pictures
 from drivetrain.experiment.run_folder import write_text
 from drivetrain.experiment.standard import standard_parameters
@@ -158,9 +158,10 @@ def errors(runs: Sequence[RunData]) -> str:
 
 def curves(runs: Sequence[RunData]) -> str:
     """Return a chart per quantity: training and evaluation of the same quantity share one, and so do all runs."""
+    chosen, choice = drawn_runs(runs)
     charts: dict[str, list[tuple[int, str]]] = {}
-    for place, run in enumerate(runs):
-        for tag in run.series:
+    for place in chosen:
+        for tag in runs[place].series:
             charts.setdefault(SPLITS.sub("", tag), []).append((place, tag))
     names, figures = names_of(runs), []
     for title, members in charts.items():
@@ -169,10 +170,11 @@ def curves(runs: Sequence[RunData]) -> str:
         for place, tag in members:
             label = tag if len(runs) == 1 else names[place] if len(tags) == 1 else f"{names[place]}: {tag}"
             is_dashed = len(runs) > 1 and len(tags) > 1 and tag.startswith(NOT_TRAINING)
-            color = tags.index(tag) if len(runs) == 1 else place
+            color = tags.index(tag) if len(runs) == 1 else chosen.index(place)
             lines.append(Curve(label=label, points=runs[place].series[tag], color=color, is_dashed=is_dashed))
         figures.append(draw_chart(lines, tags[0] if len(tags) == 1 else title))
-    return section("Curves", f'<div class="charts">{"".join(figures)}</div>' if figures else "")
+    note = f'<p class="soft">{escape(choice)}</p>' if choice else ""
+    return section("Curves", f'{note}<div class="charts">{"".join(figures)}</div>' if figures else "")
 
 
 def metrics(runs: Sequence[RunData]) -> str:
