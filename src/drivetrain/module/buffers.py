@@ -9,14 +9,18 @@ from torch import nn
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore running statistics and the like afterwards, in place: what was compiled or recorded finds them at the same address."""
+    """Restore running statistics and the like afterwards, in place: what was compiled or recorded finds them at the same address.
+
+    The host waits for the device at the end.
+    """
     kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, version, value in kept:
-                if buffer._version != version:
+                # Batch normalisation writes its statistics without a new version.
+                if buffer._version != version or not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 
