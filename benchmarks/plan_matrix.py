@@ -58,7 +58,7 @@ CHANGES = {
     "replaced modules": ["module_replace"],
 }
 """What a plan does beside."""
-SECONDS = 60.0
+SECONDS = 100.0
 
 
 def plan_of(world, layout, changes):

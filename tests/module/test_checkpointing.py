@@ -164,7 +164,9 @@ def test_nothing_changes_without_gradients_and_blocks_without_grad_inputs_still_
     assert block.mlp.up.weight.grad is not None
 
 
-def test_a_cache_for_generation_is_not_filled_twice():
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_cache_for_generation_is_not_filled_twice(mode, by_name):
     class Caching(nn.Module):
         def __init__(self):
             super().__init__()
@@ -183,14 +185,15 @@ def test_a_cache_for_generation_is_not_filled_twice():
             self.layers = nn.ModuleList([Caching(), Caching()])
 
         def forward(self, x):
-            cache = []
+            self.cache = []
             for layer in self.layers:
-                x = layer(x, past_key_values=cache)
+                x = layer(x, past_key_values=self.cache) if by_name else layer(x, self.cache)
             return x
 
     model = Model()
-    checkpoint_blocks(model)
+    checkpoint_blocks(model, mode=mode)
     model(torch.ones(1, 2)).sum().backward()
+    assert model.cache == []
     with torch.no_grad():
         cached = []
         model.layers[0](torch.ones(1, 2), past_key_values=cached)

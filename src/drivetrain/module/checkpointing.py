@@ -5,6 +5,7 @@ modes: `full` keeps only the block's inputs; `selective` also keeps what is expe
 products, convolutions and attention; `offload` keeps the inputs too, but in host memory.
 """
 
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.classes import GeneratedClass, subclass_of
+from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
 
 Mode = Literal["full", "selective", "offload"]
 _MODES = ("full", "selective", "offload")
@@ -26,6 +27,7 @@ class Checkpointed(GeneratedClass):
 
     _checkpoint_mode: str
     _checkpoint_reentrant: bool
+    _cache_positions: tuple[int, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, keeping little of it when gradients are recorded."""
@@ -35,6 +37,7 @@ class Checkpointed(GeneratedClass):
         if norms := tracking_norms(self):  # type: ignore[arg-type]
             run = _CountedOnce(run, norms)
         kwargs |= {name: None for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None}
+        args = tuple(None if index in self._cache_positions else value for index, value in enumerate(args))
         if self._checkpoint_reentrant:
             return checkpoint(lambda *inputs: run(*inputs, **kwargs), *args, use_reentrant=True)
         if self._checkpoint_mode == "selective":
@@ -101,9 +104,16 @@ def checkpoint_blocks(
     for _, block in chosen:
         block.__dict__["_checkpoint_mode"] = mode
         block.__dict__["_checkpoint_reentrant"] = reentrant
+        block.__dict__["_cache_positions"] = _cache_positions(block)
         if not isinstance(block, Checkpointed):
             block.__class__ = subclass_of(type(block), Checkpointed)
     return [name for name, _ in chosen]
+
+
+def _cache_positions(block: nn.Module) -> tuple[int, ...]:
+    """Return the places of remembered keys and values among the positional arguments of a block's forward."""
+    names = list(inspect.signature(written_class(block).forward).parameters)[1:]
+    return tuple(index for index, name in enumerate(names) if name in _CACHE_ARGUMENTS)
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

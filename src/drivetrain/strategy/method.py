@@ -84,6 +84,8 @@ class Method(Generic[C]):
     group: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     numerics: ClassVar[Numerics] = "exact"
+    changes_gradient: ClassVar[bool] = False
+    """Whether it trains something else by design, such as adapters: the loss must then be the plain one, and gradients are not compared."""
     stage: ClassVar[Stage] = Stage.MODULE
     Config: ClassVar[type] = NoConfig
     conflicts: ClassVar[Mapping[str, str]] = {}

@@ -35,6 +35,7 @@ from drivetrain.strategy.trial.per_parameter import (
     gradients_of,
     norm_of,
     plain_numbers,
+    rounding_of,
     watch_movements,
 )
 from drivetrain.strategy.trial.report import OutcomeKind, Yardstick
@@ -176,6 +177,7 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
     value = plain_number(loss)
     each = plain_numbers(model, task.recipe())
     model.zero_grad()
+    each = replace(each, rounding=_rounding(model, each, device, lambda: loss_of(batch)))
     error, is_random = 0.0, False
     with torch.no_grad():
         if draws:
@@ -196,6 +198,21 @@ def _yardstick(model: nn.Module, task: TrainingTask, device: torch.device, sampl
         is_steady=_is_steady(model, loss_of, batch, value) if steady else None,
         is_random=is_random,
     )
+
+
+def _rounding(
+    model: nn.Module, each: PerParameter, device: torch.device, loss_of: Callable[[], Tensor]
+) -> dict[str, float]:
+    """Return what plain autocast in bfloat16 does to each gradient: models differ, and a right plan is not rejected for it."""
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of()
+        loss.backward()
+        return rounding_of(each.gradients, gradients_of(model))
+    except Exception:  # a model that does not run so, or a device without the type: the usual tolerances hold
+        return {}
+    finally:
+        model.zero_grad()
 
 
 def _is_steady(model: nn.Module, loss_of: Callable[[Any], Tensor], batch: Batch, loss: float) -> bool:
@@ -313,6 +330,8 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
         return "wrong", f"the plan changes the loss: {numbers} (allowed {allowed:g})"
     if overflows:
         return "ok", f"{numbers}; gradients overflow at the first scale of float16, so they were not compared"
+    if changing := [method.name for _, method, _ in plan.steps if method.changes_gradient]:
+        return _verdict_on_others(found, numbers, changing)
     findings = compare(expected.each, found.each, level, tolerance)
     if not is_mean:  # what is left of the error is a property of the loss: see the note
         worst = max((finding.error for finding in findings), default=0.0)
@@ -326,6 +345,16 @@ def verdict(found: Measured, expected: Yardstick, plan: ResolvedPlan) -> tuple[O
         return "wrong", f"the plan changes what parameters get: {findings[0]}{more}; {numbers}"
     counted = len(expected.each.gradients)
     return "ok", f"{numbers}; {counted} parameters compared" if counted else numbers
+
+
+def _verdict_on_others(found: Measured, numbers: str, changing: list[str]) -> tuple[OutcomeKind, str]:
+    """Return whether a plan that trains something else by design trains anything: there is no plain gradient to compare with."""
+    names = ", ".join(changing)
+    if not found.norm > 0:
+        return "wrong", f"{names} changes the gradient, and no parameter gets any: {numbers}"
+    if found.each.movements and not norm_of(found.each.movements) > 0:
+        return "wrong", f"{names} changes the gradient, and no parameter moves: {numbers}"
+    return "ok", f"{numbers}; gradients were not compared, because {names} changes them by design"
 
 
 def train_window(ctx: Application, batch: Batch, call: Callable[..., Any]) -> Tensor:

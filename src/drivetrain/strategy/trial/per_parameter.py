@@ -24,6 +24,8 @@ _NOISE = {"exact": 1e-3, "tf32": 1e-2, "mixed": 0.05, "low": 0.1}
 """By the loosest method of a plan: the relative noise in a gradient for which the optimizer's sensitivity is measured."""
 _FLOOR = {"exact": 1e-5, "tf32": 1e-3, "mixed": 1e-2, "low": 1e-2}
 """Parameters whose gradient is smaller than this share of the largest one have an error relative to that share: below is rounding."""
+_MOST = 0.5
+"""Whatever plain autocast does, a gradient may not be further away than this: a lost one has the error 1."""
 _ZERO = 1e-3
 """A gradient or a movement below this share of the plain one is none."""
 
@@ -37,6 +39,8 @@ class PerParameter:
     """How the optimizer's first step moved each parameter; empty where that is not known."""
     sensitivity: dict[str, dict[str, float]] = field(default_factory=dict)
     """For each level of noise: by how much, relatively, noise in the gradient changes a movement. The sign that Adam takes is sensitive."""
+    rounding: dict[str, float] = field(default_factory=dict)
+    """By how much plain autocast in bfloat16 changes each gradient, relatively; a plan in 16 bits may do about the same."""
 
 
 def sketch(tensor: Tensor) -> str:
@@ -140,6 +144,13 @@ def plain_numbers(model: nn.Module, recipe: OptimizerRecipe | None) -> PerParame
     return PerParameter(gradients=gradients, movements=base, sensitivity=sensitivity)
 
 
+def rounding_of(exact: Mapping[str, str], rounded: Mapping[str, str]) -> dict[str, float]:
+    """Return by how much rounded gradients differ from exact ones, relatively; what is hardly anything counts as for a comparison."""
+    floor = _FLOOR["mixed"] * max((float(_numbers(text)[0]) for text in exact.values()), default=0.0)
+    found = {name: _difference(text, rounded[name], floor) for name, text in exact.items() if name in rounded}
+    return {name: error for name, error in found.items() if error > _NOISE["mixed"]}
+
+
 def _difference(expected: str, other: str, floor: float = 0.0) -> float:
     """Return the norm of the difference of two sketched tensors, relative to the first."""
     first, second = _numbers(expected), _numbers(other)
@@ -162,10 +173,16 @@ class Finding:
 
 def compare(expected: PerParameter, found: PerParameter, level: str, tolerance: float) -> list[Finding]:
     """Return the parameters whose gradient or movement is not the plain one: gradients first, and of each the worst."""
-    findings = _worst_first(_compared("gradient", expected.gradients, found.gradients, level, tolerance, {}))
+    rounding = expected.rounding if level in ("mixed", "low") else {}
+    usual = {name: min(_MOST, 2 * error) for name, error in rounding.items()}
+    findings = _worst_first(_compared("gradient", expected.gradients, found.gradients, level, tolerance, usual))
     if expected.movements and found.movements:
         trained = {name: text for name, text in expected.movements.items() if name in expected.gradients}
-        allowance = expected.sensitivity.get(level, {})
+        more = {name: max(1.0, error / _NOISE[level]) for name, error in rounding.items()}
+        allowance = {
+            name: max(usual.get(name, 0.0), 3 * more.get(name, 1.0) * error)
+            for name, error in expected.sensitivity.get(level, {}).items()
+        }
         findings += _worst_first(_compared("movement", trained, found.movements, level, tolerance, allowance))
     return findings
 
@@ -188,7 +205,7 @@ def _compared(
     for name, text in expected.items():
         if norms[name] <= 1e-3 * floor:
             continue  # rounding alone
-        allowed = max(tolerance, 3 * allowance.get(name, 0.0))
+        allowed = max(tolerance, allowance.get(name, 0.0))
         if name not in found:
             findings.append(Finding(name=name, what=f"no {what}", error=1.0, allowed=allowed))
             continue
