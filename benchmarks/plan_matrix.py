@@ -176,9 +176,11 @@ def write():
     parts = [
         "# Which plans are right on which models\n",
         "Each cell compares two steps of a plan with a plain loop (SGD with momentum) on the same samples, parameter by parameter, on "
-        "2 or 4 gloo ranks with a small model of `transformers`. *ok*: every parameter moves as in the plain loop (to 0.2 % in float32, "
-        "to 25 % in 16 bits). A number: the plan is rejected before the first step, for the reason below. `python -m "
-        "benchmarks.plan_matrix` runs it, and `tests/strategy/test_architectures.py` (slow) tests it.\n",
+        "2 or 4 gloo ranks with a small model of `transformers`. *ok*: every parameter moves as in the plain loop, to 0.2 % in float32. In "
+        "16 bits to 15 % (`amp`) or 25 % (`half`), as a trial allows, or to twice what plain autocast on one process does to that "
+        "parameter. Batch norms use the statistics of a pass, as in DDP, so the plain loop of ResNet makes the same passes. A number: the "
+        "plan is rejected before the first step, for the reason below. `python -m benchmarks.plan_matrix` runs it, and "
+        "`tests/strategy/test_architectures.py` (slow) tests it.\n",
         f"{len(results)} cells were run: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()) + ".\n",
     ]
     names = [*architectures.CONFIGS]

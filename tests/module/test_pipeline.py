@@ -179,3 +179,40 @@ def test_outputs_travel_flat_and_come_back_in_their_form():
     assert len(flat) == 2 and call.unflatten_output(flat)["cache"] is None
     joined = call.joined_output()
     assert joined["logits"].shape == (4, 3) and joined["loss"].item() == 1.0
+
+
+def test_what_a_stage_makes_for_itself_has_the_type_that_sharding_casts_to():
+    class Rotary(nn.Module):
+        def forward(self, x):
+            return torch.ones(x.shape[-1], dtype=x.dtype)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.rotary = nn.Embedding(8, 4), Rotary()
+            self.layers = nn.ModuleList([Block(), Block()])
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            scale = self.rotary(x)
+            for layer in self.layers:
+                x = layer(x, scale)
+            return x
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, scale):
+            seen.append(scale.dtype)
+            return self.linear(x) * scale.to(x.dtype)
+
+    seen: list[torch.dtype] = []
+    tokens = torch.arange(6).view(2, 3)
+    split = split_model(Model(), 2, split=["layers.1"], given={"tokens": tokens})
+    for dtype in (None, torch.bfloat16):
+        seen.clear()
+        split.parts[1].compute_dtype = dtype
+        split.parts[1](torch.ones(2, 3, 4), tokens=tokens)
+        assert seen == [dtype or torch.float32]

@@ -11,7 +11,7 @@ from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import register_method
 from drivetrain.strategy.resolve import resolve_plan
 from drivetrain.strategy.task import CallModel, TrainingTask
-from drivetrain.strategy.trial.checking import Measured, share_of_plan, verdict
+from drivetrain.strategy.trial.checking import Measured, plain_yardstick, share_of_plan, verdict
 from drivetrain.strategy.trial.per_parameter import PerParameter, compare, norm_of, sketch
 from drivetrain.strategy.trial.report import Yardstick
 from drivetrain.strategy.value import Strategy
@@ -142,3 +142,33 @@ def test_a_model_on_the_meta_device_is_verified_by_a_smaller_one(breaks, monkeyp
     with torch.device("meta"):
         large = nn.Linear(1 << 15, 1 << 15)
     assert "1,073,774,592 elements" in verify_plan(Strategy([]), make_task(large), device=CPU).notes[0]
+
+
+def test_a_plan_in_16_bits_may_round_as_plain_autocast_does_but_loses_nothing():
+    plain, noise = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    noise *= 0.3 * plain.norm() / noise.norm()
+    expected = PerParameter(gradients={"x": sketch(plain)})
+    rounds = PerParameter(gradients=expected.gradients, rounding={"x": 0.2})
+    noisy, lost = (PerParameter(gradients={"x": sketch(grad)}) for grad in (plain + noise, torch.zeros(64)))
+    assert compare(expected, noisy, "mixed", 0.15) and not compare(rounds, noisy, "mixed", 0.15)
+    assert compare(rounds, noisy, "exact", 2e-3) and compare(rounds, lost, "mixed", 0.15)
+    most = PerParameter(gradients=expected.gradients, rounding={"x": 5.0})
+    assert compare(most, lost, "mixed", 0.15)
+
+
+def test_the_rounding_of_plain_autocast_is_measured_where_it_is_large():
+    class Cancels(nn.Module):
+        """One of its gradients is a small difference of large numbers, of which 16 bits leave little."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 1, bias=False), nn.Linear(4, 1)
+
+        def forward(self, tokens, labels):
+            x, signs = tokens[:, :4].float(), torch.tensor([1.0, -1.0] * (len(tokens) // 2))[:, None]
+            return signs * self.first(x + 1000.0) + self.second(x)
+
+    torch.manual_seed(0)
+    task = make_task(Cancels(), loss=lambda batch, output: output.float().mean())
+    found = plain_yardstick(task.model, task, CPU, 8).each.rounding
+    assert found["first.weight"] > 0.05 and "second.bias" not in found

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks
-from drivetrain.module.pipeline_parts import StagePart
+from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart
 from drivetrain.module.pipeline_tracing import FLOPS, VALUE, trace_chain
 from drivetrain.module.wrappers import unwrap
 
@@ -134,7 +134,7 @@ def _same_sizes(node: fx.Node, shape: tuple[int, ...]) -> int:
 def zeros_for(source: Tensor, shape: tuple[int, ...], seen: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros of a shape, with the sizes of an input where they were those of the input when the model was followed."""
     sizes = [source.shape[i] if i < len(seen) and seen[i] == size else size for i, size in enumerate(shape)]
-    return source.new_zeros((), dtype=dtype).expand(sizes)
+    return source.new_zeros((), dtype=COMPUTED_IN.get() or dtype).expand(sizes)
 
 
 def _ignores(module: nn.Module, node: fx.Node, given: list[fx.Node]) -> bool:

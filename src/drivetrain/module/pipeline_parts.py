@@ -5,6 +5,7 @@ Schedules know tensors only, and a loss wants the model's output as the model gi
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from drivetrain.module.buffers import buffers_copied
 
+COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
+"""The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
+
 
 class Elsewhere(nn.Module):
     """Stands where the user's model has a module that another stage holds; it has no parameters."""
@@ -20,6 +24,9 @@ class Elsewhere(nn.Module):
 
 class StagePart(nn.Module):
     """One stage: the modules it holds, and the piece of the graph that runs them."""
+
+    compute_dtype: torch.dtype | None = None
+    """What sharding casts parameters and inputs to for the forward pass."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, received: Sequence[str], inputs: Sequence[str]):
         super().__init__()
@@ -45,12 +52,19 @@ class StagePart(nn.Module):
         fields = vars(self)
         call: FlatCall | None = fields["_call"]
         if call is None:
-            return fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
+            return self._steps(received, inputs)
         inputs = call.unflatten_inputs(inputs)
         received = tuple(map(_with_contiguous_gradient, received))
         with buffers_copied(self) if call.is_probing else nullcontext():
-            output = fields["_run"](self, *received, *(inputs[name] for name in self.inputs))
+            output = self._steps(received, inputs)
         return call.flatten_output(output)
+
+    def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
+        token = COMPUTED_IN.set(self.compute_dtype)
+        try:
+            return vars(self)["_run"](self, *received, *(inputs[name] for name in self.inputs))
+        finally:
+            COMPUTED_IN.reset(token)
 
 
 class FlatCall:

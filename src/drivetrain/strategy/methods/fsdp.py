@@ -155,6 +155,7 @@ def shard_over_data(
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     from drivetrain.module.blocks import select_modules
+    from drivetrain.module.pipeline_parts import StagePart
     from drivetrain.strategy.materialising import materialise
 
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
@@ -164,6 +165,8 @@ def shard_over_data(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )
     ctx.autocast_dtype = None  # the policy casts; autocast would do it again
+    if isinstance(ctx.model, StagePart):
+        ctx.model.compute_dtype = dtype
     settings: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     offload = ctx.plan.config("cpu_offload")
     cpu_offload = cpu_offload or offload is not None
