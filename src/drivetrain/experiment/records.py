@@ -244,9 +244,13 @@ def change_remarks(
     folder: Path, *, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None
 ) -> tuple[list[str], str]:
     """Add and remove tags of a run, set its note (`""` removes it), and return what it has then."""
-    tags, earlier = read_remarks(folder)
+    before, earlier = read_remarks(folder)
     dropped = set(remove)
-    tags = [tag for tag in dict.fromkeys((*tags, *add)) if tag not in dropped]
+    tags = [tag for tag in dict.fromkeys((*before, *add)) if tag not in dropped]
     kept = earlier if note is None else note
-    write_json(folder / REMARKS, {"tags": tags, "note": kept})
+    if (tags, kept) != (before, earlier):
+        try:
+            write_json(folder / REMARKS, {"tags": tags, "note": kept})
+        except OSError as error:
+            raise ExperimentError(f"tags and note of {folder} cannot be written: {error}.") from error
     return tags, kept

@@ -97,8 +97,16 @@ def test_tags_and_notes_are_kept_shown_and_filtered_by(command, command_json, tm
     out = command("ls", tmp_path)[1]
     assert "base" in out and "the [bold]first[/bold] one" in out
     assert "base" in command("show", a)[1] and command_json("show", b, "--json")["tags"] == []
+    assert not (b / "remarks.json").exists() and command("tag", b)[0] == 0 and not (b / "remarks.json").exists()
     command("tag", tmp_path, "--note", "")
     assert command_json("tag", a, "--json")[0]["note"] == ""
+
+
+def test_a_note_that_cannot_be_written_is_an_error_and_not_a_traceback(command, tmp_path):
+    (folder,) = many(tmp_path, 1)
+    (folder / "remarks.json").mkdir()
+    status, _, err = command("tag", folder, "--add", "x")
+    assert status == 2 and "cannot be written" in err
 
 
 def test_more_than_five_runs_are_rows_with_what_differs_at_80_columns(command, tmp_path, monkeypatch):
