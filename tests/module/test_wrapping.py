@@ -301,3 +301,21 @@ def test_four_ranks_that_wrap_a_model_again_add_gradients_up_in_the_same_order(w
     """DDP would lay its buckets out again after the first step, so that a resumed run rounded in another way."""
     whole, resumed = world4(trained_in_two_runs, 0), world4(trained_in_two_runs, 3)
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+
+
+def gradients_of_an_open_window():
+    """Wrap a model whose parameters hold gradients already, add two more and average; return what should be there, and what is."""
+    model = nn.Linear(5, 3).double()
+    nn.init.ones_(model.weight)
+    model.weight.grad = torch.full_like(model.weight, float(get_rank()))
+    wrapped = wrap_ddp(model)
+    rows = torch.ones(1, 5, dtype=torch.double)
+    with wrapped.no_sync():
+        wrapped(rows).sum().backward()
+    wrapped(rows).sum().backward()
+    return torch.full_like(model.weight, 2.0 + 1.5), model.weight.grad
+
+
+def test_a_model_that_is_wrapped_inside_a_window_keeps_its_gradients(world4):
+    for expected, found in world4(gradients_of_an_open_window):
+        assert torch.equal(expected, found)

@@ -100,7 +100,8 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
     if "device_ids" not in settings and len(devices) == 1 and next(iter(devices)).type == "cuda":
         settings["device_ids"] = list(devices)
     wrapped = TransparentDDP(model, **settings)
-    if all(device.type == "cpu" for device in devices) or torch.are_deterministic_algorithms_enabled():
+    is_exact = all(device.type == "cpu" for device in devices) or torch.are_deterministic_algorithms_enabled()
+    if is_exact and isinstance(wrapped, DistributedDataParallel):  # a simulated world has a stand-in
         _settle_buckets(wrapped)
     wrapped.__dict__["_wrap_settings"] = dict(kw)
     return wrapped
@@ -119,13 +120,14 @@ def _settle_buckets(wrapped: DistributedDataParallel) -> None:
     lays_out_again = not (wrapped.find_unused_parameters or wrapped.static_graph)
     if not lays_out_again or is_watched or is_sparse or torch.distributed.get_world_size(wrapped.process_group) <= 2:
         return
-    held = [parameter.grad for parameter in parameters]
+    held = [None if p.grad is None else p.grad.clone() for p in parameters]  # they may lie in the buckets themselves
     for parameter in parameters:
         parameter.grad = None
     wrapped.reducer.prepare_for_forward()
     wrapped.reducer.prepare_for_backward([])
     for parameter in reversed(parameters):
         torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+    wrapped.reducer._rebuild_buckets()
     for parameter, grad in zip(parameters, held):
         parameter.grad = grad
 
