@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pickle
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -356,3 +357,22 @@ def test_a_gpu_search_finds_a_fast_verified_plan(monkeypatch):
     assert status and plan.evidence == "measured" and plan.measured["is_verified"]
     batch = result.prepare_input(next(iter(result.dataloader)), "cuda")
     result.loss_func(batch, result.model(**batch)).backward()
+
+
+def train_on_rank_without_a_plan():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "find_plan", failing("raises"))
+        plain = run(make_trainer(device="cpu", seed=1))
+        trainer = auto_trainer()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = run(trainer)
+    texts = [str(warning.message) for warning in caught if "found no plan" in str(warning.message)]
+    return plain, found, trainer.plan.opt_names(), len(texts)
+
+
+def test_on_two_ranks_a_failed_search_leaves_data_parallel_training(world2):
+    for rank, (plain, found, names, warned) in enumerate(world2(train_on_rank_without_a_plan)):
+        assert names == ["parallel_mode"] and warned == (rank == 0)
+        for ours, theirs in zip(found, plain):
+            torch.testing.assert_close(ours, theirs)
