@@ -214,3 +214,10 @@ def test_the_parameters_of_a_resumed_run_begin_a_new_run_when_they_are_fed_back(
     runs = list(find_runs(tmp_path))
     assert len(runs) == 2 and runs[1].parameters["resume"] == "never" and len(result["losses"]) == 6
     assert "resume is never read from a file and is ignored. Give --resume." in caplog.text
+
+
+def test_resume_takes_the_short_id_of_a_run_in_the_output_folder(stopped, tmp_path):
+    result = learn.run(output_dir=str(tmp_path), resume=stopped.folder.name.rpartition("_")[2])
+    assert len(result["losses"]) == 6 and [record.folder for record in find_runs(tmp_path)] == [stopped.folder]
+    with pytest.raises(ResumeError, match="short id"):
+        learn.run(output_dir=str(tmp_path), resume="zzzzzz")

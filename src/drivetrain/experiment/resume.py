@@ -15,7 +15,7 @@ from typing import Any
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
 from drivetrain.experiment.parameters import ParameterSet
-from drivetrain.experiment.records import FINISHED, RunRecord, find_runs, is_run, read_run
+from drivetrain.experiment.records import FINISHED, RunRecord, find_by_id, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.standard import BOOKKEEPING
@@ -79,6 +79,9 @@ def choose_beginning(
 
 
 def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, force: bool) -> Beginning:
+    if not path.exists():
+        named = [folder for folder in find_by_id(Path(resolved.values["output_dir"]), str(path)) if is_run(folder)]
+        path = named[0] if len(named) == 1 else path
     for folder in (path, *path.parents[:2]):
         if is_run(folder):
             beginning = continue_run(read_run(folder), resolved, parameters, force=force)
@@ -87,7 +90,7 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
             beginning.is_finished = beginning.is_finished and not inside
             return beginning
     raise ResumeError(
-        f"resume: {path} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder of a run, or "
+        f"resume: {path} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder or short id of a run, or "
         "--checkpoint to begin a new run from a state."
     )
 

@@ -58,7 +58,7 @@ def standard_parameters() -> list[Parameter]:
             "resume",
             str,
             "never",
-            help="never; auto: continue the newest unfinished run with the same parameters; or the folder of a run.",
+            help="never; auto: continue the newest unfinished run with the same parameters; or the folder or short id of a run.",
             allow_from_file=False,
         ),
         Parameter("device", str, "auto", help="Device to compute on: auto, cpu, cuda, cuda:1, mps, ..."),
