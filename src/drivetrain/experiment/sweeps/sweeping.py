@@ -331,10 +331,7 @@ class _Loop:
             trial.value = self._value(outcome.result, trial)
             if trial.value is None and self.objective is not None:
                 known = ", ".join(trial.metrics) or "no numbers"
-                trial.status = FAILED
-                trial.error = (
-                    f"the objective {self.objective!r} is missing from what the experiment returned ({known})."
-                )
+                trial.fail(f"the objective {self.objective!r} is missing from what the experiment returned ({known}).")
         self.journal.settle(trial)
         if trial.status == FAILED and trial.attempts <= self.retries:
             logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)

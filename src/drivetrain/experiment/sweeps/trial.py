@@ -33,6 +33,10 @@ class Trial:
         shown = f"{self.index}, {masked(self.params)}, {self.status!r}, value={self.value}"
         return f"Trial({shown}, run_dir={self.run_dir}, error={self.error!r})"
 
+    def fail(self, error: str) -> None:
+        """Count as failed, for this reason."""
+        self.status, self.error = FAILED, error
+
     @property
     def is_over(self) -> bool:
         """Nothing more will happen to it."""
