@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.time import Time
 from drivetrain.core.yaml import YamlFile, dump_yaml, read_yaml
 from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
 from drivetrain.optim.building import import_dotted
-from drivetrain.optim.optim_set import OptimSet
-from drivetrain.optim.plain import as_unit
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
 from drivetrain.optim.units import SCHEDULES
 
@@ -54,59 +51,22 @@ def resolve_type(query: str) -> type[OptimScheduler]:
     return value
 
 
-def from_config(
+def read_units(
     cfg: Mapping[str, object], model: nn.Module, *, file: YamlFile | None = None, **shared: object
-) -> OptimSet:
-    """Build a set from a mapping; `shared` values hold for units that do not give their own."""
+) -> dict[str, OptimScheduler]:
+    """Build the units of a configuration; `shared` values hold for units that do not give their own."""
     reader = _ConfigReader(file)
-    _check_shared_names(shared)
-    units = reader.units(cfg)
-    built = {name: reader.build(name, spec, model) for name, spec in units.items()}
+    check_shared_names(shared)
+    built = {name: reader.build(name, spec, model) for name, spec in reader.units(cfg).items()}
     for unit in built.values():
         unit.share(**shared)
-    return OptimSet(built)
+    return built
 
 
-def from_yaml(source: Any, model: nn.Module, **shared: Any) -> OptimSet:
-    """Build a set from the `optim_sches` of a YAML file or open stream; other top-level keys are for `!ref`."""
+def read_units_of_file(source: Any, model: nn.Module, **shared: object) -> dict[str, OptimScheduler]:
+    """Build the units in the `optim_sches` of a YAML file or open stream; other top-level keys are for `!ref`."""
     file = read_yaml(source)
-    return from_config(file.data, model, file=file, **shared)
-
-
-def build_optim_sches(
-    model: nn.Module, optim_sche_cfg: Mapping[str, object], args: object = None, **shared: object
-) -> OptimSet:
-    """Build a set as SpeeChain's runner does: `args` is a namespace or mapping that holds shared arguments among others."""
-    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
-    found = {name: values[name] for name in SHARED if name in values}
-    return from_config(optim_sche_cfg, model, **{**found, **shared})
-
-
-def as_optim_set(value: object, model: nn.Module, **shared: Any) -> OptimSet:
-    """Turn whatever describes units into a set: units, optimizers, mappings of them, configuration, or a function.
-
-    `shared` values hold for units that were not given their own.
-    """
-    _check_shared_names(shared)
-    if isinstance(value, (str, os.PathLike)):
-        return from_yaml(value, model, **shared)
-    if isinstance(value, OptimSet):
-        made = value
-    elif isinstance(value, (OptimScheduler, Optimizer)):
-        made = OptimSet({"main": _as_unit(value, model)})
-    elif isinstance(value, Mapping):
-        if not all(isinstance(item, (OptimScheduler, Optimizer)) for item in value.values()) or not value:
-            return from_config(value, model, **shared)
-        made = OptimSet({name: _as_unit(item, model) for name, item in value.items()})
-    elif callable(value):
-        return as_optim_set(value(model), model, **shared)
-    else:
-        raise ConfigTypeError(
-            f"a {type(value).__name__} is not an optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "
-            "a configuration with 'optim_sches', the path of a YAML file, or a function of the model that returns one of these."
-        )
-    made.share(**shared)
-    return made
+    return read_units(file.data, model, file=file, **shared)
 
 
 def to_config(optim_set: Mapping[str, OptimScheduler]) -> dict[str, Any]:
@@ -201,15 +161,12 @@ def _is_single(cfg: Mapping[str, object]) -> bool:
     return isinstance(cfg.get("type"), str)
 
 
-def _check_shared_names(shared: Mapping[str, object]) -> None:
+def check_shared_names(shared: Mapping[str, object]) -> None:
+    """Reject a shared argument of an unknown name."""
     for name, value in shared.items():
         if name not in SHARED:
             raise ConfigTypeError(unknown_name("shared argument", name, SHARED))
         check_shared(name, value)
-
-
-def _as_unit(value: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
-    return value if isinstance(value, OptimScheduler) else as_unit(value, model)
 
 
 def _type_name(cls: type) -> str:
