@@ -107,7 +107,7 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", sorted(ROW_OF.keys() - {"optim"}))
+@pytest.mark.parametrize("folder", sorted(ROW_OF))
 def test_modules_of_a_folder_do_not_import_each_other_in_a_circle(folder):
     paths = (PACKAGE / folder).rglob("*.py")
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in paths}
@@ -123,8 +123,8 @@ ANY_CEILING = 2500
 """Annotations with `Any`; the goal is 1,200."""
 WRITES_CEILING = 720
 """Attributes that are written from outside their class."""
-LONGEST = {"train/trainer.py": 700, "module/stepper.py": 550, "optim/scheduler.py": 510}
-"""Files that have more than 500 lines, and how many they may have; the goal is train/trainer.py alone."""
+LONGEST = {"train/trainer.py": 600}
+"""Files that may have more than 500 lines, and how many."""
 
 _DATA = frozenset(
     {"grad", "data", "requires_grad", "state", "args", "_metadata", "__name__", "__qualname__", "__doc__"}

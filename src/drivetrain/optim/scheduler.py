@@ -147,8 +147,7 @@ class OptimScheduler(ABC):
         self.accumulate_skipped = check_flag("accumulate_skipped", accumulate_skipped)
         self.param_groups = check_groups(param_groups)
         self.nonfinite = check_choice("nonfinite", nonfinite, NONFINITE)
-        self.manual = check_flag("manual", manual)
-        self.sche_conf = dict(sche_conf)
+        self.manual, self.sche_conf = check_flag("manual", manual), dict(sche_conf)
 
         given = (distributed, use_amp, accum_grad, ft_factor, grad_clip, grad_norm_type)
         self._given = {
@@ -161,14 +160,11 @@ class OptimScheduler(ABC):
         self.real_step = 0
         self.last_grad_norm: Tensor | None = None
         self.is_active = self.is_due = self.is_reduced = False
-        self.batch = self._position = 0
         self.closes = True
-        self._updates = self._skips = self._logged_at = 0
+        self.batch = self._position = self._updates = self._skips = self._logged_at = 0
         self._device_skips: Tensor | None = None
-        self.scaling = Scaling()
-        self.run_length = RunLength()
-        self._settled = False
-        self._takes_epoch = _takes_epoch(self.update_lr)
+        self.scaling, self.run_length = Scaling(), RunLength()
+        self._settled, self._takes_epoch = False, _takes_epoch(self.update_lr)
         self.model = model
         self.attach(model)
         self.sche_init(**sche_conf)
