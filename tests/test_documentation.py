@@ -99,10 +99,15 @@ PYTHON_PAGES = [page for page in PAGES if blocks_of(page, "python")]
 
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
+    from drivetrain.strategy.registry import _methods, method_names
+
     monkeypatch.chdir(tmp_path)
+    known = method_names()
     generators = capture_rng()
     yield tmp_path
     restore_rng(generators)
+    for name in {*_methods} - {*known}:  # a page registers one of its own
+        del _methods[name]
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch's own, in torch.onnx

@@ -84,3 +84,43 @@ def test_the_same_script_runs_on_two_processes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("eval_accuracy_epoch") == 2  # one rank speaks
+
+
+@pytest.fixture
+def lora():
+    from drivetrain.strategy.registry import _methods
+
+    yield load("lora_method")
+    del _methods["lora"]
+
+
+def test_lora_is_a_method_that_plans_verify(lora, monkeypatch):
+    losses, plan = lora.main(num_epochs=6)
+    assert losses[-1] < 0.7 * losses[0] and plan.opt_names() == ["lora"]
+    assert "lora changes them by design" in plan.explain(width=400)
+
+    def forget_the_optimizer(self, ctx, config):
+        ctx.recipe, kept = None, ctx.recipe
+        applied(self, ctx, config)
+        ctx.recipe = kept
+        kept.groups = lambda model: [module.layer.weight for module in model.modules() if hasattr(module, "down")]
+
+    applied = lora.Lora.apply
+    monkeypatch.setattr(lora.Lora, "apply", forget_the_optimizer)
+    with pytest.raises(AssertionError, match="lora changes the gradient, and no parameter moves"):
+        lora.main(num_epochs=1)
+
+
+def test_a_search_uses_lora_where_it_is_included_and_not_by_surprise(lora):
+    from drivetrain.strategy.search.space import build_space
+    from tests.strategy.test_search import CPU, place
+
+    included = build_space(place(machine=CPU, batch=16, included=("lora",))).candidates
+    assert included and all("lora" in candidate.names() for candidate in included)
+    assert not any("lora" in c.names() for c in build_space(place(machine=CPU, batch=16)).candidates)
+
+
+@pytest.mark.slow
+def test_a_search_around_lora_finds_a_plan_that_learns(lora):
+    losses, plan = lora.main(search=True, num_epochs=6)
+    assert "lora" in plan.opt_names() and losses[-1] < losses[0]
