@@ -134,7 +134,7 @@ _DATA = frozenset(
 # An algorithm or a strategy method has the name of the idea, and so has the class that carries it out; Composer's names are Composer's.
 SHARED_NAMES = frozenset({"Cautious", "ChannelsLast", "Lookahead", "ScheduleFree", "SOAP", "Precision", "Trainer"})
 """Names that two classes may have."""
-TO_RENAME = frozenset({"BatchPlan", "Run"})
+TO_RENAME = frozenset({"Run"})
 """Names that two classes still have and should not."""
 
 

@@ -19,7 +19,7 @@ from drivetrain.core.errors import (
     UnknownMethodError,
     UnsupportedMethodError,
 )
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.mesh import fit_axes
 from drivetrain.strategy.method import Method, Stage
 from drivetrain.strategy.registry import _methods, expand_names, register_method
@@ -78,7 +78,7 @@ def test_json_round_trip_is_exact():
     )  # fmt: skip
     again = Strategy.from_json(plan.to_json())
     assert again == plan and again.to_json() == plan.to_json() and list(again) == list(plan)
-    assert again.batch == BatchPlan(global_size=32, micro=4, accumulation=2, data_ranks=4)
+    assert again.batch == BatchSplit(global_size=32, micro=4, accumulation=2, data_ranks=4)
     text = json.loads(plan.to_json())
     assert text["drivetrain_strategy"] == 1
     configs = {entry["name"]: entry["config"] for entry in text["methods"]}

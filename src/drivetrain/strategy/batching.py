@@ -6,7 +6,7 @@ from drivetrain.core.errors import BatchSizeError
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPlan:
+class BatchSplit:
     """How one global batch is split over ranks and time."""
 
     global_size: int
@@ -27,11 +27,11 @@ def plan_batch(
     accumulation: int | None = None,
     *,
     allow_rounding: bool = False,
-) -> BatchPlan:
+) -> BatchSplit:
     """Split a global batch; sizes that do not divide are rejected with the two nearest ones, or rounded where that is allowed.
 
     >>> plan_batch(24, 2, micro=4)
-    BatchPlan(global_size=24, micro=4, accumulation=3, data_ranks=2)
+    BatchSplit(global_size=24, micro=4, accumulation=3, data_ranks=2)
     """
     unit = data_ranks * (micro or 1) * (accumulation or 1)
     if global_size % unit:
@@ -59,10 +59,10 @@ def plan_batch(
     else:
         accumulation = accumulation or 1
         micro = per_rank // accumulation
-    return BatchPlan(global_size=global_size, micro=micro, accumulation=accumulation, data_ranks=data_ranks)
+    return BatchSplit(global_size=global_size, micro=micro, accumulation=accumulation, data_ranks=data_ranks)
 
 
-def replan_batch(batch: BatchPlan, data_ranks: int) -> BatchPlan:
+def replan_batch(batch: BatchSplit, data_ranks: int) -> BatchSplit:
     """Return the same global batch on another number of ranks, with micro-batches no larger than before."""
     plain = plan_batch(batch.global_size, data_ranks)
     micro = max(size for size in range(1, min(batch.micro, plain.micro) + 1) if plain.micro % size == 0)

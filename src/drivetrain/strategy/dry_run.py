@@ -24,7 +24,7 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.snapshot import ProcessSettings
 from drivetrain.strategy.task import TrainingTask
@@ -59,7 +59,7 @@ def verify_plan(
     task: TrainingTask,
     *,
     device: torch.device,
-    batch: BatchPlan | None = None,
+    batch: BatchSplit | None = None,
     time_limit: float = VERIFY_SECONDS,
 ) -> DryRunOutcome:
     """Try a given plan on all ranks and return what they agree on; every rank calls it with the same arguments.

@@ -8,12 +8,12 @@ from torch.utils.data import DistributedSampler
 from drivetrain.core.errors import BatchSizeError
 from drivetrain.data.order import share_of
 from drivetrain.runtime.ranks import data_rank
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.stepping import PlannedLoader
 
 
 def make_loader(
-    dataset: Any, arguments: Mapping[str, Any], batch: BatchPlan, sampler_cls: Any = None, seed: int = 0
+    dataset: Any, arguments: Mapping[str, Any], batch: BatchSplit, sampler_cls: Any = None, seed: int = 0
 ) -> PlannedLoader:
     """Return a loader of micro-batches; `arguments` are those of torch's DataLoader, with a global batch size."""
     given = {name: value for name, value in arguments.items() if name != "batch_size"}

@@ -22,7 +22,7 @@ from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.batching import BatchSplit
     from drivetrain.strategy.effects import Effects
     from drivetrain.strategy.profile.values import ModelProfile
     from drivetrain.strategy.search.candidates import Candidate
@@ -280,7 +280,7 @@ class Method(Generic[C]):
     sets_update_loop: ClassVar[bool] = False
     """Whether it decides how the optimizer goes through the parameters."""
 
-    def scaled_to(self, config: C, axes: Mapping[str, int], batch: "BatchPlan | None") -> C:
+    def scaled_to(self, config: C, axes: Mapping[str, int], batch: "BatchSplit | None") -> C:
         """Return the configuration for another mesh and batch split."""
         return config
 

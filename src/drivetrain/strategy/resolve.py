@@ -16,7 +16,7 @@ from torch import nn
 from drivetrain.core.errors import ConflictError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import get_num_processes
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.mesh import DATA_AXES, Axes, fit_axes
 from drivetrain.strategy.method import Method, Site, Stage
 from drivetrain.strategy.registry import find_method, mesh_method
@@ -53,7 +53,7 @@ class ResolvedPlan:
         """The name of the method that splits batches, or None."""
         return next((one.name for _, one, config in self.steps if one.batch_split(config) is not None), None)
 
-    def batch_of(self, plan: "Strategy", global_size: int) -> BatchPlan:
+    def batch_of(self, plan: "Strategy", global_size: int) -> BatchSplit:
         """Return how a global batch is split: as the plan says, or as its methods ask for."""
         if plan.batch is not None and plan.batch.data_ranks == self.data_ranks:
             return plan.batch

@@ -26,7 +26,7 @@ from drivetrain.module.precision import Precision, warn_unscaled_float16
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Stepping:
     """The stepper of one plan between the user's loader, loss and optimizer."""
 
-    def __init__(self, ctx: "Application", batch: BatchPlan | None):
+    def __init__(self, ctx: "Application", batch: BatchSplit | None):
         self.model = ctx.model
         self.batch = batch
         self.window = AccumulationWindow(1 if batch is None else batch.accumulation, num_data_ranks())
@@ -311,7 +311,7 @@ class PlannedLoader(SmartDataLoader[Any]):
         self._stepping = stepping
 
 
-def finish(ctx: "Application", loader: object = None, batch: BatchPlan | None = None) -> None:
+def finish(ctx: "Application", loader: object = None, batch: BatchSplit | None = None) -> None:
     """The last stage for a hand-written loop: autocast, scaler, windows around loader, loss and optimizer."""
     if ctx.autocast_dtype is not None:
         parts = ctx.model.parts if isinstance(ctx.model, PipelinedModel) else [ctx.model]
@@ -333,7 +333,7 @@ def finish(ctx: "Application", loader: object = None, batch: BatchPlan | None = 
         ctx.optimizer = PlannedOptimizer(ctx.optimizer, ctx.stepping)
 
 
-def _planned(ctx: "Application", loader: SmartDataLoader[Any]) -> tuple[BatchPlan | None, SmartDataLoader[Any]]:
+def _planned(ctx: "Application", loader: SmartDataLoader[Any]) -> tuple[BatchSplit | None, SmartDataLoader[Any]]:
     """Return the batch plan of a user's own loader, and the loader that follows it."""
     split, size = ctx.plan.batch_split, loader.global_batch_size
     if split == (None, None):

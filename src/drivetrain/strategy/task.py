@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.stepping import finish
@@ -99,7 +99,7 @@ class TrainingTask:
         self,
         model: nn.Module,
         resolved: ResolvedPlan,
-        batch: BatchPlan | None,
+        batch: BatchSplit | None,
         make_loader: Callable[[Application], Any] | None = None,
     ) -> Application:
         """Apply a plan to a model and what trains it; `stepping` and `optimizer` of the result are those that a loop uses.

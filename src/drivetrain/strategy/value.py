@@ -15,7 +15,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigTypeError, PlanInfeasible, StrategyFormatError, unknown_name
 from drivetrain.core.types import Settings
-from drivetrain.strategy.batching import BatchPlan, replan_batch
+from drivetrain.strategy.batching import BatchSplit, replan_batch
 from drivetrain.strategy.registry import find_method, mesh_method
 
 Evidence = Literal["given", "modelled", "simulated", "measured"]
@@ -70,7 +70,7 @@ class Strategy:
     opt_list: Any = None
     mesh: Any = field(default=None, kw_only=True)
     """Pairs of axis and size, outermost first; None before the plan has met a world."""
-    batch: BatchPlan | None = field(default=None, kw_only=True)
+    batch: BatchSplit | None = field(default=None, kw_only=True)
     predicted: Mapping[str, Any] | None = field(default=None, kw_only=True)
     measured: Mapping[str, Any] | None = field(default=None, kw_only=True)
     evidence: Evidence = field(default="given", kw_only=True)
@@ -94,7 +94,7 @@ class Strategy:
             pairs = self.mesh.items() if isinstance(self.mesh, Mapping) else self.mesh
             set_("mesh", tuple((str(axis), int(size)) for axis, size in pairs))
         if isinstance(self.batch, Mapping):
-            set_("batch", BatchPlan(**self.batch))
+            set_("batch", BatchSplit(**self.batch))
         set_("reasons", tuple(self.reasons))
         set_("rejected", tuple(self.rejected))
         set_("dropped", tuple((name, reason) for name, reason in self.dropped))
@@ -138,7 +138,7 @@ class Strategy:
     def __hash__(self) -> int:
         return hash(self._comparable())
 
-    def _comparable(self) -> tuple[frozenset[tuple[str, Any]], BatchPlan | None]:
+    def _comparable(self) -> tuple[frozenset[tuple[str, Any]], BatchSplit | None]:
         return frozenset((entry.name, entry.config) for entry in self), self.batch
 
     # New plans from this one.

@@ -31,7 +31,7 @@ from drivetrain.runtime.group import init_distributed
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
-from drivetrain.strategy.batching import BatchPlan, plan_batch
+from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.dry_run import DryRunOutcome, verify_plan
 from drivetrain.strategy.loading import make_loader
@@ -370,7 +370,7 @@ class _Request:
         return self._applied(plan, resolved, batch)
 
     def _applied(
-        self, plan: Strategy, resolved: ResolvedPlan, batch: BatchPlan | None
+        self, plan: Strategy, resolved: ResolvedPlan, batch: BatchSplit | None
     ) -> tuple[bool, AutoAccelerateResult | None, Strategy]:
         """Apply a plan to the caller's own model."""
         make = None if self.dataset is None or batch is None else partial(self._make_loader, batch)
@@ -401,14 +401,14 @@ class _Request:
             raise BatchSizeError(f"batch_size={size!r}: expected a whole number of at least 1, over all processes.")
         return size
 
-    def _plan_batch(self, resolved: ResolvedPlan) -> BatchPlan | None:
+    def _plan_batch(self, resolved: ResolvedPlan) -> BatchSplit | None:
         """Return how the global batch is split, or None when there is no data to split."""
         config = resolved.config("micro_batch")
         micro, accumulation = (None, None) if config is None else (config.size, config.accumulation)
         size = self._global_size()
         if self.loader_args.get("batch_sampler") is not None and size is None:
             parts, ranks = accumulation or 1, resolved.data_ranks  # batches of any size: parts of each, in turn
-            return BatchPlan(global_size=ranks * parts, micro=1, accumulation=parts, data_ranks=ranks)
+            return BatchSplit(global_size=ranks * parts, micro=1, accumulation=parts, data_ranks=ranks)
         if size is None:
             if self.dataset is None and config is None:
                 return None
@@ -418,14 +418,14 @@ class _Request:
 
     # Applying it.
 
-    def _make_loader(self, batch: BatchPlan, ctx: Application) -> PlannedLoader:
+    def _make_loader(self, batch: BatchSplit, ctx: Application) -> PlannedLoader:
         defaults = loaders.default_kwargs(ctx.device, self.dataset, 1)
         is_stream = isinstance(self.dataset, torch.utils.data.IterableDataset)
         workers = 0 if is_stream else defaults["num_workers"]
         arguments = {"pin_memory": defaults["pin_memory"], "num_workers": workers, **self.loader_args}
         return make_loader(self.dataset, arguments, batch, self.sampler_cls, self.options.sampler_seed)
 
-    def _result(self, ctx: Application, batch: BatchPlan | None) -> AutoAccelerateResult:
+    def _result(self, ctx: Application, batch: BatchSplit | None) -> AutoAccelerateResult:
         items = dict(ctx.context.items())
         return AutoAccelerateResult(
             model=ctx.model,
@@ -446,7 +446,7 @@ class _Request:
 
     # Trying it.
 
-    def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchPlan | None) -> DryRunOutcome:
+    def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
             return DryRunOutcome(notes=("dry run: left out, because ignore_dryrun_on_load_strategy was given",))
         has_data = self.dataset is not None or self.options.sample_batch is not None

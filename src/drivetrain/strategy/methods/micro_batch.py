@@ -10,7 +10,7 @@ from drivetrain.strategy.method import Method, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.batching import BatchSplit
     from drivetrain.strategy.search.candidates import Candidate
     from drivetrain.strategy.search.space import SearchScope
 
@@ -48,7 +48,7 @@ class MicroBatch(Method):
         return {"size": candidate.micro} if candidate.accumulation > 1 else None
 
     def scaled_to(
-        self, config: MicroBatchConfig, axes: Mapping[str, int], batch: "BatchPlan | None"
+        self, config: MicroBatchConfig, axes: Mapping[str, int], batch: "BatchSplit | None"
     ) -> MicroBatchConfig:
         return config if batch is None else replace(config, size=batch.micro, accumulation=batch.accumulation)
 

@@ -12,7 +12,7 @@ from drivetrain.strategy.method import Method, Site, Stage, is_whole
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
-    from drivetrain.strategy.batching import BatchPlan
+    from drivetrain.strategy.batching import BatchSplit
     from drivetrain.strategy.search.candidates import Candidate
 
 _METHOD_OF_AXIS = {"pipe": "pipeline_parallel", "sequence": "sequence_parallel", "tensor": "tensor_parallel"}
@@ -51,7 +51,7 @@ class ParallelMode(Method):
         return {"axes": tuple(axes)} if axes else {}
 
     def scaled_to(
-        self, config: ParallelModeConfig, axes: Mapping[str, int], batch: "BatchPlan | None"
+        self, config: ParallelModeConfig, axes: Mapping[str, int], batch: "BatchSplit | None"
     ) -> ParallelModeConfig:
         return replace(config, axes=tuple((axis, axes[axis]) for axis, _ in config.axes))
 

@@ -24,7 +24,7 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.fake_world import (
@@ -290,7 +290,7 @@ def _fake_task(job: _Job, mode: "FakeTensorMode") -> TrainingTask:
     return replace(task, **changes)
 
 
-def _short_window(job: _Job, resolved: ResolvedPlan) -> tuple[BatchPlan, int]:
+def _short_window(job: _Job, resolved: ResolvedPlan) -> tuple[BatchSplit, int]:
     """Return a window of at most two passes (all but the last are alike), and how many the plan has."""
     batch = resolved.batch_of(job.plan, job.task.global_batch_size)
     length = min(batch.accumulation, 2)

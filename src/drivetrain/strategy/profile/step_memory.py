@@ -24,7 +24,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
 from drivetrain.strategy.profile.fake_world import GradientBuckets
 from drivetrain.strategy.stepping import PlannedOptimizer
@@ -286,7 +286,7 @@ class Update:
         self,
         task: TrainingTask,
         ctx: Application,
-        batch: BatchPlan,
+        batch: BatchSplit,
         buckets: Sequence[GradientBuckets] = (),
         before_pass: Callable[[], None] = lambda: None,
     ):

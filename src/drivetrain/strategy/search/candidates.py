@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.effects import Effects
 from drivetrain.strategy.mesh import AXES
 from drivetrain.strategy.method import Method, Option
@@ -53,9 +53,9 @@ class Candidate:
         return self.micro * self.accumulation * self.data_ranks
 
     @property
-    def batch(self) -> BatchPlan:
+    def batch(self) -> BatchSplit:
         """The batch arithmetic."""
-        return BatchPlan(
+        return BatchSplit(
             global_size=self.global_size, micro=self.micro, accumulation=self.accumulation, data_ranks=self.data_ranks
         )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.quantities import shown_bytes
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.effects import Effects, Recompute
 from drivetrain.strategy.profile.values import COMPILED, Link, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.registry import find_method
@@ -382,7 +382,7 @@ def _update_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> 
 # shards get fewer, activations follow the micro-batch, what lives for a moment stays. Times depend on links, so none are given.
 
 
-def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchPlan | None) -> dict[str, Any] | None:
+def rescaled_prediction(plan: "Strategy", axes: Mapping[str, int], batch: BatchSplit | None) -> dict[str, Any] | None:
     """Return a plan's predicted memory for other axes and another batch arithmetic; None where it has none to go by."""
     known = (plan.predicted or {}).get("memory")
     if not known or plan.mesh is None or plan.batch is None or batch is None:

@@ -26,7 +26,7 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank
 from drivetrain.runtime.seeds import capture_rng, restore_rng, same_rng, set_seed
 from drivetrain.strategy.apply import Application
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.resolve import ResolvedPlan
 from drivetrain.strategy.task import TrainingTask
 from drivetrain.strategy.trial.per_parameter import (
@@ -67,7 +67,7 @@ class Share:
         return [(part * self.rows + index) % self.samples for index in range(self.rows)]
 
 
-def share_of_plan(plan: ResolvedPlan, batch: BatchPlan | None) -> Share:
+def share_of_plan(plan: ResolvedPlan, batch: BatchSplit | None) -> Share:
     """Return how a check divides its samples: as training does, with fewer in each pass."""
     pieces = math.lcm(*(method.sample_multiple(config, plan.site) for _, method, config in plan.steps))
     accumulation = 1 if batch is None else batch.accumulation

@@ -21,7 +21,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.runtime.collectives import agree_any, distributed_barrier
 from drivetrain.strategy.apply import Application
-from drivetrain.strategy.batching import BatchPlan
+from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.method import Method
 from drivetrain.strategy.registry import find_method
 from drivetrain.strategy.resolve import resolve_plan
@@ -152,7 +152,7 @@ class _TimedTrial:
         assert found is not None
         return found, model
 
-    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchPlan) -> None:
+    def _check(self, ctx: Application, expected: Yardstick | None, share: Share, batch: BatchSplit) -> None:
         is_steady = self.is_compiled and expected is not None and bool(expected.is_steady)
         as_trained = is_steady and batch.micro % share.rows == 0 and ctx.stepping.pipeline is None
         repeats = batch.micro // share.rows if as_trained else 1
