@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -219,3 +220,25 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_another_thread_can_release_a_lock_while_the_heartbeat_starts(tmp_path, monkeypatch):
+    """As a garbage collection does that begins in the new thread."""
+    (tmp_path / "other").mkdir()
+    dropped, released = FolderLock(tmp_path / "other"), []
+
+    class Starting(threading.Thread):
+        def start(self):
+            thread = RealThread(target=dropped.release, daemon=True)
+            thread.start()
+            thread.join(10)
+            released.append(not thread.is_alive())
+            super().start()
+
+    RealThread = threading.Thread
+    monkeypatch.setattr(locking, "_hearts", locking._Hearts())
+    monkeypatch.setattr(threading, "Thread", Starting)
+    lock = FolderLock(tmp_path)
+    assert lock.acquire()
+    lock.release()
+    assert released == [True]

@@ -16,6 +16,7 @@ import atexit
 import json
 import logging
 import os
+import queue
 import re
 import secrets
 import socket
@@ -185,30 +186,35 @@ def lock_held_here(folder: Path, name: str) -> FolderLock | None:
 
 
 class _Hearts:
-    """Touches the locks of this process from one thread, which lives as long as there are any."""
+    """Touches the locks of this process from one thread, which lives as long as there are any.
+
+    A garbage collection may release a lock at any moment and in any thread, also inside of these methods. So the guard can be taken
+    again by its own thread and is never held while another thread is waited for, and the thread is stopped through a queue that a
+    collection may write to.
+    """
 
     def __init__(self) -> None:
         self._locks: dict[str, FolderLock] = {}
-        self._guard = threading.RLock()  # a lock may be released by the garbage collection that begins inside
-        self._stop, self._thread = threading.Event(), None
-
-    _thread: threading.Thread | None
+        self._guard = threading.RLock()
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def add(self, lock: FolderLock) -> None:
         with self._guard:
             self._locks[os.path.realpath(lock.path)] = lock
-            if self._thread is None:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._stop,), name="drivetrain-lock", daemon=True
-                )
-                self._thread.start()
+            if self._thread is not None:
+                return
+            self._stop = queue.SimpleQueue()
+            thread = self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="drivetrain-lock", daemon=True
+            )
+        thread.start()  # waits for the thread
 
     def remove(self, lock: FolderLock) -> None:
         with self._guard:
             self._locks = {path: other for path, other in self._locks.items() if other is not lock}
             if not self._locks:
-                self._stop.set()
+                self._stop.put(None)
                 self._thread = None
 
     def find(self, path: Path) -> FolderLock | None:
@@ -225,8 +231,10 @@ class _Hearts:
             lock.forget()
         self.__init__()  # type: ignore[misc]
 
-    def _run(self, stop: threading.Event) -> None:
-        while not stop.wait(BEAT_SECONDS):
+    def _run(self, stop: "queue.SimpleQueue[None]") -> None:
+        while True:
+            with suppress(queue.Empty):
+                return stop.get(timeout=BEAT_SECONDS)
             with self._guard:
                 locks = list(self._locks.values())
             for lock in locks:
