@@ -768,6 +768,7 @@ def test_without_a_loss_the_plan_stays_simulated():
     assert plan.evidence in ("simulated", "modelled") and any("no loss_func" in reason for reason in plan.reasons)
 
 
+@pytest.mark.slow
 def test_a_plan_is_found_measured_and_verified():
     plan = search(time_limit=60, excluded=frozenset({"compile", "checkpoint", "micro_batch", "fused_optimizer"}))
     assert plan.evidence == "measured" and plan.measured["is_verified"] and plan.measured["step_seconds"] > 0
@@ -779,6 +780,7 @@ def test_a_plan_is_found_measured_and_verified():
     assert len(text.splitlines()) <= 30
 
 
+@pytest.mark.slow
 def test_a_small_budget_picks_smaller_batches_or_checkpoints_and_an_impossible_one_names_the_shortfall():
     task = make_task(batch=4096)
     roomy = search(task)

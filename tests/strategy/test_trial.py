@@ -58,6 +58,7 @@ def attempt(task, plan=(), device=CPU, steps=2, seconds=90.0, **kwargs):
     return result
 
 
+@pytest.mark.slow
 def test_one_process_tries_several_plans_and_the_caller_stays_as_it_was():
     task = make_task()
     before, random = copy.deepcopy(task.model.state_dict()), capture_rng()

@@ -213,6 +213,7 @@ def save_and_resume(plan, folder, epochs=2, cut=7):
 
 
 @pytest.mark.parametrize("plan", [TENSOR, pytest.param(SEQUENCE, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_cut_inside_a_window_goes_on_exactly(world2, tmp_path, plan, caplog):
     answers = world2(save_and_resume, plan, tmp_path)
     for (weights, history), (resumed, same), held in answers:
