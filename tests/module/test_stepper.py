@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from drivetrain.core.errors import ResumeError
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import NonFinitePolicy
-from drivetrain.module.stepper import Stepper, clip_grad_norm_, merge_windows
+from drivetrain.module.stepper import Stepper, clip_grad_norm_, merge_windows, unmarked_step
 
 
 def make_model():
@@ -224,3 +224,45 @@ def test_a_step_without_the_profilers_mark_still_calls_hooks_and_is_seen_by_a_pr
     stepper.prepare()
     stepper.step()
     assert stepper.optimizer._opt_called
+
+
+def optimizer_with_a_gradient():
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    return torch.optim.SGD([weight], lr=0.1), weight
+
+
+def test_a_step_without_the_profilers_mark_is_the_optimizers_own():
+    (optimizer, weight), (marked, expected) = optimizer_with_a_gradient(), optimizer_with_a_gradient()
+    step = unmarked_step(optimizer)
+    assert step is not None
+    step()
+    marked.step()
+    assert torch.equal(weight, expected)
+
+
+def test_a_step_calls_hooks_and_whatever_was_put_in_its_place_later():
+    optimizer, _ = optimizer_with_a_gradient()
+    step, called = unmarked_step(optimizer), []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: called.append("before")),
+        optimizer.register_step_post_hook(lambda *_: called.append("after")),
+    ]
+    step()
+    assert called == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    step()
+    assert called == ["before", "after"]
+    optimizer.step = lambda: called.append("replaced")
+    step()
+    assert called[-1] == "replaced"
+    assert unmarked_step(optimizer) is None
+
+
+def test_a_step_leaves_its_mark_while_a_profiler_is_on():
+    optimizer, _ = optimizer_with_a_gradient()
+    step = unmarked_step(optimizer)
+    with torch.autograd.profiler.profile() as profile:
+        step()
+    assert any("SGD.step" in event.name for event in profile.function_events)

@@ -69,7 +69,7 @@ def _trace(
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a model of transformers keep no keys and values meanwhile."""
+    """Turn off the cache of keys and values of a transformers model for a while."""
     config = getattr(model, "config", None)
     uses_cache = getattr(config, "use_cache", None)
     if config is None or not uses_cache:

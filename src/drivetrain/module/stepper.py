@@ -345,7 +345,7 @@ def unmarked_step(optimizer: Any) -> Callable[[], Any] | None:
     """Return an optimizer's `step` without the mark that it leaves for profilers, or None where it has no such mark.
 
     Torch wraps every optimizer's `step` to mark it and to call hooks. On a CPU the mark alone may cost more than the step of a small
-    model. While a profiler is on, and where there are hooks, the wrapper itself is called.
+    model. While a profiler is on, where there are hooks, and where somebody has put another `step` on the optimizer, that one is called.
     """
     from torch.optim import optimizer as torch_optimizer
 
@@ -362,10 +362,10 @@ def unmarked_step(optimizer: Any) -> Callable[[], Any] | None:
         return None
     if any(hooks is None for hooks in (*own, *everywhere)) or "step" in vars(optimizer):
         return None
-    (own_pre, own_post), (all_pre, all_post) = own, everywhere
+    (own_pre, own_post), (all_pre, all_post), replaced = own, everywhere, vars(optimizer)
 
     def call() -> Any:
-        if own_pre or own_post or all_pre or all_post or profiles():
+        if own_pre or own_post or all_pre or all_post or "step" in replaced or profiles():
             return optimizer.step()
         return inner(optimizer)
 

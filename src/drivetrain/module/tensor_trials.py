@@ -95,7 +95,7 @@ def made_up_state(block: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Let a module be in evaluation meanwhile."""
+    """Put a module into evaluation mode for a while."""
     modes = [(child, child.training) for child in module.modules()]
     for child, _ in modes:
         child.training = False

@@ -366,7 +366,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         return [tuple(unit.name for unit in one.units) for one in plan_passes(self._driven)]
 
     def _attach(self, model: nn.Module | None) -> None:
-        """Settle who owns which parameter, `_rest_` last, and refuse what two units own."""
+        """Settle who owns which parameter, `_rest_` last, and reject what two units own."""
         taken: dict[int, str] = {}
         waits = [unit for unit in self._units.values() if unit.updated_modules and REST in unit.updated_modules]
         for unit in [*(u for u in self._units.values() if u not in waits), *waits]:

@@ -68,7 +68,7 @@ def save(plan: "Strategy", path: str | os.PathLike[str]) -> None:
 
 
 def refuse_pickle_name(path: str | os.PathLike[str]) -> None:
-    """Refuse a file name that promises a pickle."""
+    """Reject a file name that promises a pickle."""
     if Path(path).suffix in (".pkl", ".pickle"):
         raise StrategyFormatError(
             f"{os.fspath(path)!r}: plans are JSON, not pickles. Choose a name that ends in .json."

@@ -160,7 +160,7 @@ class Stepping:
 
     @contextmanager
     def unweighted(self) -> Iterator[None]:
-        """Let a pipeline compute plain gradients meanwhile, as a comparison with another model needs them."""
+        """Make a pipeline compute plain gradients for a while, as a comparison with another model needs them."""
         self._is_unweighted = True
         try:
             yield

@@ -226,7 +226,7 @@ class WindowRepeat:
 
 
 class _SecondScale:
-    """A gradient scaler for the repeated passes: the real one has unscaled this update's gradients already and would refuse."""
+    """A gradient scaler for the repeated passes: the real one has unscaled this update's gradients already and would raise."""
 
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler

@@ -59,7 +59,7 @@ class Cautious(WrappedOptimizer):
         return loss
 
     def _take_decay(self, group: dict[str, Any]) -> tuple[float, float]:
-        """Return the share by which this step decays weights, and the setting, which is zero meanwhile if the decay is decoupled."""
+        """Return the share by which this step decays weights, and the setting, which is zero during the step if the decay is decoupled."""
         decay = group.get("weight_decay", 0.0)
         decoupled = group.get("decoupled_weight_decay", type(self.base_optimizer).__name__ in _DECOUPLED)
         if not decay or not decoupled:

@@ -2,7 +2,7 @@
 
 Three sequences belong to every weight. Gradients are taken at y and move z; x averages z and is what is evaluated;
 y = (1 - beta) z + beta x. Only z is stored beside the parameter, which holds y while training and x after `eval()`. The training
-weights are kept aside meanwhile, so that `train()` goes on from exactly the y that was left.
+weights are kept aside until then, so that `train()` goes on from exactly the y that was left.
 """
 
 import math

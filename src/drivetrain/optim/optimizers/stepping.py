@@ -24,7 +24,7 @@ def check_rates(who: str, **rates: Any) -> None:
 
 
 def check_betas(who: str, **pairs: object) -> tuple[float, float]:
-    """Refuse anything but two numbers from 0 to below 1."""
+    """Reject anything but two numbers from 0 to below 1."""
     ((name, pair),) = pairs.items()
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ConfigError(f"{who}({name}={pair!r}): expected two numbers, such as (0.9, 0.99).")
@@ -33,7 +33,7 @@ def check_betas(who: str, **pairs: object) -> tuple[float, float]:
 
 
 def with_gradients(group: Mapping[str, Any], who: str) -> list[Tensor]:
-    """Return the parameters of a group that have a gradient; sparse ones are refused."""
+    """Return the parameters of a group that have a gradient; sparse ones are rejected."""
     found = [p for p in group["params"] if p.grad is not None]
     if any(p.grad.layout is not torch.strided for p in found):
         raise RuntimeError(

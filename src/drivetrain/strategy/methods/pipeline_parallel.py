@@ -193,7 +193,7 @@ class PipelineParallel(Method):
 
 
 def _refuse(ctx: "Application", schedule: str) -> None:
-    """Refuse what pipelines cannot do beside other methods, the same on all ranks."""
+    """Reject what pipelines cannot do with other methods, the same on all ranks."""
     if getattr(ctx.plan.config("native_dynamo"), "scope", None) == "model":
         raise ConflictError(
             "native_dynamo with scope 'model' and pipeline_parallel cannot be used together. Use 'block'."
@@ -217,7 +217,7 @@ def _refuse(ctx: "Application", schedule: str) -> None:
 
 
 def _refuse_open_blocks(ctx: "Application", split: Any) -> None:
-    """Refuse methods that work on blocks where a block is no step of a stage any more, so that they would do nothing."""
+    """Reject methods that work on blocks where a block is not a step of a stage any more, so that they would do nothing."""
     from drivetrain.module.blocks import repeated_blocks
 
     steps = {name for part in split.parts for name in part.targets}

@@ -200,7 +200,7 @@ class MeanOverSequence:
 
 
 def _check_visible_heads(model: nn.Module, size: int) -> None:
-    """Refuse a number of heads that does not divide, where the model says how many it has."""
+    """Reject a number of heads that does not divide, where the model says how many it has."""
     heads: dict[str, Any] = {n: m.num_heads for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     heads["config.num_attention_heads"] = getattr(getattr(model, "config", None), "num_attention_heads", None)
     for name, count in heads.items():

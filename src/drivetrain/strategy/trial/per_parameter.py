@@ -95,7 +95,7 @@ def _copies(optimizer: object) -> dict[int, Tensor]:
 
 @contextmanager
 def watch_movements(model: nn.Module, optimizer: object = None) -> Iterator[dict[str, str]]:
-    """Yield a dict that holds, afterwards, sketches of how far each trained parameter has moved meanwhile."""
+    """Yield a dict that holds, afterwards, sketches of how far each trained parameter has moved."""
     copies = _copies(optimizer)
     held = {name: copies.get(id(p), p) for name, p in named_clean_parameters(model) if p.requires_grad}
     before = {name: tensor.detach().clone() for name, tensor in held.items()}

@@ -156,7 +156,7 @@ class TrialPool:
         return self._obstacle
 
     def _can_fork(self) -> bool:
-        """Return whether a process that cannot be started anew can be forked: no device and no process group is lost by that."""
+        """Return whether a process that cannot be started again can be forked: no device and no process group is lost by that."""
         is_free = self._forked is None and not is_distributed() and not torch.cuda.is_initialized()
         return is_free and self.device.type == "cpu" and sys.platform == "linux"
 
