@@ -67,3 +67,9 @@ def test_a_name_that_no_run_has_is_an_error_with_the_nearest_one():
     with pytest.raises(ParameterError, match="lr"):
         check_names({"lrr"}, [RUN])
     check_names({"lr"}, [RUN])
+
+
+@pytest.mark.parametrize("text", ["(" * 1900, "(" * 60 + "lr=1" + ")" * 60])
+def test_a_condition_of_brackets_is_an_error_of_its_own(text):
+    with pytest.raises(ParameterError, match="opening brackets"):
+        read_condition(text)

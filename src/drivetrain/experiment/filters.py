@@ -7,8 +7,8 @@ from typing import Any
 from drivetrain.core.errors import ParameterError, unknown_name
 
 TOKEN = re.compile(r"""\s*(?:(<=|>=|!=|==|=|<|>|~)|([()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))""")
-LONGEST = 2000
-"""Characters of a condition; it also limits how deep brackets are nested."""
+LONGEST, MOST_BRACKETS = 2000, 50
+"""Characters and opening brackets of a condition."""
 EXPECTED = "Expected comparisons such as lr<0.1 or state=finished, joined by and, or and brackets; ~ is 'contains'."
 
 Values = Mapping[str, Any]
@@ -24,6 +24,8 @@ def read_condition(text: str) -> tuple[Condition, set[str]]:
     """
     if len(text) > LONGEST:
         raise ParameterError(f"the condition has {len(text)} characters; at most {LONGEST} are read.")
+    if (brackets := text.count("(")) > MOST_BRACKETS:
+        raise ParameterError(f"the condition has {brackets} opening brackets; at most {MOST_BRACKETS} are read.")
     reader = _Reader(text)
     condition = reader.either()
     if reader.place < len(reader.tokens):
