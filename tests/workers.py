@@ -81,7 +81,7 @@ class World:
                 except EOFError:
                     self._processes[rank].join(5)
                     answers[rank] = ("died", f"the process ended with exit code {self._processes[rank].exitcode}\n")
-                if answers[rank][0] != "returned":
+                if self.is_failure(answers[rank]):
                     deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         failed = {rank: answer for rank, answer in sorted(answers.items()) if answer[0] != "returned"}
         stuck = [rank for rank in range(self.size) if rank not in answers]
@@ -93,6 +93,10 @@ class World:
         only_assertions = failed and all(kind == "failed an assertion" for kind, _ in failed.values())
         summary = f"{name}: failed on ranks {list(failed)}, stuck on ranks {stuck}"
         raise (AssertionError if only_assertions else RuntimeError)("\n\n".join([summary, *report]))
+
+    def is_failure(self, answer: tuple[str, object]) -> bool:
+        """Return whether the other ranks have only a moment left after an answer."""
+        return answer[0] != "returned"
 
     def _stack_of(self, rank: int) -> str:
         assert self._folder is not None

@@ -10,15 +10,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def run_cells(world, size, kind, name):
+    of = {"single": plan_matrix.singles, "pairs": plan_matrix.pairs}[kind]
     found = {
         plan_matrix.title(layout, changes): plan_matrix.run_cell(
             world, name, plan_matrix.plan_of(size, layout, changes)
         )
-        for one, layout, changes in plan_matrix.cells(size, kind)
-        if one == name
+        for layout, changes in of(size)
     }
     assert found
-    bad = {title: result for title, result in found.items() if not result.startswith(("ok", "rejected"))}
+    bad = {title: result for title, result in found.items() if not result.startswith(("ok", "warned", "rejected"))}
     assert not bad, bad
     return found
 
