@@ -7,7 +7,7 @@ from torch import nn
 from drivetrain.algorithms.fast_defaults import FastDefaults, mostly_convolutions
 from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.core.event import Event
-from drivetrain.module.optimizer_kernels import use_fused_kernels
+from drivetrain.module.optimizers import use_fused_kernels
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import ConvNet, Watch, image_data, train, weights

@@ -287,7 +287,7 @@ def test_all_ranks_skip_the_same_blocks(world2):
 
 
 def train_in_ddp(rank_data):
-    from drivetrain.module.wrapping import wrap_ddp
+    from drivetrain.module.ddp import wrap_ddp
     from drivetrain.runtime.ranks import get_rank
 
     torch.manual_seed(0)

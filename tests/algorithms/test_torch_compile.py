@@ -6,7 +6,7 @@ from torch import nn
 
 from drivetrain.algorithms import BlurPool, LowPrecisionGroupNorm, MixUp, ProgressiveResizing, TorchCompile
 from drivetrain.core.event import Event
-from drivetrain.module.wrappers import wrapping_of
+from drivetrain.module.wrapping import wrapping_of
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
 from tests.algorithms.surgery_models import ConvNet, TextNet, images, texts

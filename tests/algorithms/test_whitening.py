@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from drivetrain.algorithms.device_resident import DeviceResidentData
 from drivetrain.algorithms.whitening import Whitening
-from drivetrain.module.whitening import whitening_kernel
+from drivetrain.module.convolutions import whitening_kernel
 from drivetrain.optim import ConstantLr
 from drivetrain.train.trainer import Trainer
 

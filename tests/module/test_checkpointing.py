@@ -7,7 +7,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.checkpointing import Checkpointed, checkpoint_blocks
-from drivetrain.module.classes import written_class
+from drivetrain.module.wrapping import written_class
 from tests.module import models
 
 TOKENS = torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(1))

@@ -166,7 +166,9 @@ def compile_distributed_models():
     model."""
     import torch.distributed as dist
 
-    from drivetrain.module.wrapping import clean_state_dict, shard_fully, wrap_ddp
+    from drivetrain.module.ddp import wrap_ddp
+    from drivetrain.module.sharding import shard_fully
+    from drivetrain.module.wrapping import clean_state_dict
 
     rank, counts = dist.get_rank(), []
     tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(rank))

@@ -9,9 +9,11 @@ from torch import nn
 
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.checkpointing import checkpoint_blocks
-from drivetrain.module.layout import channels_last_input, to_channels_last
+from drivetrain.module.convolutions import channels_last_input, to_channels_last
+from drivetrain.module.ddp import wrap_ddp
+from drivetrain.module.sharding import rebind_optimizer, shard_fully
 from drivetrain.module.surgery import replace_module_classes
-from drivetrain.module.wrapping import clean_state_dict, rebind_optimizer, shard_fully, wrap_ddp
+from drivetrain.module.wrapping import clean_state_dict
 from tests.module import models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

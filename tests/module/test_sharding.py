@@ -7,16 +7,10 @@ from torch import nn
 from drivetrain.core.errors import ConfigError, StateError
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.checkpointing import checkpoint_blocks
+from drivetrain.module.ddp import wrap_ddp
+from drivetrain.module.sharding import rebind_optimizer, shard_fully
 from drivetrain.module.surgery import replace_module_classes
-from drivetrain.module.wrapping import (
-    clean_state_dict,
-    is_wrapped,
-    load_clean_state_dict,
-    rebind_optimizer,
-    shard_fully,
-    unwrap,
-    wrap_ddp,
-)
+from drivetrain.module.wrapping import clean_state_dict, is_wrapped, load_clean_state_dict, unwrap
 from tests.module import models
 
 

@@ -7,16 +7,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, StateError
+from drivetrain.module.ddp import rewrap_ddp, wrap_ddp
+from drivetrain.module.sharding import shard_fully
 from drivetrain.module.wrapping import (
     clean_name,
     clean_state_dict,
     is_wrapped,
     load_clean_state_dict,
     named_clean_parameters,
-    rewrap_ddp,
-    shard_fully,
     unwrap,
-    wrap_ddp,
 )
 from drivetrain.runtime.ranks import get_rank
 from tests.module.models import Shell

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.gradient_clipping import apply_gradient_clipping
-from drivetrain.module.wrapping import shard_fully
+from drivetrain.module.sharding import shard_fully
 from drivetrain.optim import AdamWScheduleFree, Lion, Lookahead, MuonHybrid, SAMOptimizer
 
 

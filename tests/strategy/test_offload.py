@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain.auto import auto_accelerate
 from drivetrain.core.errors import ConflictError, MethodConfigError
-from drivetrain.module.master_weights import host_copy, with_master_weights
+from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.strategy import Strategy
 from drivetrain.train.trainer import Trainer
 from tests.strategy.tasks import ADAM, loss_func, make_data, make_model, pairs_data, plain_losses

@@ -8,8 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import ConfigError, ConflictError, UnsupportedMethodError
-from drivetrain.module.wrappers import is_fully_sharded
-from drivetrain.module.wrapping import is_wrapped, named_clean_parameters
+from drivetrain.module.wrapping import is_fully_sharded, is_wrapped, named_clean_parameters
 from drivetrain.strategy.value import Strategy
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.planning import apply_strategy

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.core.types import Settings
-from drivetrain.module.layout import channels_last_input, to_channels_last
+from drivetrain.module.convolutions import channels_last_input, to_channels_last
 
 
 def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None:

@@ -20,8 +20,7 @@ from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
-from drivetrain.module.clean_state import clean_state_dict, load_clean_state_dict
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict, unwrap
 
 _UNITS = (TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.EPOCH)
 _STARTS = frozenset({Event.EVAL_START, Event.PREDICT_START})

@@ -17,7 +17,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.module.optimizer_kernels import use_fused_kernels
+from drivetrain.module.optimizers import use_fused_kernels
 
 
 class FastDefaults(Algorithm):

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, leave_fused_paths, warn_no_effect
 from drivetrain.core.errors import ConfigError, ConfigTypeError
 from drivetrain.core.types import Settings
-from drivetrain.module.classes import written_class
 from drivetrain.module.surgery import count_module_instances, replace_module_classes
+from drivetrain.module.wrapping import written_class
 
 Activation = Callable[[Tensor], Tensor]
 

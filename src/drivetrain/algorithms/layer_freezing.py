@@ -18,8 +18,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import StateDict
 from drivetrain.module.ddp import rewrap_ddp
-from drivetrain.module.wrappers import is_fully_sharded
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
 
 def freeze_layers(

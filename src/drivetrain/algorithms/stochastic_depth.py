@@ -23,8 +23,8 @@ from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
 from drivetrain.module.probing import keeps_shape
+from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 from drivetrain.runtime.seeds import derive_seed
 
 _METHODS = ("block", "sample")

@@ -17,7 +17,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.module.wrappers import wrapping_of
+from drivetrain.module.wrapping import wrapping_of
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 M = TypeVar("M", bound=nn.Module)

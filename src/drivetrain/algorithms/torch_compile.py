@@ -17,7 +17,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Settings
 from drivetrain.module.compilation import compile_module, set_recompile_limit
-from drivetrain.module.wrappers import wrapping_of
+from drivetrain.module.wrapping import wrapping_of
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _SIZES_WORTH_COMPILING = 8

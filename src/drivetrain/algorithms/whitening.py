@@ -1,7 +1,7 @@
 """Whitening initialisation (Page, 2018; Jordan, 2024, arXiv 2404.00498): the first convolution is computed from the
 training images.
 
-The arithmetic is `drivetrain.module.whitening`'s; this class finds the images and the moment.
+The arithmetic is `drivetrain.module.convolutions`'s; this class finds the images and the moment.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.module.whitening import whiten_convolution
+from drivetrain.module.convolutions import whiten_convolution
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import is_distributed
 

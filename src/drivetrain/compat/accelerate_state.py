@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import DrivetrainWarning, ResumeError
-from drivetrain.module.clean_state import load_clean_state_dict
+from drivetrain.module.wrapping import load_clean_state_dict
 from drivetrain.train import loaders
 
 METADATA = ("trainer_metadata.pt", "trainer_metadata.json")

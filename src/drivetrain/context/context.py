@@ -100,7 +100,7 @@ class Context(ItemHolder):
     def fsdp(self, mesh: object = None, **fully_shard_kwargs: object) -> Self:
         """Split the parameters of every module over the processes; optimizers made before are rebound to them by name.
 
-        Keywords are those of `drivetrain.module.wrapping.shard_fully` and of torch's `fully_shard`.
+        Keywords are those of `drivetrain.module.sharding.shard_fully` and of torch's `fully_shard`.
         """
         return self._distribute("fsdp", Shard(mesh, fully_shard_kwargs))
 

@@ -29,7 +29,7 @@ from drivetrain.context.table import (
 )
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
 from drivetrain.core.types import Item, Saved
-from drivetrain.module.clean_state import FaultKind
+from drivetrain.module.wrapping import FaultKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,14 +23,14 @@ from drivetrain.context.values import ask
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DeviceError, DistributedError
 from drivetrain.core.types import Item, Saved
-from drivetrain.module.clean_state import state_faults
-from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.ddp import wrap_ddp
+from drivetrain.module.sharding import shard_fully
 from drivetrain.module.wrapping import (
     clean_state_dict,
+    is_fully_sharded,
     load_clean_state_dict,
-    shard_fully,
+    state_faults,
     unwrap,
-    wrap_ddp,
     wrapping_of,
 )
 

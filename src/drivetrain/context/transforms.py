@@ -15,7 +15,8 @@ from drivetrain.context.kinds import Kind
 from drivetrain.context.moving import move_optimizer_state
 from drivetrain.context.table import MODULE_KIND, kind_of, walk
 from drivetrain.core.types import Item, Settings
-from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
+from drivetrain.module.sharding import rebind_optimizer
+from drivetrain.module.wrapping import named_clean_parameters, unwrap
 
 if TYPE_CHECKING:
     from drivetrain.context.context import Context

@@ -11,11 +11,11 @@ from drivetrain.module.wrapping import clean_name as clean_name
 from drivetrain.module.wrapping import clean_state_dict as clean_state_dict
 from drivetrain.module.wrapping import is_wrapped as is_wrapped
 from drivetrain.module.wrapping import load_clean_state_dict as load_clean_state_dict
-from drivetrain.module.wrapping import rebind_optimizer as rebind_optimizer
-from drivetrain.module.wrapping import rewrap_ddp as rewrap_ddp
-from drivetrain.module.wrapping import shard_fully as shard_fully
 from drivetrain.module.wrapping import unwrap as unwrap
-from drivetrain.module.wrapping import wrap_ddp as wrap_ddp
+from drivetrain.module.ddp import rewrap_ddp as rewrap_ddp
+from drivetrain.module.ddp import wrap_ddp as wrap_ddp
+from drivetrain.module.sharding import rebind_optimizer as rebind_optimizer
+from drivetrain.module.sharding import shard_fully as shard_fully
 from drivetrain.module.average import AveragedWeights as AveragedWeights
 from drivetrain.module.params import MuonGroups as MuonGroups
 from drivetrain.module.params import muon_groups as muon_groups
@@ -24,9 +24,6 @@ from drivetrain.module.params import select_parameters as select_parameters
 from drivetrain.module.compilation import compile_module as compile_module
 from drivetrain.module.compilation import set_recompile_limit as set_recompile_limit
 from drivetrain.module.checkpointing import checkpoint_blocks as checkpoint_blocks
-from drivetrain.module.layout import channels_last_input as channels_last_input
-from drivetrain.module.layout import is_worth_channels_last as is_worth_channels_last
-from drivetrain.module.layout import to_channels_last as to_channels_last
 from drivetrain.module.accumulation import AccumulationWindow as AccumulationWindow
 from drivetrain.module.accumulation import scale_gradients as scale_gradients
 from drivetrain.module.fp8 import Float8Linear as Float8Linear
@@ -38,8 +35,11 @@ from drivetrain.module.attention import find_attention as find_attention
 from drivetrain.module.attention import register_attention as register_attention
 from drivetrain.module.precision import Precision as Precision
 from drivetrain.module.precision import parse_precision as parse_precision
-from drivetrain.module.whitening import whiten_convolution as whiten_convolution
-from drivetrain.module.whitening import whitening_kernel as whitening_kernel
+from drivetrain.module.convolutions import channels_last_input as channels_last_input
+from drivetrain.module.convolutions import is_worth_channels_last as is_worth_channels_last
+from drivetrain.module.convolutions import to_channels_last as to_channels_last
+from drivetrain.module.convolutions import whiten_convolution as whiten_convolution
+from drivetrain.module.convolutions import whitening_kernel as whitening_kernel
 
 __all__ = [
     "ReplacementFunction",
@@ -54,11 +54,11 @@ __all__ = [
     "clean_state_dict",
     "is_wrapped",
     "load_clean_state_dict",
-    "rebind_optimizer",
-    "rewrap_ddp",
-    "shard_fully",
     "unwrap",
+    "rewrap_ddp",
     "wrap_ddp",
+    "rebind_optimizer",
+    "shard_fully",
     "AveragedWeights",
     "MuonGroups",
     "muon_groups",
@@ -67,9 +67,6 @@ __all__ = [
     "compile_module",
     "set_recompile_limit",
     "checkpoint_blocks",
-    "channels_last_input",
-    "is_worth_channels_last",
-    "to_channels_last",
     "AccumulationWindow",
     "scale_gradients",
     "Float8Linear",
@@ -81,6 +78,9 @@ __all__ = [
     "register_attention",
     "Precision",
     "parse_precision",
+    "channels_last_input",
+    "is_worth_channels_last",
+    "to_channels_last",
     "whiten_convolution",
     "whitening_kernel",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
+from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 
 ATTRIBUTE = "attention_bias"
 """Under which name an attention layer holds its bias."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import StateError, nearest_name
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
-from drivetrain.module.wrappers import clean_key, is_fully_sharded, unwrap
+from drivetrain.module.wrapping import clean_key, is_fully_sharded, unwrap
 
 _SWAP_BYTES = 8 << 20  # the largest temporary copy made while swapping, unless one tensor is larger
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.module.classes import written_class
-from drivetrain.module.execution import FakeRun, runs_one_after_another
-from drivetrain.module.families import Family, find_families, is_plain_container, num_matrices
-from drivetrain.module.wrappers import unwrap
+from drivetrain.module.families import (
+    FakeRun,
+    Family,
+    find_families,
+    is_plain_container,
+    num_matrices,
+    runs_one_after_another,
+)
+from drivetrain.module.wrapping import unwrap, written_class
 
 _GO_DOWN_SHARE = 0.25  # a member with more of the model than this is opened if it consists of blocks
 _MIN_COVERAGE = 0.5  # families (or, inside a member, its families) must hold at least this much

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks, select_modules
-from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
+from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 
 Mode = Literal["full", "selective", "offload"]
 _MODES = ("full", "selective", "offload")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.core.errors import DistributedError, unknown_name
-from drivetrain.module.wrappers import is_compiled_shell, is_fully_sharded
+from drivetrain.module.wrapping import is_compiled_shell, is_fully_sharded
 from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
 _ASKED_BY_DDP = frozenset({"buffer_hook"})  # DDP tests for these with hasattr; a model's own must not answer

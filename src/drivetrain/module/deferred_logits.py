@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
-from drivetrain.module.classes import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 _CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
 _RESHAPES = ("flatten", "view", "reshape", "unflatten", "squeeze", "unsqueeze")

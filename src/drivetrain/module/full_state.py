@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.module.wrappers import clean_key, unwrap
+from drivetrain.module.wrapping import clean_key, unwrap
 from drivetrain.runtime.collectives import control_group, distributed_barrier
 from drivetrain.runtime.ranks import is_master
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.module.accumulation import Count
-from drivetrain.module.wrappers import inner_attribute, is_compiled_shell, is_fully_sharded, wrapping_of
+from drivetrain.module.wrapping import inner_attribute, is_compiled_shell, is_fully_sharded, wrapping_of
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 
 BUCKET_BYTES = 25 * 1024 * 1024

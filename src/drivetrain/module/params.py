@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.wrappers import named_clean_parameters, unwrap
+from drivetrain.module.wrapping import named_clean_parameters, unwrap
 
 NamedParameters = tuple[tuple[str, nn.Parameter], ...]
 

@@ -21,7 +21,7 @@ from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks
 from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart
 from drivetrain.module.pipeline_tracing import FLOPS, VALUE, trace_chain
-from drivetrain.module.wrappers import unwrap
+from drivetrain.module.wrapping import unwrap
 
 
 @dataclass(frozen=True, kw_only=True)

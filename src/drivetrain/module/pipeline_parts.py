@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from drivetrain.module.buffers import buffers_copied
+from drivetrain.module.probing import buffers_copied
 
 COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
 """The type that the stage that runs casts its floating-point values to; None: that of its parameters."""

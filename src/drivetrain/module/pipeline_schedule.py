@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.core.errors import BatchSizeError, ConfigError, unknown_name
 from drivetrain.module.pipeline import Split
 from drivetrain.module.pipeline_parts import FlatCall, is_batched, mount
-from drivetrain.module.wrappers import is_fully_sharded, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.buffers import buffers_copied
+from drivetrain.module.probing import buffers_copied
 
 VALUE, FLOPS = "value", "flops"
 _FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "triu_indices", "tril_indices")

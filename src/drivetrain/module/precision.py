@@ -1,18 +1,21 @@
 """What a precision name means: the autocast type, the parameters' type, and whether gradients need scaling.
 
-Mixed precision keeps parameters in float32 and lets autocast choose per operation (Micikevicius et al., 2018). Only
-float16 on an accelerator needs a gradient scaler: bfloat16 has float32's range, and a CPU has no fast float16.
+Mixed precision keeps parameters in float32 and lets autocast choose per operation (Micikevicius et al., 2018). Only float16 on an
+accelerator needs a gradient scaler: bfloat16 has float32's range, and a CPU has no fast float16. `autocast_forward` makes a model compute
+under autocast by itself: its class becomes a generated subclass, so names, keys and copies stay as they were.
 """
 
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,33 @@ def parse_precision(name: "str | int | Precision | None") -> Precision:
     if canonical not in PRECISIONS:
         raise ConfigError("precision: " + unknown_name("precision", name, [*PRECISIONS, *_ALIASES]))
     return PRECISIONS[canonical]
+
+
+class Autocasting(GeneratedClass):
+    """Runs a module's forward under autocast."""
+
+    _autocast_device: str
+    _autocast_dtype: torch.dtype
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Run the module's own forward in low precision."""
+        with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class AutocastingGenerator(Autocasting):
+    """Runs `generate` under autocast too."""
+
+    def generate(self, *args: object, **kwargs: object) -> Any:
+        """Run the module's own generate in low precision."""
+        with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
+    """Make a model compute under autocast, in place."""
+    if not isinstance(model, Autocasting):
+        kind = AutocastingGenerator if callable(getattr(model, "generate", None)) else Autocasting
+        model.__class__ = subclass_of(type(model), kind)
+    model.__dict__["_autocast_device"], model.__dict__["_autocast_dtype"] = device_type, dtype
+    return model

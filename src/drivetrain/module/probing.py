@@ -1,8 +1,11 @@
-"""Try a block on made-up input to see what it does to shapes, without memory or arithmetic (fake tensors).
+"""Run a module for a trial: without changing its buffers, or on fake tensors, which need neither memory nor arithmetic.
 
-What a block takes is guessed from its layers: images of as many channels as its first convolution reads, or sequences as wide as
-its first norm or matrix. A block that needs more than that cannot be tried, and the answer is None.
+What a block takes is guessed from its layers: images of as many channels as its first convolution reads, or sequences as wide as its
+first norm or matrix. A block that needs more than that cannot be tried, and the answer is None.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +66,33 @@ def _run_on_fake_tensor(block: nn.Module, shape: tuple[int, ...]) -> object:
             return torch.func.functional_call(block, dict[str, Tensor](state), (x,), tie_weights=True)
     finally:
         torch.set_rng_state(generator)
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Restore running statistics and the like afterwards, in place: what was compiled or recorded finds them at the same address.
+
+    The host waits for the device at the end.
+    """
+    kept = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, value in kept:
+                # Batch normalisation writes its statistics without a new version.
+                if buffer._version != version or not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+@contextmanager
+def buffers_copied(model: nn.Module) -> Iterator[None]:
+    """Give a model copies of its buffers for a while. The originals are not written to, so a backward pass that needs them can follow."""
+    held = [(child, name, buffer) for child in model.modules() for name, buffer in child._buffers.items()]
+    for child, name, buffer in held:
+        child._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for child, name, buffer in held:
+            child._buffers[name] = buffer

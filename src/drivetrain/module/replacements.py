@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
-from drivetrain.module.classes import GeneratedClass, subclass_of
 from drivetrain.module.surgery import replace_module_classes
+from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EPSILONS = ("eps", "epsilon", "variance_epsilon", "norm_eps")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.classes import GeneratedClass, subclass_of
+from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

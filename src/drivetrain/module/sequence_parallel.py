@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.classes import GeneratedClass, subclass_of, written_class
 from drivetrain.module.sequence_attention import (
     AttentionCalls,
     RingAttention,
@@ -28,6 +27,7 @@ from drivetrain.module.sequence_attention import (
     open_multihead,
 )
 from drivetrain.module.sequence_check import Fingerprints, difference, observing
+from drivetrain.module.wrapping import GeneratedClass, subclass_of, written_class
 from drivetrain.runtime.collectives import agree_any
 
 Mode = Literal["whole", "chain", "single"]

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.classes import GeneratedClass, subclass_of
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.sequence_pieces_check import PiecePlan, floats, is_stream, with_first
-from drivetrain.module.wrappers import is_fully_sharded
+from drivetrain.module.wrapping import GeneratedClass, is_fully_sharded, subclass_of
 
 _KEY = "_pieces"
 

@@ -17,7 +17,6 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.module.blocks import find_blocks
-from drivetrain.module.classes import written_class
 from drivetrain.module.tensor_parallel import is_splittable
 from drivetrain.module.tensor_trials import (
     LENGTH,
@@ -31,6 +30,7 @@ from drivetrain.module.tensor_trials import (
     structure_of,
     tensors_in,
 )
+from drivetrain.module.wrapping import written_class
 
 _PIECE, _LABEL = "_is_piece", "_label"  # set on tensors: whether they are pieces; which module they come from
 

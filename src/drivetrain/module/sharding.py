@@ -18,7 +18,7 @@ from drivetrain.core.errors import ConfigError, DistributedError, StateError, un
 from drivetrain.module.blocks import select_modules
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, synchronise
 from drivetrain.module.families import is_plain_container
-from drivetrain.module.wrappers import is_fully_sharded, named_clean_parameters, unwrap
+from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, unwrap
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 
 

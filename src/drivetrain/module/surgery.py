@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.module.wrappers import wrapping_of
+from drivetrain.module.wrapping import wrapping_of
 
 ReplacementFunction = Callable[[nn.Module, int], nn.Module | None]
 """Takes a module and its index among the instances of its policy's class; returns its replacement, or None to keep

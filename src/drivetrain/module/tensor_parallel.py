@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, unknown_name
-from drivetrain.module.classes import written_class
 from drivetrain.module.vocabulary_parallel import know_split_logits
+from drivetrain.module.wrapping import written_class
 
 STYLES = ("colwise", "rowwise", "sequence", "heads", "colwise_gather", "vocabulary", "replicate")
 """`colwise_gather` gathers the outputs again, as a head needs it; a `vocabulary` head leaves them split until the loss; `heads` is a

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.module.chunked_loss import mean_of_kept
-from drivetrain.module.classes import GeneratedClass, subclass_of
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.loss_items import active_watch
+from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 _MARK = "_is_split_vocabulary"
 _KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})

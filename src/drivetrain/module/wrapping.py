@@ -1,22 +1,326 @@
-"""One doorway to everything that wraps a model or looks through a wrapper."""
+"""What is around a model or was done to its class, and the state under the names that the user gave.
 
-from drivetrain.module.clean_state import clean_state_dict, load_clean_state_dict
-from drivetrain.module.ddp import TransparentDDP, rewrap_ddp, wrap_ddp
-from drivetrain.module.sharding import rebind_optimizer, shard_fully
-from drivetrain.module.wrappers import clean_key, clean_name, is_wrapped, named_clean_parameters, unwrap, wrapping_of
+A *shell* is a separate module around the user's (DataParallel, DDP, torch.compile's OptimizedModule, the older FSDP, torch's checkpoint
+wrapper); it adds a component to every name inside. It is recognised by its class, never by having an attribute called `module`: users
+give that name to their own layers. Classes from packages that are expensive to import are looked up among the modules already imported;
+what has never been imported cannot have wrapped anything. `fully_shard` and `module.compile()` change a module in place, so there is
+nothing to take off and no name to clean.
 
-__all__ = [
-    "TransparentDDP",
-    "clean_key",
-    "clean_name",
-    "clean_state_dict",
-    "is_wrapped",
-    "load_clean_state_dict",
-    "named_clean_parameters",
-    "rebind_optimizer",
-    "rewrap_ddp",
-    "shard_fully",
-    "unwrap",
-    "wrap_ddp",
-    "wrapping_of",
-]
+A *generated subclass* is the only way to intercept `forward` that keeps every parameter name and state-dict key and survives a deep
+copy: a wrapper module renames, and a closure stored on the instance would still call the original after a copy.
+
+A state that was written from a DDP, compiled or plain model has the same keys and loads into any of them; so do files that other programs
+wrote with `module.` or `_orig_mod.` in front. Sharded parameters take full tensors and full parameters take sharded ones. What does
+not fit is found before anything is changed and reported in one error.
+"""
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from drivetrain.core.errors import StateError, nearest_name
+from drivetrain.module.distributed_tensors import fit_tensor
+
+# (package that defines it, class, attribute that holds the inner module)
+_SHELLS_IMPORTED_LATE = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+_PRIVATE_COMPONENTS = frozenset(attribute for _, _, attribute in _SHELLS_IMPORTED_LATE)
+
+
+def _late_class(package: str, name: str) -> type | None:
+    return getattr(sys.modules.get(package), name, None)
+
+
+def inner_attribute(module: nn.Module) -> str | None:
+    """Return the attribute under which a shell keeps the wrapped module, None for any other module."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    for package, name, attribute in _SHELLS_IMPORTED_LATE:
+        cls = _late_class(package, name)
+        if cls is not None and isinstance(module, cls):
+            return attribute
+    return None
+
+
+def is_compiled_shell(module: nn.Module) -> bool:
+    """Return whether `torch.compile(model)` made this module."""
+    return inner_attribute(module) == "_orig_mod"
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to this very module."""
+    cls = _late_class("torch.distributed.fsdp", "FSDPModule")
+    return cls is not None and isinstance(module, cls)
+
+
+def wrapping_of(module: nn.Module) -> str | None:
+    """Name what was done to this module (DDP, FSDP, compiled...), or None for a plain one."""
+    if inner_attribute(module) is not None:
+        return type(module).__name__
+    if is_fully_sharded(module):
+        return "fully_shard"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "module.compile()"
+    return None
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether the model is a shell around another one, or is sharded by `fully_shard`."""
+    return inner_attribute(model) is not None or is_fully_sharded(model)
+
+
+def unwrap(model: nn.Module, keep_compile: bool = False) -> nn.Module:
+    """Return the user's module inside any shells; `keep_compile` leaves torch.compile's shell on.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> unwrap(nn.DataParallel(layer)) is layer
+    True
+    """
+    attribute = inner_attribute(model)
+    if attribute is None:
+        return model
+    inner = getattr(model, attribute)
+    if not (keep_compile and is_compiled_shell(model)):
+        return unwrap(inner, keep_compile)
+    bare = unwrap(inner, keep_compile)
+    return model if bare is inner else _recompiled(model, bare)
+
+
+def _recompiled(shell: nn.Module, inner: nn.Module) -> nn.Module:
+    """Put the compile settings of one shell around another module."""
+    return type(shell)(inner, shell.dynamo_ctx)
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter or module name without the components that shells add.
+
+    Torch's private components are removed wherever they stand. The word `module` may be the user's own, so it is
+    removed only where DDP puts it: at the front, once. With the model at hand, `clean_key` is exact.
+
+    >>> clean_name("module._orig_mod.encoder.weight")
+    'encoder.weight'
+    """
+    parts = [part for part in name.split(".") if part not in _PRIVATE_COMPONENTS]
+    if len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def clean_key(root: nn.Module, key: str) -> str:
+    """Return a dotted name of something inside `root` without the components of shells, exactly."""
+    module: nn.Module | None = root
+    kept: list[str] = []
+    for part in key.split(".") if key else ():
+        while module is not None and (attribute := inner_attribute(module)) is not None:
+            module = getattr(module, attribute)
+            if part == attribute:  # the shell's own component; otherwise torch already left it out of the name
+                break
+        else:
+            kept.append(part)
+            module = module._modules.get(part) if module is not None else None
+    return ".".join(kept)
+
+
+def named_clean_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield names and parameters as the user's own module would, whatever is wrapped around or inside it."""
+    has_shells = any(inner_attribute(module) is not None for module in model.modules())
+    for name, parameter in model.named_parameters():
+        yield (clean_key(model, name) if has_shells else name), parameter
+
+
+class GeneratedClass:
+    """Marks classes made by `subclass_of`; the class the user wrote is the next base."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle as an instance of the mixin and the written class, because the generated class cannot be imported."""
+        reduced: tuple[object, ...] = super().__reduce_ex__(2)  # type: ignore[assignment]
+        mixin, base = type(self).__bases__[0], type(self).__bases__[-1]
+        return (_new_instance, (mixin, base), *reduced[2:])  # the rest is the instance's state
+
+
+_generated: dict[tuple[type, type], type] = {}
+
+
+def subclass_of(base: type[nn.Module], mixin: type[GeneratedClass]) -> type[nn.Module]:
+    """Return the one subclass that puts `mixin` in front of `base`."""
+    key = (mixin, base)
+    if key not in _generated:
+        name = mixin.__name__ + base.__name__
+        _generated[key] = type(name, (mixin, base), {"__module__": base.__module__, "__qualname__": name})
+    return _generated[key]
+
+
+def _new_instance(mixin: type[GeneratedClass], base: type[nn.Module]) -> nn.Module:
+    cls = subclass_of(base, mixin)
+    return cls.__new__(cls)
+
+
+def written_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class the user wrote, below classes generated by us, by `fully_shard` or by parametrizations."""
+    cls = type(module)
+    if is_fully_sharded(module):
+        cls = next(base for base in cls.__mro__[1:] if issubclass(base, nn.Module))
+    while issubclass(cls, GeneratedClass) or (cls is type(module) and parametrize.is_parametrized(module)):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+FaultKind = Literal["missing", "unexpected", "unfitting"]
+"""What can be wrong with a saved state: not there, not known here, or of another form."""
+
+
+class StateFault(NamedTuple):
+    """One entry of a state that does not fit a module."""
+
+    kind: FaultKind
+    name: str
+    reason: str = ""
+
+
+def clean_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state under its own names, with torch's `_metadata` kept.
+
+    >>> list(clean_state_dict(nn.DataParallel(nn.Linear(2, 1))))
+    ['weight', 'bias']
+    """
+    module = unwrap(module)
+    state = type(module).state_dict(
+        module
+    )  # the parts that this rank holds, also where `gather_on_request` gives the whole
+    cleaned: OrderedDict[str, object] = OrderedDict((clean_key(module, key), value) for key, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        # A shell and what it holds get the same key; the inner one comes later and stays.
+        cleaned._metadata = OrderedDict((clean_key(module, key), value) for key, value in metadata.items())  # type: ignore[attr-defined]
+    return cleaned
+
+
+def load_clean_state_dict(
+    module: nn.Module, state: Mapping[str, object], strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a state into a module, whatever is wrapped on either side, and return the missing and unexpected names.
+
+    With `strict` anything missing, unexpected or of another shape raises a StateError that lists all of it, and the
+    module is unchanged. Without it, what fits is loaded.
+    """
+    module = unwrap(module)
+    live = type(module).state_dict(module, keep_vars=True)
+    real_keys = {clean_key(module, key): key for key in live}
+    given = _without_prefixes(state, real_keys)
+    faults = _faults(module, given, {name: live[key] for name, key in real_keys.items()})
+    if strict and faults:
+        raise StateError(
+            f"the state does not fit {type(module).__name__}; nothing was loaded.\n  "
+            + "\n  ".join(_fault_line(fault, real_keys) for fault in faults)
+        )
+    unfitting = {fault.name for fault in faults if fault.kind == "unfitting"}
+    loadable: OrderedDict[str, object] = OrderedDict()
+    for name, value in given.items():
+        if name not in unfitting:
+            key = real_keys.get(name, name)
+            loadable[key] = fit_tensor(value, live[key]) if key in live and isinstance(value, Tensor) else value
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        loadable._metadata = _real_metadata(module, metadata)  # type: ignore[attr-defined]
+    try:
+        result = module.load_state_dict(loadable, strict=strict)
+    except RuntimeError as error:  # a module with its own way of loading found a fault
+        raise StateError(f"the state does not fit {type(module).__name__}: {error}") from error
+    return [clean_key(module, key) for key in result.missing_keys], [
+        clean_key(module, key) for key in result.unexpected_keys
+    ]
+
+
+def state_faults(module: nn.Module, state: Mapping[str, object]) -> list[StateFault]:
+    """Return what `load_clean_state_dict` would raise about a state, loading nothing."""
+    bare = unwrap(module)
+    live = clean_state_dict(bare)
+    return _faults(bare, _without_prefixes(state, dict.fromkeys(live, "")), live)
+
+
+def _faults(module: nn.Module, given: Mapping[str, Any], live: Mapping[str, Any]) -> list[StateFault]:
+    is_own_business, may_reshape = _loaded_in_own_way(module)
+    faults = [StateFault("missing", name) for name in live if name not in given and not is_own_business(name)]
+    faults += [StateFault("unexpected", name) for name in given if name not in live and not is_own_business(name)]
+    for name, value in given.items():
+        if name in live and not _fits(value, live[name]) and not may_reshape(name):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            faults.append(StateFault("unfitting", name, f"given {found}, expected shape {tuple(live[name].shape)}"))
+    return faults
+
+
+def _fault_line(fault: StateFault, valid: Mapping[str, str]) -> str:
+    if fault.reason:
+        return f"{fault.name}: {fault.reason}"
+    near = nearest_name(fault.name, valid) if fault.kind == "unexpected" else None
+    return f"{fault.name}: {fault.kind}" + (f" (nearest: {near})" if near else "")
+
+
+def _without_prefixes(state: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
+    """Take wrapper prefixes off the given keys, in the way under which most of them are known."""
+
+    def front(key: str) -> str:
+        return key.removeprefix("module.")
+
+    def everywhere(key: str) -> str:
+        return ".".join(part for part in clean_name(key).split(".") if part != "module")
+
+    def private(key: str) -> str:
+        return clean_name("module." + key)
+
+    ways: list[Callable[[str], str]] = [str, private, front, clean_name, everywhere]
+    best: list[str] = []
+    most = -1
+    for way in ways:
+        keys = [way(key) for key in state]
+        known = sum(key in names for key in keys)
+        if known > most and len(set(keys)) == len(keys):
+            best, most = keys, known
+        if most == len(keys):
+            break
+    return dict(zip(best, state.values()))
+
+
+def _fits(value: Any, live: Any) -> bool:
+    if is_lazy(live):  # takes the shape of whatever is loaded
+        return True
+    return not isinstance(live, Tensor) or (isinstance(value, Tensor) and value.shape == live.shape)
+
+
+def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
+    """Return tests for names whose module may invent or rename keys while loading, and for those it may also
+    reshape."""
+    inventing, reshaping = [], []
+    for path, child in module.named_modules():
+        loader = type(child)._load_from_state_dict
+        if loader is nn.Module._load_from_state_dict and not child._load_state_dict_pre_hooks:
+            continue
+        prefix = clean_key(module, path)
+        inventing.append(prefix)
+        if child._load_state_dict_pre_hooks or not loader.__module__.startswith("torch.nn."):
+            reshaping.append(prefix)  # torch's own layers (batch norm counts, packed attention) never change shapes
+
+    def under(prefixes: list[str]) -> Callable[[str], bool]:
+        return lambda name: any(not prefix or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+    return under(inventing), under(reshaping)
+
+
+def _real_metadata(module: nn.Module, metadata: Mapping[str, object]) -> "OrderedDict[str, Any]":
+    """Spread the metadata of clean names over the module's real paths; a shell gets its inner module's."""
+    paths = {path: clean_key(module, path) for path, _ in module.named_modules()}
+    given = _without_prefixes(metadata, {clean: path for path, clean in paths.items()})
+    return OrderedDict((path, given[clean]) for path, clean in paths.items() if clean in given)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, nearest_name
-from drivetrain.module.wrappers import clean_key
+from drivetrain.module.wrapping import clean_key
 
 REST = "_rest_"
 Names = str | Sequence[str] | None

@@ -20,10 +20,10 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.types import Batch, Settings
+from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
-from drivetrain.module.wrappers import is_fully_sharded, wrapping_of
-from drivetrain.module.wrapping import unwrap, wrap_ddp
+from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
 from drivetrain.runtime.ranks import clear_data_ranks, is_master
 from drivetrain.strategy.batching import plan_batch
 from drivetrain.strategy.materialising import materialise

@@ -355,7 +355,7 @@ def as_selectors(value: Any) -> Any:
 
 def selected(model: nn.Module, value: Any) -> Any:
     """Return selectors with the full names of this model's classes turned into those classes; nothing is imported."""
-    from drivetrain.module.classes import written_class
+    from drivetrain.module.wrapping import written_class
 
     classes = {qualified_name(cls): cls for module in model.modules() for cls in written_class(module).__mro__}
     if isinstance(value, tuple):

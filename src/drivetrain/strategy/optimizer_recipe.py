@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import Settings
-from drivetrain.module.optimizer_kernels import start_momentum
-from drivetrain.module.wrapping import named_clean_parameters, rebind_optimizer, unwrap
+from drivetrain.module.optimizers import start_momentum
+from drivetrain.module.sharding import rebind_optimizer
+from drivetrain.module.wrapping import named_clean_parameters, unwrap
 
 
 @dataclass(kw_only=True)

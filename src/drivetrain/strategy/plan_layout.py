@@ -23,9 +23,9 @@ from drivetrain.context.saving import Saving
 from drivetrain.context.table import parameter_names
 from drivetrain.core.errors import StateError
 from drivetrain.core.types import StateDict
-from drivetrain.module.clean_state import clean_state_dict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
+from drivetrain.module.wrapping import clean_state_dict
 from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
 

@@ -19,10 +19,9 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
-from drivetrain.module.autocasting import autocast_forward
 from drivetrain.module.gradient_sync import set_synchronisation
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
-from drivetrain.module.precision import Precision, warn_unscaled_float16
+from drivetrain.module.precision import Precision, autocast_forward, warn_unscaled_float16
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks

@@ -19,10 +19,11 @@ from drivetrain.core.files import replacing
 from drivetrain.core.foreign import Slot
 from drivetrain.module import stepper
 from drivetrain.module.accumulation import AccumulationWindow
+from drivetrain.module.ddp import wrap_ddp
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.module.stepper import Stepper
-from drivetrain.module.wrapping import is_wrapped, unwrap, wrap_ddp
+from drivetrain.module.wrapping import is_wrapped, unwrap
 from drivetrain.runtime.collectives import distributed_barrier, gather_rows
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world

@@ -11,7 +11,7 @@ from drivetrain.context.state import State
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import TimeUnit
-from drivetrain.module.master_weights import served_parameters
+from drivetrain.module.optimizers import served_parameters
 from drivetrain.train.arguments import check_optimizer_type, check_rates
 from drivetrain.train.items import LossCounting
 from drivetrain.train.loaders import EvaluationLoaders

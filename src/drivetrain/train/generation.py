@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.module.wrappers import is_fully_sharded
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.train.batches import BatchForm, UnpackForm, WholeForm
 
 if TYPE_CHECKING:

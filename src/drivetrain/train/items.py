@@ -17,10 +17,9 @@ from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
-from drivetrain.module.buffers import buffers_copied
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of
-from drivetrain.module.wrappers import is_compiled_shell
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.probing import buffers_copied
+from drivetrain.module.wrapping import is_compiled_shell, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.batches import batch_size_of, carried_loss, slice_rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from drivetrain.core.errors import DeviceError
-from drivetrain.module.buffers import buffers_kept
+from drivetrain.module.probing import buffers_kept
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng

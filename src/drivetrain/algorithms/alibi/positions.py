@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from drivetrain.algorithms.surgery import Optimizers
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.attention import AttentionBias
-from drivetrain.module.classes import written_class
 from drivetrain.module.surgery import update_params_in_optimizer
+from drivetrain.module.wrapping import written_class
 
 _TABLES = {"BertEmbeddings": "position_embeddings", "RobertaEmbeddings": "position_embeddings", "GPT2Model": "wpe"}
 """Where classes of transformers keep their table."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from drivetrain.core.errors import UnsupportedMethodError
-from drivetrain.module.layout import channels_last_input, to_channels_last
+from drivetrain.module.convolutions import channels_last_input, to_channels_last
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from drivetrain.core.errors import ConflictError
-from drivetrain.module.master_weights import host_copy, with_master_weights
+from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.strategy.method import Method, Option, Site, Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
 

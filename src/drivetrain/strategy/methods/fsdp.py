@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.core.errors import ConfigError, MethodConfigError
-from drivetrain.module.wrapping import shard_fully
+from drivetrain.module.sharding import shard_fully
 from drivetrain.strategy.mesh import GRADIENT_AXES
 from drivetrain.strategy.method import Method, Option, Site, Stage, as_selectors, is_whole, selected
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.module.master_weights import host_copy, with_master_weights
+from drivetrain.module.optimizers import host_copy, with_master_weights
 from drivetrain.strategy.method import Option, Stage
 from drivetrain.strategy.methods.amp_native import SixteenBits, sixteen_bits
 from drivetrain.strategy.methods.cpu_offload import pins_memory

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConflictError
-from drivetrain.module.split_optimizer import split_optimizer
+from drivetrain.module.optimizers import split_optimizer
 from drivetrain.runtime.ranks import data_group
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 from drivetrain.strategy.methods.fsdp import Fsdp, sharding_options

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from drivetrain.core.types import Batch
-from drivetrain.module.buffers import buffers_kept
 from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.module.probing import buffers_kept
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import data_rank

@@ -1,15 +1,57 @@
-"""A first convolution that whitens its patches, from the data instead of from learning (Page, 2018; Jordan, 2024, arXiv
-2404.00498).
+"""What is done to convolutions: channels-last memory, and a first layer that whitens its patches.
 
-Neighbouring pixels say nearly the same. Projected on the principal directions of small patches, and scaled to unit
-variance, the channels of the first layer are uncorrelated and alike in size, which is what an optimizer would otherwise
-spend its first epochs on.
+Channels-last: convolutions read each pixel's channels in one go, which tensor cores and CPU kernels prefer. Only kernels are laid out
+again; shapes, names and values stay. Inputs must follow, or every first layer converts.
+
+Whitening (Page, 2018; Jordan, 2024, arXiv 2404.00498) sets the first layer from the data instead of learning it. Neighbouring pixels have
+nearly the same values. Projected on the principal directions of small patches and scaled to unit variance, the channels are uncorrelated
+and of one size, which an optimizer would otherwise spend its first epochs on.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@torch.no_grad()
+def to_channels_last(model: nn.Module) -> int:
+    """Lay out the kernels of 2-D and 3-D convolutions channels-last, in place; return how many there are."""
+    kernels = _kernels(model)
+    for kernel in kernels:
+        kernel.data = kernel.data.contiguous(memory_format=_FORMATS[kernel.ndim])
+    return len(kernels)
+
+
+def channels_last_input(tensor: Tensor) -> Tensor:
+    """Return a 4-D or 5-D floating tensor channels-last, anything else as it is."""
+    if tensor.ndim in _FORMATS and tensor.is_floating_point():
+        return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+    return tensor
+
+
+def is_worth_channels_last(model: nn.Module) -> bool:
+    """Return whether 2-D and 3-D convolutions hold most of the parameters.
+
+    A vision transformer with one patch convolution does not gain; a convolutional network does.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return 2 * sum(kernel.numel() for kernel in _kernels(model)) > total
+
+
+def _kernels(model: nn.Module) -> list[nn.Parameter]:
+    """Return the distinct kernels that have a channels-last layout."""
+    found = {
+        parameter: None
+        for module in model.modules()
+        if isinstance(module, _ConvNd)
+        for parameter in module.parameters(recurse=True)
+        if parameter.ndim in _FORMATS
+    }
+    return list(found)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pickle
 import torch
 from torch import nn
 
-from drivetrain.module.autocasting import autocast_forward
+from drivetrain.module.precision import autocast_forward
 
 
 class Generator(nn.Linear):
