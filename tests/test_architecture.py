@@ -57,7 +57,7 @@ def test_only_doorways_at_the_root_import_other_libraries_names():
 
 
 def test_nothing_below_the_root_names_a_module_of_compat():
-    """Not even as text for importlib: a lower folder has a `core.foreign.Slot`, and the table is in compat."""
+    """Not even as text for importlib: a lower folder has a `core.lazy.Slot`, and the table is in compat."""
     wrong = [
         f"{path.relative_to(PACKAGE)}: {node.value!r}"
         for folder in ROW_OF.keys() - {"compat"}

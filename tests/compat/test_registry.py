@@ -10,7 +10,7 @@ import pytest
 
 import drivetrain
 from drivetrain.compat.registry import EXPORTS, MODULES, SLOTS
-from drivetrain.core.foreign import Slot
+from drivetrain.core.lazy import Slot
 
 PACKAGE = Path(drivetrain.__file__).parent
 
@@ -20,7 +20,7 @@ def slots_in_the_source() -> set[str]:
     calls = [
         node
         for path in PACKAGE.rglob("*.py")
-        if "from drivetrain.core.foreign import Slot" in path.read_text()
+        if "from drivetrain.core.lazy import Slot" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Slot"
     ]

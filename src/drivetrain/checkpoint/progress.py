@@ -16,8 +16,7 @@ from typing import Any
 from drivetrain.checkpoint.layout import Manifest
 from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import Interval
-from drivetrain.core.time import Time, TimeUnit
+from drivetrain.core.time import Interval, Time, TimeUnit
 from drivetrain.core.types import Settings
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master

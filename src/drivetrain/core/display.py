@@ -1,10 +1,12 @@
-"""Text from files and other people, made safe for a terminal and for a spreadsheet.
+"""Text for people: made safe for terminals and spreadsheets; sizes, durations and curves in one form for logs, errors and tables.
 
 A terminal executes escape sequences: they move the cursor, rewrite lines that were printed before and set the window's title. Marks
 that turn the direction of writing make a name read as another. A spreadsheet computes a cell that begins like a formula.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _HIDDEN = re.compile(
@@ -64,3 +66,67 @@ def _escape(found: re.Match[str]) -> str:
 def _json_escape(found: re.Match[str]) -> str:
     pair = found[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{pair[place : place + 2].hex()}" for place in range(0, len(pair), 2))
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BY_FOLDED = {unit.casefold(): factor for unit, factor in _SIZES.items()}
+SIZE_UNITS = tuple(filter(None, _SIZES))
+"""The units that `parse_size` reads, in any case."""
+
+
+def shown_bytes(size: float) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> shown_bytes(103.1 * 2**30), shown_bytes(3 * 2**20), shown_bytes(512)
+    ('103.1 GiB', '3.0 MiB', '512 B')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size) >= _SIZES[unit]:
+            return f"{size / _SIZES[unit]:.1f} {unit}"
+    return f"{size:.4g} B"
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes that a text such as "80GiB" stands for, or None if it is not a size.
+
+    >>> parse_size("1.5 KiB"), parse_size("2 GB"), parse_size("much")
+    (1536, 2000000000, None)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    factor = None if found is None else _BY_FOLDED.get(found[2].casefold())
+    return None if found is None or factor is None else int(float(found[1]) * factor)
+
+
+def shown_seconds(seconds: float) -> str:
+    """Return a duration in the unit that suits it, or in two of them from a minute on.
+
+    >>> shown_seconds(0.0125), shown_seconds(3.21), shown_seconds(75), shown_seconds(7260)
+    ('12.5 ms', '3.21 s', '1 min 15 s', '2 h 1 min')
+    """
+    for (size, unit), (smaller, smaller_unit) in (
+        ((86400, "d"), (3600, "h")),
+        ((3600, "h"), (60, "min")),
+        ((60, "min"), (1, "s")),
+    ):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} {int(seconds % size // smaller)} {smaller_unit}"
+    if seconds >= 1 or seconds <= 0:
+        return f"{seconds:.4g} s"
+    return f"{seconds * 1e3:.4g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.4g} µs"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Return the finite values of a curve as one line of bars, at most `width` of them.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▅▁'
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, reach = min(finite), max(finite) - min(finite)
+    if len(finite) > width:
+        finite = [finite[round(place * (len(finite) - 1) / (width - 1))] for place in range(width)]
+    return "".join(_BARS[round((value - low) / reach * (len(_BARS) - 1)) if reach else 0] for value in finite)

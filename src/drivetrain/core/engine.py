@@ -13,12 +13,20 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.binding import Binding, Surroundings, bindings_of, call_closing, call_named, check_plugin, phase_of
+from drivetrain.core.binding import (
+    Binding,
+    Surroundings,
+    bindings_of,
+    call_closing,
+    call_named,
+    check_plugin,
+    phase_of,
+    watched,
+)
 from drivetrain.core.errors import ConfigError, EngineError, unknown_name
 from drivetrain.core.event import LOOP, Event
 from drivetrain.core.ordering import check_conflicts, order_events
 from drivetrain.core.plugin import Logger, NullLogger, plugin_name
-from drivetrain.core.watching import watched
 
 AlgorithmPass = Callable[[Sequence[Any], Event], Sequence[Any]]
 PassLike = AlgorithmPass | tuple[AlgorithmPass, int]

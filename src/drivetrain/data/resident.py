@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ParameterError
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.data.columns import Columns
 from drivetrain.runtime.device import choose_device, device_memory
 

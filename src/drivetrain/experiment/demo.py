@@ -147,7 +147,7 @@ def _is_interrupted(params: dict[str, Any]) -> bool:
 
 
 def _conclude(folder: Path, epochs: int) -> int:
-    from drivetrain.core.quantities import sparkline
+    from drivetrain.core.display import sparkline
     from drivetrain.experiment.cli.output import own_command, print_lines, print_table
     from drivetrain.experiment.records import read_run
     from drivetrain.experiment.reports.page import write_report

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from drivetrain.core.quantities import shown_bytes
+from drivetrain.core.display import shown_bytes
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.tensor_parallel import features, is_splittable, weight_dim
 from drivetrain.module.tensor_trials import (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import quantities
+from drivetrain.core import display
 from drivetrain.core.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def sparkline(rates: "OptimScheduler | Sequence[float]", *, steps: int | None = 
     values = list(rates) if isinstance(rates, Sequence) else rates_of(rates, steps)
     if not values:
         raise ConfigError("sparkline: there are no values to show.")
-    return f"{quantities.sparkline(values, width)} {min(values):.4g} to {max(values):.4g}"
+    return f"{display.sparkline(values, width)} {min(values):.4g} to {max(values):.4g}"
 
 
 def plot(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core import quantities
+from drivetrain.core import display
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.files import load_json
 
@@ -155,10 +155,10 @@ def parse_size(value: Any, *, where: str) -> int:
     """
     if is_finite_number(value):
         return int(value)
-    size = quantities.parse_size(value) if isinstance(value, str) else None
+    size = display.parse_size(value) if isinstance(value, str) else None
     if size is None:
         raise ConfigError(
-            f'{where}: {value!r} given; expected bytes, or a number with one of {", ".join(quantities.SIZE_UNITS)}: "80GiB".'
+            f'{where}: {value!r} given; expected bytes, or a number with one of {", ".join(display.SIZE_UNITS)}: "80GiB".'
         )
     return size
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.display import shown_bytes, shown_seconds
 from drivetrain.core.errors import ConfigError, MissingExtra
-from drivetrain.core.quantities import shown_bytes, shown_seconds
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigTypeError, DrivetrainError, StrategyFormatError, unknown_name
 from drivetrain.core.files import load_json, replace_bytes
-from drivetrain.core.foreign import Slot
+from drivetrain.core.lazy import Slot
 from drivetrain.core.types import Settings
 from drivetrain.strategy.registry import find_method
 

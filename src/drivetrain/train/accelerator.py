@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.core.errors import DistributedError
 from drivetrain.core.files import replacing
-from drivetrain.core.foreign import Slot
+from drivetrain.core.lazy import Slot
 from drivetrain.module import stepper
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.ddp import wrap_ddp

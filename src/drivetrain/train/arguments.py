@@ -18,7 +18,7 @@ from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_callable, check_count, check_flag, check_number, naming
 from drivetrain.core.binding import check_plugin
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, did_you_mean
-from drivetrain.core.foreign import Slot
+from drivetrain.core.lazy import Slot
 from drivetrain.data.columns import find_columns
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.train.settings import check_eval_interval, parse_time

@@ -16,7 +16,7 @@ from torch import nn
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import CheckpointError, DrivetrainWarning, NonFiniteStateError
-from drivetrain.core.intervals import Interval
+from drivetrain.core.time import Interval
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import nonfinite_state
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict

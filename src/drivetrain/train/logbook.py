@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.core.intervals import Interval
-from drivetrain.core.time import Clock
+from drivetrain.core.time import Clock, Interval
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
 from drivetrain.runtime.ranks import num_data_ranks

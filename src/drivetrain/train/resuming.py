@@ -18,7 +18,7 @@ from drivetrain.context.state import State
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
-from drivetrain.core.foreign import Slot
+from drivetrain.core.lazy import Slot
 from drivetrain.module.full_state import gather_on_request
 from drivetrain.module.stepper import merge_windows
 from drivetrain.runtime.collectives import broadcast_from_master

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.engine import Engine, Fire
 from drivetrain.core.event import Event
-from drivetrain.core.intervals import Interval
-from drivetrain.core.time import Clock
+from drivetrain.core.time import Clock, Interval
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.train.agreement import Agreement

@@ -19,7 +19,7 @@ from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.core.event import Event
-from drivetrain.core.intervals import Interval
+from drivetrain.core.time import Interval
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ConfigError, DrivetrainError
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.output import Check, own_command, print_checks
 from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_run
 from drivetrain.experiment.command_line import JSON, argument

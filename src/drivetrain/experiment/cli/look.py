@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.locking import is_locked
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.listing import DIRECTION, SEVERAL_HELP
 from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_json, print_lines, print_table
 from drivetrain.experiment.cli.runs import find_all_runs, find_run, find_sweep

@@ -10,8 +10,8 @@ import os
 from contextlib import nullcontext
 from typing import Any
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ExperimentError
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.cli.output import print_json, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.targets import find_target
 from drivetrain.experiment.command_line import JSON, argument

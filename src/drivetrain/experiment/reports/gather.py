@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import shown_seconds
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
-from drivetrain.core.quantities import shown_seconds
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.chart import Point

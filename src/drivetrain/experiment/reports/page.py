@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.reports.chart import Curve, draw_chart, short
 from drivetrain.experiment.reports.gather import (
     ENVIRONMENT,

@@ -8,8 +8,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.files import read_limited
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.experiment.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scale_for, short
 from drivetrain.experiment.reports.gather import PICTURE_TYPES, PictureFile, RunData, names_of
 from drivetrain.experiment.reports.html import section

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.core.display import parse_size
 from drivetrain.core.errors import ConfigError, ConflictError, UnknownMethodError
-from drivetrain.core.quantities import parse_size
 from drivetrain.strategy.device_spec import DeviceSpec
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.registry import expand_names, find_method, group_names, mesh_method

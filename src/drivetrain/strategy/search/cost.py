@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.quantities import shown_bytes
+from drivetrain.core.display import shown_bytes
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.effects import Effects, Recompute
 from drivetrain.strategy.profile.values import COMPILED, Link, MachineProfile, ModelProfile, UnitProfile

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from drivetrain.core.display import shown_bytes, shown_seconds
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.core.quantities import shown_bytes, shown_seconds
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.registry import mesh_method
 from drivetrain.strategy.search.constraints import plain_numbers

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import PlanInfeasible, StrategyError
-from drivetrain.core.quantities import shown_bytes
 from drivetrain.runtime.collectives import all_gather_values, broadcast_from_master
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.strategy.profile.machine import machine_from_spec, profile_machine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from drivetrain.core.quantities import shown_bytes
+from drivetrain.core.display import shown_bytes
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.strategy.search.candidates import Candidate
 from drivetrain.strategy.search.decision import Measurement, choose

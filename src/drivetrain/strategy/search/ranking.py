@@ -7,7 +7,7 @@ roomy and as simple. What a trial showed rules out what must end in the same way
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from drivetrain.core.quantities import shown_bytes
+from drivetrain.core.display import shown_bytes
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.search.candidates import Candidate, label_of
 from drivetrain.strategy.search.cost import Cost, predict_memory, predict_time

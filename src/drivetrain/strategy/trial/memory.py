@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.core.quantities import shown_bytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

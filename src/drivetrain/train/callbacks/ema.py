@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import Interval
-from drivetrain.core.time import ensure_time
+from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import unwrap, wrapping_of
 from drivetrain.train.callbacks.base import CallbackHandler
 from drivetrain.train.callbacks.saving import SaveBestModelCallback

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import Interval
-from drivetrain.core.time import ensure_time
+from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.train.callbacks.base import TrainerCallback

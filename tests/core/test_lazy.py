@@ -5,9 +5,8 @@ import types
 
 import pytest
 
-from drivetrain.core import foreign
-from drivetrain.core.foreign import Slot
-from drivetrain.core.lazy import lazy_exports
+from drivetrain.core import lazy
+from drivetrain.core.lazy import Slot, lazy_exports
 
 
 @pytest.fixture
@@ -16,7 +15,7 @@ def provider(monkeypatch):
     module = types.ModuleType("provider_of_a_test")
     module.SLOTS, module.EXPORTS, module.MODULES = {}, {}, {}
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(foreign, "_provider", module.__name__)
+    monkeypatch.setattr(lazy, "_provider", module.__name__)
     return module
 
 
@@ -41,7 +40,7 @@ def test_a_slot_that_nobody_fills_is_named(provider):
 
 
 def test_a_slot_is_empty_while_the_root_package_is_imported(monkeypatch):
-    monkeypatch.setattr(foreign, "_provider", None)
+    monkeypatch.setattr(lazy, "_provider", None)
     with pytest.raises(LookupError, match="unknown"):
         Slot("unknown").load()
 
