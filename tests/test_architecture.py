@@ -134,8 +134,6 @@ _DATA = frozenset(
 # An algorithm or a strategy method has the name of the idea, and so has the class that carries it out; Composer's names are Composer's.
 SHARED_NAMES = frozenset({"Cautious", "ChannelsLast", "Lookahead", "ScheduleFree", "SOAP", "Precision", "Trainer"})
 """Names that two classes may have."""
-TO_RENAME = frozenset({"Run"})
-"""Names that two classes still have and should not."""
 
 
 def sources() -> dict[str, str]:
@@ -187,4 +185,4 @@ def test_no_two_classes_have_one_name():
         for node in ast.parse(text).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(path)
-    assert {name for name, paths in homes.items() if len(paths) > 1} <= SHARED_NAMES | TO_RENAME
+    assert {name for name, paths in homes.items() if len(paths) > 1} <= SHARED_NAMES

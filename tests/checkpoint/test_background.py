@@ -3,8 +3,7 @@ import threading
 import pytest
 import torch
 
-from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
-from drivetrain.checkpoint.writer import Snapshot
+from drivetrain.checkpoint.writer import BackgroundJob, HostBuffers, Snapshot
 
 
 def test_a_staged_snapshot_no_longer_follows_the_live_tensors():

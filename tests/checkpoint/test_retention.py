@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.checkpoint.layout import Manifest
-from drivetrain.checkpoint.retention import Best, best_checkpoint, milestones, to_remove
+from drivetrain.checkpoint.layout import Best, Manifest, best_checkpoint, milestones, to_remove
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
 

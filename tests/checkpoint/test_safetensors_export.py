@@ -7,7 +7,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain.checkpoint.checkpointer import Checkpointer
-from drivetrain.checkpoint.safetensors_export import export_safetensors
+from drivetrain.checkpoint.files import export_safetensors
 from drivetrain.context.context import Context
 from drivetrain.core.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_sharded import make_session

@@ -10,9 +10,8 @@ import torch
 from drivetrain.checkpoint import files, writer
 from drivetrain.checkpoint.chaos import full_disk, small_files
 from drivetrain.checkpoint.files import lock_path
-from drivetrain.checkpoint.layout import problem_with, read_pointer
+from drivetrain.checkpoint.layout import Best, problem_with, read_pointer
 from drivetrain.checkpoint.reader import CheckpointReader
-from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import WriteFailedError, known_checkpoints, sweep, write_checkpoint
 

@@ -10,7 +10,7 @@ import pytest
 HOMES = {
     "drivetrain.callbacks": "drivetrain.train.callbacks",
     "drivetrain.finetuning": "drivetrain.train.finetuning",
-    "drivetrain.run_config": "drivetrain.train.run_config",
+    "drivetrain.run_config": "drivetrain.train.settings",
     "drivetrain.schedulers": "drivetrain.train.schedulers",
     "drivetrain.surgery": "drivetrain.module.surgery",
     "drivetrain.tracking": "drivetrain.train.tracking",

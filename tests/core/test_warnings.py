@@ -41,7 +41,7 @@ def test_no_warning_of_ours_goes_out_under_another_name():
 
 
 def test_only_our_warnings_become_errors_when_strict():
-    from drivetrain.train.callbacks.strictness import warnings_as_errors
+    from drivetrain.train.callbacks.control import warnings_as_errors
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

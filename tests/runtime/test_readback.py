@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.runtime.readback import AsyncReadback
+from drivetrain.runtime.device import AsyncReadback
 
 
 def test_on_a_cpu_a_value_is_known_at_once():

@@ -224,7 +224,7 @@ def test_a_stop_that_was_acted_on_is_not_ended_by_the_grace_period(monkeypatch):
     monkeypatch.setenv("DRIVETRAIN_STOP_GRACE", "0.05")
     monkeypatch.setattr("drivetrain.runtime.signals.get_num_processes", lambda: 2)
     ended = []
-    monkeypatch.setattr("drivetrain.runtime.watchdog._end", lambda *told: ended.append(told))
+    monkeypatch.setattr("drivetrain.runtime.signals._end", lambda *told: ended.append(told))
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         while signals.requested is None:

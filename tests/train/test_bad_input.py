@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain.core.errors import BatchOutputError, ConfigError
 from drivetrain.train.callbacks import EarlyStoppingCallback, PrintProgressCallback
-from drivetrain.train.placeholders import TrainerPlaceholderValues
+from drivetrain.train.settings import TrainerPlaceholderValues
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_model, make_trainer, train
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.train.placeholders import replace_trainer_placeholder_values
 from drivetrain.train.schedulers import CosineLrScheduler
+from drivetrain.train.settings import replace_trainer_placeholder_values
 
 
 def make_optimizer(*rates):

@@ -26,8 +26,8 @@ from drivetrain.train.callbacks import (
 )
 from drivetrain.train.finetuning import ModelFreezer
 from drivetrain.train.loaders import DataLoaderSlice, LimitBatches
-from drivetrain.train.placeholders import TrainerPlaceholderValues as P
 from drivetrain.train.schedulers import CosineLrScheduler, WSDLrScheduler
+from drivetrain.train.settings import TrainerPlaceholderValues as P
 from drivetrain.train.trainer import Trainer, TrainerWithTimmScheduler
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights
 
@@ -165,7 +165,7 @@ def test_09_expressions_of_placeholders_reach_the_scheduler_as_numbers():
     )
     train(make_trainer(), create_scheduler_fn=partial)
     assert seen == {"first": 6, "b": 7, "c": 2, "d": 7, "e": 1, "f": 1.5}
-    import drivetrain.train.placeholders as module
+    import drivetrain.train.settings as module
 
     assert "eval(" not in inspect.getsource(module).replace("evaluate(", "")
 

@@ -22,7 +22,7 @@ from drivetrain.train.callbacks import (
     StepBasedEvaluationCallback,
     TrainerCallback,
 )
-from drivetrain.train.placeholders import TrainerPlaceholderValues
+from drivetrain.train.settings import TrainerPlaceholderValues
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import make_data, make_trainer, train, weights
 

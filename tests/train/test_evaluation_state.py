@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.train.callbacks import TrainerCallback
-from drivetrain.train.evaluation_state import EvaluationState, held_generators, load_loader_state, loader_state
+from drivetrain.train.run import EvaluationState, held_generators, load_loader_state, loader_state
 from tests.train.tasks import make_data, make_trainer, train
 from tests.train.test_verification import Noisy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import ConfigError
-from drivetrain.train.metrics import MetricSet
+from drivetrain.train.tracking import MetricSet
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -110,7 +110,7 @@ def test_what_is_no_metric_is_refused_while_building(given, message):
 
 def test_torchmetrics_is_imported_only_by_the_user():
     program = (
-        "import sys, drivetrain.train.metrics as m; m.MetricSet({'a': lambda o, t: 1.0}); "
+        "import sys, drivetrain.train.tracking as m; m.MetricSet({'a': lambda o, t: 1.0}); "
         "assert 'torchmetrics' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
-from drivetrain.train.placeholders import TrainerPlaceholderValues as P
-from drivetrain.train.placeholders import replace_trainer_placeholder_values as replace
+from drivetrain.train.settings import TrainerPlaceholderValues as P
+from drivetrain.train.settings import replace_trainer_placeholder_values as replace
 from tests.train.tasks import make_data, make_trainer, train
 
 

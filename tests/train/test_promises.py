@@ -20,8 +20,8 @@ from drivetrain.train.callbacks import (
     SaveTrainingStateCallback,
     TrainerCallback,
 )
-from drivetrain.train.placeholders import TrainerPlaceholderValues
 from drivetrain.train.schedulers import CosineLrScheduler
+from drivetrain.train.settings import TrainerPlaceholderValues
 from drivetrain.train.tracking import InMemoryRunHistory
 from drivetrain.train.trainer import Trainer
 from tests.train.tasks import Losses, make_data, make_model, make_trainer, train, weights

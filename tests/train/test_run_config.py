@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
+from drivetrain.train.settings import TrainerRunConfig, count_update_steps
 
 
 def make_config(**changes):

@@ -13,8 +13,8 @@ from drivetrain import utils
 from drivetrain.core.errors import StopTrainingError
 from drivetrain.train import callbacks, finetuning
 from drivetrain.train.callbacks import CallbackHandler, TrainerCallback
-from drivetrain.train.run_config import TrainerRunConfig
 from drivetrain.train.schedulers import CosineLrScheduler, SchedulerBase, StatefulSchedulerBase, WSDLrScheduler
+from drivetrain.train.settings import TrainerRunConfig
 from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, RunHistory
 from drivetrain.train.trainer import DEFAULT_CALLBACKS, Trainer, TrainerWithTimmScheduler
 from tests.train.tasks import make_data, make_model, make_trainer, train

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from drivetrain.core.errors import ConfigError, ResumeError
-from drivetrain.train.evaluation_state import EvaluationState
+from drivetrain.train.run import EvaluationState
 from drivetrain.train.verification import verify_resume
 from tests.train.tasks import make_data, make_model, make_trainer
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.train.placeholders import replace_trainer_placeholder_values
 from drivetrain.train.schedulers import WSDLrScheduler, estimate_checkpoint_steps
+from drivetrain.train.settings import replace_trainer_placeholder_values
 
 
 def make_optimizer(*rates):

@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".layout": ["CheckpointNotFoundError", "Manifest", "problem_with"],
         ".reader": ["Rejected"],
         ".progress": ["Restored"],
-        ".safetensors_export": ["export_safetensors"],
+        ".files": ["export_safetensors"],
         ".store": ["load_checkpoint", "save_checkpoint"],
         ".writer": ["WriteFailedError"],
     },

@@ -6,7 +6,7 @@ from drivetrain.checkpoint.layout import Manifest as Manifest
 from drivetrain.checkpoint.layout import problem_with as problem_with
 from drivetrain.checkpoint.reader import Rejected as Rejected
 from drivetrain.checkpoint.progress import Restored as Restored
-from drivetrain.checkpoint.safetensors_export import export_safetensors as export_safetensors
+from drivetrain.checkpoint.files import export_safetensors as export_safetensors
 from drivetrain.checkpoint.store import load_checkpoint as load_checkpoint
 from drivetrain.checkpoint.store import save_checkpoint as save_checkpoint
 from drivetrain.checkpoint.writer import WriteFailedError as WriteFailedError

@@ -18,26 +18,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from drivetrain.checkpoint.background import BackgroundJob, HostBuffers
 from drivetrain.checkpoint.exchange import RankExchange, background_exchange, control_exchange
 from drivetrain.checkpoint.folder import WRITER_LOCK, check_folder, device_of, hold_folder
 from drivetrain.checkpoint.layout import (
     BEST,
     LAST,
     PREFIX,
+    Best,
     Manifest,
     check_verify,
     checkpoint_folders,
     checkpoint_name,
     read_pointer,
+    to_remove,
 )
-from drivetrain.checkpoint.local import merges_of
 from drivetrain.checkpoint.progress import Progress, Restored, Schedule
 from drivetrain.checkpoint.reader import CheckpointPath, CheckpointReader, Loaded, find_checkpoint_path
-from drivetrain.checkpoint.retention import Best, to_remove
-from drivetrain.checkpoint.snapshot import reading_from, take_snapshot
+from drivetrain.checkpoint.snapshot import merges_of, reading_from, take_snapshot
 from drivetrain.checkpoint.store import best_folder, checkpoint_directory, read_file, state_of
 from drivetrain.checkpoint.writer import (
+    BackgroundJob,
+    HostBuffers,
     Snapshot,
     WriteFailedError,
     known_checkpoints,
@@ -273,7 +274,7 @@ class Checkpointer:
 
     def export_safetensors(self, path: str | Path, names: tuple[str, ...] = ("model",)) -> Path:
         """Write the named items of the Context as plain safetensors for other programs; see `safetensors_export`."""
-        from drivetrain.checkpoint.safetensors_export import export_safetensors
+        from drivetrain.checkpoint.files import export_safetensors
 
         return export_safetensors(self.ctx, path, names)
 

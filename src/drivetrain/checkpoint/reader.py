@@ -44,7 +44,7 @@ from drivetrain.checkpoint.layout import (
     read_pointer,
     verify_files,
 )
-from drivetrain.checkpoint.local import Merge, RankState, read_rank, state_for_rank
+from drivetrain.checkpoint.snapshot import Merge, RankState, read_rank, state_for_rank
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
 from drivetrain.core.errors import CheckpointError, ResumeError
 from drivetrain.core.files import read_limited

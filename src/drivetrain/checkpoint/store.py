@@ -13,6 +13,7 @@ from drivetrain.checkpoint.layout import (
     BEST,
     CHECKPOINTS,
     LAST,
+    Best,
     CheckpointNotFoundError,
     check_verify,
     checkpoint_name,
@@ -26,7 +27,6 @@ from drivetrain.checkpoint.reader import (
     read_safetensors,
     read_torch_file,
 )
-from drivetrain.checkpoint.retention import Best
 from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.context.codec import unpack

@@ -22,7 +22,7 @@ from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import is_distributed, is_master
-from drivetrain.runtime.run import Run, current_run
+from drivetrain.runtime.run import ExperimentRun, current_run
 from drivetrain.runtime.seeds import reseed_rank, restore_rng
 
 log = logging.getLogger("drivetrain")
@@ -220,7 +220,7 @@ def follow_run(context: "Context") -> None:
         restore_rng(random_states)
 
 
-def _restore(context: "Context", run: Run) -> Mapping[str, object] | None:
+def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | None:
     restorer: Restorer | None = getattr(run, "restore", None)
     if restorer is None:
         if run.params.get("checkpoint") is not None:
@@ -248,7 +248,7 @@ def check_exact(context: "Context") -> None:
         )
 
 
-def wanted_device(run: Run | None) -> torch.device:
+def wanted_device(run: ExperimentRun | None) -> torch.device:
     """Return the device a run asks for: `device`, else CUDA as `cuda` says; a default falls back to the CPU, a request fails."""
     params = {} if run is None else run.params
     if params.get("device", "auto") not in (None, "auto"):

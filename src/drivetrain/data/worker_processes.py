@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from drivetrain.runtime.parent import end_with_parent
+from drivetrain.runtime.environment import end_with_parent
 
 END_SECONDS = 3.0
 """How long all workers together may take to end by themselves."""

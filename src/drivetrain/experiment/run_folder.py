@@ -19,7 +19,7 @@ from typing import Any
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, read_limited, replace_bytes
 from drivetrain.core.secret import hide
-from drivetrain.runtime.run import Run
+from drivetrain.runtime.run import ExperimentRun
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
     "parameters.yaml",
@@ -237,7 +237,7 @@ def _git_output(folder: str, *arguments: str) -> str | None:
 class StatusFile:
     """Keeps `status.json` of a run: running with a heartbeat, then finished, failed or interrupted."""
 
-    def __init__(self, folder: Path, run: Run, restarts: int = 0):
+    def __init__(self, folder: Path, run: ExperimentRun, restarts: int = 0):
         self._path, self._run = folder / STATUS, run
         earlier = read_json(self._path)
         self._fields: dict[str, Any] = {

@@ -54,7 +54,7 @@ from drivetrain.experiment.standard import wants_cpu
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
-from drivetrain.runtime.run import Run, current_run, set_current_run
+from drivetrain.runtime.run import ExperimentRun, current_run, set_current_run
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -144,11 +144,11 @@ def _insists_on_cuda(resolved: Resolved) -> bool:
     return resolved.origins.get("cuda") in ("cli", "run")
 
 
-def _new_run(experiment: "Experiment", folder: Path, resolved: Resolved) -> Run:
+def _new_run(experiment: "Experiment", folder: Path, resolved: Resolved) -> ExperimentRun:
     values, origins = resolved.values, dict(resolved.origins)
     if not _insists_on_cuda(resolved):
         origins["cuda"] = "default"
-    return Run(
+    return ExperimentRun(
         folder=folder,
         seed=values["random_seed"],
         params=values,
@@ -336,7 +336,7 @@ def _devices(values: dict[str, Any]) -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def _live(experiment: "Experiment", run: Run) -> Ending:
+def _live(experiment: "Experiment", run: ExperimentRun) -> Ending:
     """Seed, call hooks and main, and end everything that belongs to the run."""
     from drivetrain.runtime.seeds import set_deterministic, set_seed
 
@@ -368,7 +368,7 @@ def _live(experiment: "Experiment", run: Run) -> Ending:
     return ending
 
 
-def _ending_of(error: BaseException, run: Run) -> Ending:
+def _ending_of(error: BaseException, run: ExperimentRun) -> Ending:
     if isinstance(error, SystemExit) and error.code in (0, None):
         return Ending()
     if isinstance(error, TrialPruned):
@@ -396,7 +396,7 @@ def _sentence(ending: Ending, hidden: Iterable[str]) -> str | None:
     return hide(f"{type(error).__name__}: {error}", hidden)
 
 
-def bind_proxies(experiment: "Experiment", run: Run) -> None:
+def bind_proxies(experiment: "Experiment", run: ExperimentRun) -> None:
     """Bind the live names, such as `params`, to this run."""
     subprocess = run.params["subprocess"]
     proxies.bind(proxies.current_experiment, experiment)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.arguments import check_choice, check_count
 from drivetrain.module.distributed_tensors import local_part
-from drivetrain.runtime.readback import AsyncReadback
+from drivetrain.runtime.device import AsyncReadback
 
 Action = Literal["skip", "stop", "rollback", "ignore"]
 ALIASES = {"raise": "stop"}

@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "num_data_ranks",
             "set_data_ranks",
         ],
-        ".run": ["Run", "current_run", "set_current_run"],
+        ".run": ["ExperimentRun", "Run", "current_run", "set_current_run"],
         ".seeds": [
             "capture_rng",
             "derive_seed",

@@ -26,6 +26,7 @@ from drivetrain.runtime.ranks import is_distributed as is_distributed
 from drivetrain.runtime.ranks import is_master as is_master
 from drivetrain.runtime.ranks import num_data_ranks as num_data_ranks
 from drivetrain.runtime.ranks import set_data_ranks as set_data_ranks
+from drivetrain.runtime.run import ExperimentRun as ExperimentRun
 from drivetrain.runtime.run import Run as Run
 from drivetrain.runtime.run import current_run as current_run
 from drivetrain.runtime.run import set_current_run as set_current_run
@@ -66,6 +67,7 @@ __all__ = [
     "is_master",
     "num_data_ranks",
     "set_data_ranks",
+    "ExperimentRun",
     "Run",
     "current_run",
     "set_current_run",

@@ -1,6 +1,6 @@
 """The run this process belongs to, where folders below `experiment` can read it.
 
-An experiment makes one `Run` at its start and takes it away at its end; a Context, a loader, a Recorder or a
+An experiment makes one `ExperimentRun` at its start and takes it away at its end; a Context, a loader, a Recorder or a
 Checkpointer asks `current_run()` for seed, folder and parameters. Outside a run the answer is None and each of them has
 its own default.
 """
@@ -19,7 +19,7 @@ from drivetrain.core.types import Settings
 
 
 @dataclass(kw_only=True, eq=False)
-class Run:
+class ExperimentRun:
     """One run: its folder, seed and parameters, and what has been made within it."""
 
     folder: Path
@@ -92,15 +92,17 @@ class Run:
         return failure
 
 
-_current: Run | None = None
+Run = ExperimentRun  # the name in `drivetrain.runtime`
+
+_current: ExperimentRun | None = None
 
 
-def current_run() -> Run | None:
+def current_run() -> ExperimentRun | None:
     """Return the active run of this process, or None outside a run."""
     return _current
 
 
-def set_current_run(run: Run | None) -> None:
+def set_current_run(run: ExperimentRun | None) -> None:
     """Make `run` the active run, or end the active one with None; a process has at most one."""
     global _current
     if run is not None and _current is not None and run is not _current:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.runtime.device import usable_cpus
+from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.group import destroy_group
-from drivetrain.runtime.parent import end_with_parent
 
 LOST_PEER_DELAY = 1.5
 """Seconds a worker waits after losing a peer; the agent looks for dead workers ten times a second."""

@@ -23,7 +23,7 @@ from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.recovery import LastGoodState
+from drivetrain.train.failures import LastGoodState
 from drivetrain.train.settings import TrainSettings, parse_time
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.metrics import MetricSet
-from drivetrain.train.tracking import LossTracker
+from drivetrain.train.tracking import LossTracker, MetricSet
 
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
 

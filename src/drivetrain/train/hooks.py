@@ -12,16 +12,26 @@ from drivetrain.module.wrapping import unwrap
 from drivetrain.optim.state_schedule import compile_state_schedule, follows_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
-from drivetrain.train.batches import BatchForm, WholeForm, batch_size_of, carried_loss, logits_of
+from drivetrain.train.batches import (
+    BatchForm,
+    WholeForm,
+    batch_size_of,
+    call_generate,
+    carried_loss,
+    generation_inputs,
+    logits_of,
+)
 from drivetrain.train.failures import check_loss_inputs
 from drivetrain.train.finetuning import restore_frozen_modes
-from drivetrain.train.generation import call_generate, generation_inputs
 from drivetrain.train.items import uncompiled
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.placeholders import replace_trainer_placeholder_values
 from drivetrain.train.run import Run
-from drivetrain.train.run_config import TrainerRunConfig
-from drivetrain.train.settings import TrainerOptions, TrainSettings
+from drivetrain.train.settings import (
+    TrainerOptions,
+    TrainerRunConfig,
+    TrainSettings,
+    replace_trainer_placeholder_values,
+)
 from drivetrain.train.tracking import LossTracker, RunHistory
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
 from drivetrain.runtime.workers import report_failure
-from drivetrain.train import loaders, recovery, resuming
+from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
+from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.batches import batch_size_of, join_batch_outputs, split_batch
-from drivetrain.train.checks import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.evaluation import EvaluationLoop
-from drivetrain.train.failures import explain_failure
+from drivetrain.train.failures import act_on, explain_failure
 from drivetrain.train.items import Part, items_of
-from drivetrain.train.own_loop import OwnLoop
+from drivetrain.train.loaders import OwnLoop
 
 
 class StepCalls(NamedTuple):
@@ -355,7 +355,7 @@ class TrainerLoop(EvaluationLoop):
             return
         verdict = guard.close(stepper.left_out() if is_admitted else None)
         if verdict:
-            recovery.act_on(self, verdict)
+            act_on(self, verdict)
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""

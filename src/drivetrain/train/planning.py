@@ -29,8 +29,8 @@ from drivetrain.strategy.search.decision import plain_plan
 from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
 from drivetrain.train.closures import requires_closure
-from drivetrain.train.metrics import MetricSet
 from drivetrain.train.settings import TrainSettings
+from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer_search import (
     NEED_TORCH_OPTIMIZER,
     SAME_AS_ALGORITHM,

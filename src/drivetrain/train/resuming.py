@@ -29,9 +29,8 @@ from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeu
 from drivetrain.train import loaders
 from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
-from drivetrain.train.evaluation_state import EvaluationState
 from drivetrain.train.logbook import Logbook
-from drivetrain.train.run import EvaluationPlan, Measures, RestoredParts, Run
+from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, RestoredParts, Run
 from drivetrain.train.settings import TrainerOptions, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 

@@ -17,35 +17,37 @@ from torch import nn
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
+from drivetrain.module.probing import buffers_kept
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.ranks import num_data_ranks
+from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.runtime.run import current_run
+from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import as_runtime
-from drivetrain.train.arguments import check_loss_func, check_model
-from drivetrain.train.checkpoints import prepare_folder_for
-from drivetrain.train.checks import (
+from drivetrain.train.arguments import (
+    check_loss_func,
+    check_model,
     check_optimizer,
     check_plateau,
     check_schedule_length,
     check_scheduler,
     check_watched_metrics,
 )
-from drivetrain.train.generation import check_generates
+from drivetrain.train.batches import batch_size_of, check_generates, split_batch
+from drivetrain.train.checkpoints import prepare_folder_for
+from drivetrain.train.failures import prepare_tests
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import StepLosses
-from drivetrain.train.recovery import prepare_tests
 from drivetrain.train.run import EvaluationPlan
-from drivetrain.train.run_config import TrainerRunConfig, count_update_steps
-from drivetrain.train.settings import TrainSettings
+from drivetrain.train.settings import TrainerRunConfig, TrainSettings, count_update_steps
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def prepare_run(
         max_num_train_steps=settings.max_num_train_steps,
         gradient_clip_value=settings.gradient_clip_value,
     )
-    check_watched_metrics(trainer.callback_handler, run.data.evaluation)
+    check_watched_metrics(trainer.callback_handler, loaders.set_names(run.data.evaluation))
     limits = run.agreement.limits = settings.limits()
     state.max_duration = limits.duration(config.num_local_update_steps_per_epoch)
     _prepare_scheduler(trainer)
@@ -222,7 +224,7 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
         trainer.scheduler = _make_scheduler(trainer)
         trainer._scheduler_is_ours = True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        check_plateau(settings.scheduler_metric, run.data.evaluation)
+        check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")
     run.schedules_each_step = settings.scheduler_interval == "step"
 
@@ -387,7 +389,6 @@ def choose_microbatch_size(trainer: "Trainer") -> int | None:
         return given
     if torch.device(trainer.device).type == "cpu":
         return None  # a CPU swaps before it runs out: there is nothing to find
-    from drivetrain.train.microbatching import find_microbatch_size
 
     return find_microbatch_size(trainer)
 
@@ -418,3 +419,49 @@ def prepare_precision(trainer: "Trainer") -> None:
             f"precision='fp8' needs a CUDA device of compute capability 8.9 or newer; this run is on {device}. Use 'bf16' here."
         )
     convert_linears_to_fp8(model)
+
+
+# ---------------------------------------------------------------------- the largest micro-batch that fits
+# Starting from the whole batch, a step is tried; out of memory halves the size. All ranks use the smallest size any of them needs. Weights,
+# buffers, gradients and random numbers are restored, so the run that follows is the one that would have been without.
+
+
+def find_microbatch_size(trainer: "Trainer") -> int | None:
+    """Return the number of rows that fit next to model and optimizer, or None when the whole batch does."""
+    move, batch = loaders.mover(trainer.device, trainer.run.data.train), next(iter(trainer.run.data.train))
+    batch = batch if move is None else move(batch)
+    rows = size = batch_size_of(None, batch)
+    generators = capture_rng()
+    try:
+        with buffers_kept(trainer.model):
+            while not _fits_everywhere(trainer, batch, size):
+                if size == 1:
+                    raise DeviceError(
+                        "microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing."
+                    )
+                size = (size + 1) // 2
+    finally:
+        trainer.optimizer_zero_grad()
+        restore_rng(generators)
+    return None if size == rows else size
+
+
+def _fits_everywhere(trainer: "Trainer", batch: object, size: int) -> bool:
+    fits = _fits(trainer, split_batch(batch, size)[0])
+    return all(all_gather_values(fits)) if is_distributed() else fits
+
+
+def _fits(trainer: "Trainer", part: object) -> bool:
+    state = trainer.state
+    try:
+        state.batch = part
+        with trainer.runtime.no_sync(trainer.model):
+            output = trainer.calculate_train_batch_loss(part)
+            output["loss"].backward()
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        state.batch = state.outputs = state.batch_output = None
+        trainer.model.zero_grad(set_to_none=True)
+        trainer.runtime.free_memory()

@@ -27,22 +27,26 @@ from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
 from drivetrain.train.accelerator import TrainerRuntime, as_runtime
 from drivetrain.train.agreement import Agreement
+from drivetrain.train.batches import Generate, generate_arguments, generating, padding_token
 from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_limit_from_environment
-from drivetrain.train.callbacks.strictness import StrictSteps, warnings_as_errors
+from drivetrain.train.callbacks.control import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
-from drivetrain.train.evaluation import report_errors
-from drivetrain.train.generation import Generate, generate_arguments, generating, padding_token
+from drivetrain.train.evaluation import report_errors, run_prediction
 from drivetrain.train.items import check_count_items
-from drivetrain.train.logbook import Logbook
+from drivetrain.train.logbook import Logbook, watched_ranks
 from drivetrain.train.loop import TrainerLoop
-from drivetrain.train.metrics import MetricSet
-from drivetrain.train.placeholders import TrainerPlaceholderValues, replace_trainer_placeholder_values
 from drivetrain.train.resuming import make_optimizer
 from drivetrain.train.run import Run
-from drivetrain.train.run_config import TrainerRunConfig
-from drivetrain.train.settings import EvalInterval, TrainerOptions, TrainSettings, check_limit
-from drivetrain.train.step_times import watched_ranks
-from drivetrain.train.tracking import InMemoryRunHistory, RunHistory
+from drivetrain.train.settings import (
+    EvalInterval,
+    TrainerOptions,
+    TrainerPlaceholderValues,
+    TrainerRunConfig,
+    TrainSettings,
+    check_limit,
+    replace_trainer_placeholder_values,
+)
+from drivetrain.train.tracking import InMemoryRunHistory, MetricSet, RunHistory
 
 DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
 
@@ -403,8 +407,6 @@ class Trainer(TrainerLoop):
         setup.check_generation(self, chosen)
         if chosen is not None and padding_value is None:
             padding_value = padding_token(self.model)
-        from drivetrain.train.prediction import run_prediction
-
         loaders.use_data_ranks(self)
         loader = loaders.make_prediction_loader(
             self.device, dataset, per_device_batch_size, dataloader_kwargs, collate_fn
@@ -449,13 +451,13 @@ class Trainer(TrainerLoop):
         save_per_node: bool = True,
     ) -> None:
         """Write model, optimizer and scheduler to one `.pt` file that loads with `weights_only=True`."""
+        saved = {"optimizer": save_optimizer, "scheduler": save_scheduler}
         checkpoints.save_checkpoint(
             self.state,
             self.runtime,
             save_path,
             checkpoint_kwargs,
-            optimizer=save_optimizer,
-            scheduler=save_scheduler,
+            **saved,
             per_node=save_per_node,
             writes=self.writes_files,
         )

@@ -23,8 +23,8 @@ from drivetrain.module.wrapping import clean_state_dict
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks import TrainerCallback
 from drivetrain.train.checkpoints import plain_scheduler_state
-from drivetrain.train.evaluation_state import load_loader_state, loader_state
 from drivetrain.train.loaders import is_ready_loader
+from drivetrain.train.run import load_loader_state, loader_state
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer

@@ -28,7 +28,7 @@ from drivetrain.experiment.sweeps.trial import (
     TrialPruned,
     reporting_to,
 )
-from drivetrain.runtime.parent import end_with_parent
+from drivetrain.runtime.environment import end_with_parent
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from drivetrain.module import ddp, tensor_inference
 from drivetrain.module.tensor_inference import InferredPlan
 from drivetrain.module.wrapping import unwrap
-from drivetrain.runtime.parent import end_with_parent
+from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchSplit

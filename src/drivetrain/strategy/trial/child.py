@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.group import init_distributed
-from drivetrain.runtime.parent import end_with_parent
 from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.runtime.workers import is_lost_peer

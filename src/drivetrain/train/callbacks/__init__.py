@@ -2,13 +2,15 @@
 
 from drivetrain.core.errors import CallbackMethodNotImplementedError, StopTrainingError
 from drivetrain.train.callbacks.base import CallbackHandler, TrainerCallback
-from drivetrain.train.callbacks.ema import ModelEmaCallback
-from drivetrain.train.callbacks.evaluation import (
+from drivetrain.train.callbacks.control import (
+    ConvertSyncBatchNormCallback,
     LimitBatchesCallback,
     LimitEvalStepsCallback,
+    MoveModulesToDeviceCallback,
     StepBasedEvaluationCallback,
     with_limit_from_environment,
 )
+from drivetrain.train.callbacks.ema import ModelEmaCallback
 from drivetrain.train.callbacks.monitors import (
     LearningRateMonitor,
     LRMonitor,
@@ -16,7 +18,6 @@ from drivetrain.train.callbacks.monitors import (
     SpeedMonitor,
     ThroughputMonitor,
 )
-from drivetrain.train.callbacks.placement import ConvertSyncBatchNormCallback, MoveModulesToDeviceCallback
 from drivetrain.train.callbacks.progress import LogMetricsCallback, PrintProgressCallback, ProgressBarCallback
 from drivetrain.train.callbacks.saving import SaveBestModelCallback, SaveTrainingStateCallback, WSDCheckpointCallback
 from drivetrain.train.callbacks.stopping import EarlyStoppingCallback, LossSpike, TerminateOnNaNCallback

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
-from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback
-from drivetrain.train.history_views import format_metric
 from drivetrain.train.run import Measures
+from drivetrain.train.run_history import format_metric
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer

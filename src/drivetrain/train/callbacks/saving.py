@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.collectives import agree_any
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
-from drivetrain.train.history_views import format_metric
+from drivetrain.train.run_history import format_metric
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:

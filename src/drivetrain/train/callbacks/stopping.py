@@ -11,10 +11,10 @@ from torch import Tensor
 from drivetrain.core.arguments import check_choice, check_count, check_number
 from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
 from drivetrain.module.finite import StepGuard
+from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import is_distributed
-from drivetrain.runtime.readback import AsyncReadback
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
-from drivetrain.train.history_views import format_metric
+from drivetrain.train.run_history import format_metric
 from drivetrain.train.tracking import MetricWatch
 
 if TYPE_CHECKING:

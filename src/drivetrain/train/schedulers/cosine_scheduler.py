@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from drivetrain.optim.schedules import between, cosine
-from drivetrain.train.placeholders import TrainerPlaceholderValues
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
+from drivetrain.train.settings import TrainerPlaceholderValues
 
 
 class CosineLrScheduler(StatefulSchedulerBase):

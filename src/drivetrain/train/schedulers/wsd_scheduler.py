@@ -11,8 +11,8 @@ from typing import Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.optim.schedules import between, decay
-from drivetrain.train.placeholders import TrainerPlaceholderValues
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_flags, require_numbers
+from drivetrain.train.settings import TrainerPlaceholderValues
 
 _SHAPE = (
     "num_warmup_steps",
