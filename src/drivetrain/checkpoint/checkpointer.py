@@ -273,7 +273,7 @@ class Checkpointer:
         return [Listed(*item) for item in known_checkpoints(self.directory).items()]
 
     def export_safetensors(self, path: str | Path, names: tuple[str, ...] = ("model",)) -> Path:
-        """Write the named items of the Context as plain safetensors for other programs; see `safetensors_export`."""
+        """Write the named items of the Context as plain safetensors for other programs; see `export_safetensors`."""
         from drivetrain.checkpoint.files import export_safetensors
 
         return export_safetensors(self.ctx, path, names)

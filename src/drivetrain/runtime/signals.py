@@ -5,7 +5,7 @@ at the note at a step boundary, saves, and leaves. While a `StopSignals` is ente
 and SIGUSR1 for a save; a second SIGINT stops at once. On several processes one rank may get the signal and the others not:
 `agreed()` joins their notes with a reduction that is started at one boundary and read at the next, so that no rank
 waits for it and all leave at the same step. A rank that waits for another one in a collective cannot run its handler; the
-watchdog (`watchdog.py`) ends it after a grace period.
+watchdog (`StopWatchdog`) ends it after a grace period.
 """
 
 import logging

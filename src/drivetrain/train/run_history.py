@@ -102,6 +102,10 @@ class RunHistory(ABC):
         """Return how many values a metric has."""
         return len(list(self.get_metric_values(metric_name))) if metric_name in self.get_metric_names() else 0
 
+    def _counts(self) -> dict[str, int]:
+        """Return how many values each metric has."""
+        return {name: self._num_values(name) for name in self.get_metric_names()}
+
     def _follow(self, clock: Clock, starts_over: bool = False) -> None:  # noqa: B027
         """Read the number of batches from this clock, which `starts_over` in a new run; a history that does not keep it ignores this."""
 

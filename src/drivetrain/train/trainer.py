@@ -361,12 +361,11 @@ class Trainer(TrainerLoop):
         if reset_run_history:
             self.run_history.reset()
         setup.prepare_evaluation(self, per_device_batch_size, dataloader_kwargs, limit_batches)
-        history = self.run_history
-        before = {name: history._num_values(name) for name in history.get_metric_names()}
+        history, before = self.run_history, self.run_history._counts()
         with report_errors(self), generating(self.run, chosen):
             self._run_evaluation()
-        names = [name for name in history.get_metric_names() if history._num_values(name) > before.get(name, 0)]
-        return {name: history.get_latest_metric(name) for name in names}
+        new = [name for name, count in history._counts().items() if count > before.get(name, 0)]
+        return {name: history.get_latest_metric(name) for name in new}
 
     @ending_workers()
     def predict(

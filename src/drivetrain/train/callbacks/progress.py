@@ -317,11 +317,11 @@ class LogMetricsCallback(TrainerCallback):
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Note what was recorded before this evaluation."""
-        self._recorded_before = _counts(trainer.run_history)
+        self._recorded_before = trainer.run_history._counts()
 
     def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: Any) -> None:
         """Log the other metrics; of an evaluation inside an epoch, or of one of several evaluation sets, only its own."""
-        counts = {name: count for name, count in _counts(trainer.run_history).items() if not name.startswith("train")}
+        counts = {name: count for name, count in trainer.run_history._counts().items() if not name.startswith("train")}
         if is_intermediate or trainer.state.dataloader_label != "eval":
             self._log(trainer, [name for name in counts if counts[name] != self._recorded_before.get(name, 0)])
         else:
@@ -363,7 +363,3 @@ class PrintProgressCallback(TrainerCallback):
     def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
         """Say that `evaluate()` is over."""
         trainer.print("Finishing evaluation run")
-
-
-def _counts(history: Any) -> dict[str, int]:
-    return {name: history._num_values(name) for name in history.get_metric_names()}
