@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim import (
     ConstantLr,
     LambdaLr,
@@ -154,6 +154,55 @@ def test_the_builder_takes_a_namespace_of_shared_arguments():
     assert build_optim_sches(EncoderDecoder(), cfg, {"accum_grad": 2})["decoder_optim"].accum_grad == 2
 
 
+RECIPE = """
+warmup: 24
+seed: 0
+accum_grad: 2
+ft_factor: 0.5
+grad_clip: 5.0
+selection: !tuple (valid, accuracy, max, 10)
+train_cfg:
+  model: {model_type: any.Model}
+  optim_sches:
+    type: noam.Noamlr
+    conf:
+      optim_type: Adam
+      optim_conf: {lr: 0.001, betas: [0.9, 0.98], eps: 1.0e-9}
+      warmup_steps: !ref <warmup>
+"""
+
+
+def test_a_recipe_with_the_units_in_train_cfg_is_read_with_what_is_next_to_it():
+    unit = load(RECIPE)["main"]
+    assert (unit.accum_grad, unit.ft_factor, unit.grad_clip, unit.sche_conf) == (2, 0.5, 5.0, {"warmup_steps": 24})
+    assert unit.lr_at(24) == pytest.approx(0.5 * 0.001)
+    by_keyword = load(RECIPE, accum_grad=8)["main"]
+    assert (by_keyword.accum_grad, by_keyword.grad_clip) == (8, 5.0)
+    assert OptimSet.from_config(load_yaml(io.StringIO(RECIPE)), EncoderDecoder())["main"].grad_clip == 5.0
+
+
+def test_of_two_values_for_all_units_the_nearer_counts_and_a_units_own_comes_first():
+    text = """
+    grad_clip: 5.0
+    accum_grad: 2
+    train_cfg:
+      grad_clip: 4.0
+      optim_sches:
+        enc: {type: ConstantLr, conf: {optim_type: SGD, updated_modules: encoder}}
+        dec: {type: ConstantLr, conf: {optim_type: SGD, updated_modules: decoder, grad_clip: null, accum_grad: 3}}
+    """
+    units = load(text)
+    assert (units["enc"].grad_clip, units["enc"].accum_grad) == (4.0, 2)
+    assert (units["dec"].grad_clip, units["dec"].accum_grad) == (None, 3)
+
+
+def test_the_file_comes_before_what_a_trainer_shares_and_a_value_without_effect_is_named():
+    cfg = load_yaml(io.StringIO(RECIPE))
+    assert as_optim_set(cfg, EncoderDecoder(), accum_grad=1)["main"].accum_grad == 2  # 1 is the Trainer's default
+    with pytest.warns(DrivetrainWarning, match=r"accum_grad=4 has no effect: .*main: 2"):
+        assert as_optim_set(cfg, EncoderDecoder(), accum_grad=4)["main"].accum_grad == 2
+
+
 FULL = """
 optim_sches:
     one:
@@ -240,6 +289,12 @@ def test_what_has_no_name_cannot_be_written():
         ("optim_sches: 5", "names of units"),
         ("optim_sche: {type: NoamLr, conf: {}}", "Did you mean it by 'optim_sche'"),
         ("{}", "there is no 'optim_sches'"),
+        ("train_cfg: {optim_sche: {}}", "no 'optim_sches' at the top or in 'train_cfg'. Did you mean it by 'optim_sche'"),
+        ("train_cfg: a/b.yaml", r"<stream>:1 train_cfg: .*another file, 'a/b.yaml'"),
+        ("train_cfg: {optim_sches: {}}\noptim_sches: {}", "also in 'train_cfg'"),
+        ("train_cfg:\n  optim_sches: {type: NoamLr, conf: {optim_type: Adamm}}", r"<stream>:2 train_cfg.optim_sches.conf: "),
+        ("a: 1\naccum_grad: 0\noptim_sches: {type: NoamLr, conf: {optim_type: SGD}}", r"<stream>:2 accum_grad: .*accum_grad=0"),
+        ("train_cfg:\n  ft_factor: -1\n  optim_sches: {type: NoamLr, conf: {optim_type: SGD}}", r":2 train_cfg.ft_factor: "),
         ("optim_sches: {type: NoamLr, conf: {}}", "'optim_type' is missing"),
         ("optim_sches: {type: NoamLr, conf: {optim_type: Adamm}}", r"conf: .*'Adam'"),
         ("optim_sches: {type: NoamLr, conf: {optim_type: os.system}}", "expected a subclass of torch.optim.Optimizer"),

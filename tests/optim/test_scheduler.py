@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core.errors import BatchOutputError, ConfigError
+from drivetrain.core.errors import BatchOutputError, ConfigError, SharedGraphError
 from drivetrain.optim import ConstantLr, CosineLr, NoamLr, OptimScheduler, StepLr
 from tests.optim.models import EncoderDecoder, batches, losses_of, own_gradients, same, weights
 
@@ -538,3 +538,26 @@ def test_a_compiled_model_gets_the_same_gradients(backend):
             unit.step(losses_of(model, x))
     for a, b in zip(weights(plain), weights(inner)):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_units_stepped_one_by_one_on_losses_with_a_common_graph_are_told_what_to_do():
+    model = EncoderDecoder()
+    first = sgd(model, optim_loss="decoder_loss", updated_modules="decoder")
+    second = sgd(model, optim_loss="encoder_loss", updated_modules="encoder")
+    third = sgd(model, optim_loss="decoder_loss", updated_modules="encoder")
+    x = batches(1)[0]
+    losses = losses_of(model, x)
+    first.step(losses)
+    with pytest.raises(SharedGraphError, match=r"unit 'ConstantLr': .*freed.*OptimSet.*retain_graph=True") as caught:
+        third.step(losses)
+    assert isinstance(caught.value, RuntimeError)
+    losses = losses_of(model, x)
+    first.backward(losses, retain_graph=True)
+    first.update()  # changes weights that the graph of the second pass needs
+    with pytest.raises(SharedGraphError, match="weights that have changed"):
+        third.backward(losses)
+    losses = losses_of(model, x)
+    before = weights(model)
+    first.backward(losses, retain_graph=True)
+    second.backward(losses)
+    assert first.update() and second.update() and not same(before, weights(model))

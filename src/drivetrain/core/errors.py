@@ -114,6 +114,10 @@ class DistributedError(DrivetrainError, RuntimeError):
     """The process group is missing, or does not match its environment."""
 
 
+class SharedGraphError(DrivetrainError, RuntimeError):
+    """A backward pass needs a graph, or weights, that another unit's pass or step has used up."""
+
+
 class StopTrainingError(DrivetrainError):
     """Raise it in a hook or callback to end a run cleanly; `train()` then returns."""
 

@@ -14,7 +14,8 @@ from drivetrain.core.lazy import lazy_exports
 
 _UNITS = {
     ".scheduler": ["OptimScheduler"],
-    ".optim_set": ["OptimSet", "BatchPlan", "as_optim_set", "build_optim_sches", "from_config", "from_yaml"],
+    ".optim_set": ["OptimSet", "BatchPlan", "from_config", "from_yaml"],
+    ".plain": ["as_optim_set", "build_optim_sches"],
     ".config": ["resolve_type", "to_config", "to_yaml"],
     "drivetrain.core.yaml": ["load_yaml"],
     ".explain": ["plot", "sparkline"],

@@ -2,10 +2,10 @@
 from drivetrain.optim.scheduler import OptimScheduler as OptimScheduler
 from drivetrain.optim.optim_set import OptimSet as OptimSet
 from drivetrain.optim.optim_set import BatchPlan as BatchPlan
-from drivetrain.optim.optim_set import as_optim_set as as_optim_set
-from drivetrain.optim.optim_set import build_optim_sches as build_optim_sches
 from drivetrain.optim.optim_set import from_config as from_config
 from drivetrain.optim.optim_set import from_yaml as from_yaml
+from drivetrain.optim.plain import as_optim_set as as_optim_set
+from drivetrain.optim.plain import build_optim_sches as build_optim_sches
 from drivetrain.optim.config import resolve_type as resolve_type
 from drivetrain.optim.config import to_config as to_config
 from drivetrain.optim.config import to_yaml as to_yaml
@@ -76,10 +76,10 @@ __all__ = [
     "OptimScheduler",
     "OptimSet",
     "BatchPlan",
-    "as_optim_set",
-    "build_optim_sches",
     "from_config",
     "from_yaml",
+    "as_optim_set",
+    "build_optim_sches",
     "resolve_type",
     "to_config",
     "to_yaml",

@@ -1,8 +1,9 @@
 """Units from configuration and back: mappings, YAML files, and whatever a Trainer may be given as its optimizer.
 
 `optim_sches: {type: noam.NoamLr, conf: {...}}` is one unit, called `main`; otherwise each key is the name of a unit with
-its own `type` and `conf`. Types are imported and checked before they are called, and every complaint names the place in
-the file.
+its own `type` and `conf`. The key is at the top of the file or, as in SpeeChain's recipes, in `train_cfg`; `accum_grad` and the other
+shared arguments next to either hold for all units. Types are imported and checked before they are called, and every error names
+the place in the file.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch import nn
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, did_you_mean, nearest_name, unknown_name
 from drivetrain.core.time import Time
-from drivetrain.core.yaml import YamlFile, dump_yaml, read_yaml
+from drivetrain.core.yaml import YamlFile, YamlSource, dump_yaml, read_yaml
 from drivetrain.optim.arguments import SHARED, check_shared, keywords_of
 from drivetrain.optim.building import import_dotted
 from drivetrain.optim.scheduler import GENERAL, OptimScheduler
@@ -24,6 +25,7 @@ from drivetrain.optim.units import SCHEDULES
 _SECOND_NAMES = {"Noamlr": "NoamLr"}
 
 _KEY = "optim_sches"
+_SECTION = "train_cfg"
 
 
 def resolve_type(query: str) -> type[OptimScheduler]:
@@ -54,17 +56,22 @@ def resolve_type(query: str) -> type[OptimScheduler]:
 def read_units(
     cfg: Mapping[str, object], model: nn.Module, *, file: YamlFile | None = None, **shared: object
 ) -> dict[str, OptimScheduler]:
-    """Build the units of a configuration; `shared` values hold for units that do not give their own."""
+    """Build the units of a configuration.
+
+    `shared` values hold for units that do not give their own, and come before those that the configuration gives for all units.
+    """
     reader = _ConfigReader(file)
     check_shared_names(shared)
-    built = {name: reader.build(name, spec, model) for name, spec in reader.units(cfg).items()}
+    specs = reader.units(cfg)
+    common = {name: value for name, value in reader.shared(cfg).items() if name not in shared}
+    built = {name: reader.build(name, spec, model, common) for name, spec in specs.items()}
     for unit in built.values():
         unit.share(**shared)
     return built
 
 
-def read_units_of_file(source: Any, model: nn.Module, **shared: object) -> dict[str, OptimScheduler]:
-    """Build the units in the `optim_sches` of a YAML file or open stream; other top-level keys are for `!ref`."""
+def read_units_of_file(source: YamlSource, model: nn.Module, **shared: object) -> dict[str, OptimScheduler]:
+    """Build the units in the `optim_sches` of a YAML file or open stream."""
     file = read_yaml(source)
     return read_units(file.data, model, file=file, **shared)
 
@@ -87,32 +94,52 @@ class _ConfigReader:
 
     def __init__(self, file: YamlFile | None):
         self.file = file
+        self.path: tuple[str, ...] = (_KEY,)
+        """Where the units are."""
 
     def where(self, *path: str, key: str | None = None) -> str:
         """Return the place for a message, with file and line where they are known."""
         return self.file.where(*path, key=key) if self.file is not None else ".".join(path)
 
     def units(self, cfg: object) -> dict[str, object]:
-        """Return the unit descriptions by name, for both forms."""
+        """Return the unit descriptions by name, for both forms, and note in `path` where they were."""
         if not isinstance(cfg, Mapping):
             raise ConfigError(f"expected a mapping with {_KEY!r}, got a {type(cfg).__name__}.")
-        if _KEY in cfg:
+        section = cfg.get(_SECTION)
+        if isinstance(section, Mapping) and _KEY in section:
+            if _KEY in cfg:
+                raise ConfigError(f"{self.where(_KEY)}: {_KEY!r} is also in {_SECTION!r}. Keep one of the two.")
+            cfg, self.path = section[_KEY], (_SECTION, _KEY)
+        elif _KEY in cfg:
             cfg = cfg[_KEY]
         elif self.file is not None or not _holds_units(cfg):
-            near = nearest_name(_KEY, cfg)
-            hint = f" Did you mean it by {near!r}?" if near else ""
-            raise ConfigError(f"{self.where()}: there is no {_KEY!r}.{hint}".removeprefix(": "))
+            raise ConfigError(self._missing(cfg).removeprefix(": "))
         if not isinstance(cfg, Mapping) or not cfg:
             raise ConfigError(
-                f"{self.where(_KEY)}: expected {{type, conf}} or names of units, each with {{type, conf}}."
+                f"{self.where(*self.path)}: expected {{type, conf}} or names of units, each with {{type, conf}}."
             )
         return {"main": dict(cfg)} if _is_single(cfg) else dict(cfg)
 
-    def build(self, name: str, spec: object, model: nn.Module) -> OptimScheduler:
-        """Build one unit, its keys checked first."""
-        path: tuple[str, ...] = (_KEY, name)
-        if self.file is not None and self.file.line(*path) == self.file.line(_KEY) and name == "main":
-            path = (_KEY,)  # the single form has no level for the name
+    def shared(self, cfg: Mapping[str, Any]) -> dict[str, object]:
+        """Return the shared arguments that are next to `optim_sches`, or next to `train_cfg`; the nearer one counts."""
+        if _KEY not in cfg and self.path == (_KEY,):
+            return {}  # the mapping is the content of `optim_sches`
+        found: dict[str, object] = {}
+        for place in [self.path[:length] for length in range(len(self.path) - 1, -1, -1)]:
+            level = cfg[_SECTION] if place else cfg
+            for name in SHARED:
+                if name in level and name not in found:
+                    try:
+                        found[name] = check_shared(name, level[name])
+                    except ConfigError as problem:
+                        raise ConfigError(f"{self.where(*place, name)}: {problem}") from problem
+        return found
+
+    def build(self, name: str, spec: object, model: nn.Module, common: Mapping[str, object]) -> OptimScheduler:
+        """Build one unit, its keys checked first; `common` holds for what its `conf` does not give."""
+        path = (*self.path, name)
+        if self.file is not None and self.file.line(*path) == self.file.line(*self.path) and name == "main":
+            path = self.path  # the single form has no level for the name
         if not isinstance(spec, Mapping):
             raise ConfigError(f"{self.where(*path)}: expected {{type, conf}}, got {spec!r}.")
         for key in spec:
@@ -127,7 +154,20 @@ class _ConfigReader:
             cls = resolve_type(spec["type"])
         except ConfigError as problem:
             raise ConfigError(f"{self.where(*path, 'type')}: {problem}") from problem
-        return self._construct(cls, path, dict(spec["conf"]), model)
+        return self._construct(cls, path, {**common, **spec["conf"]}, model)
+
+    def _missing(self, cfg: Mapping[str, object]) -> str:
+        """Return the message for a configuration without units."""
+        section = cfg.get(_SECTION)
+        if isinstance(section, str):
+            return (
+                f"{self.where(_SECTION)}: {_SECTION!r} is the path of another file, {section!r}. Build the units from that file, and "
+                "pass accum_grad, ft_factor and grad_clip of this one: OptimSet.from_yaml(path, model, accum_grad=...)."
+            )
+        looked_in = f" at the top or in {_SECTION!r}" if isinstance(section, Mapping) else ""
+        near = nearest_name(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
+        hint = f" Did you mean it by {near!r}?" if near else ""
+        return f"{self.where()}: there is no {_KEY!r}{looked_in}.{hint}"
 
     def _construct(
         self, cls: type[OptimScheduler], path: tuple[str, ...], conf: dict[str, Any], model: nn.Module

@@ -6,7 +6,6 @@ this; it calls `begin_batch`, `backward`, `step` and `zero_grad`.
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,14 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.core.yaml import YamlSource
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.loss_scaling import Scaling
-from drivetrain.optim.arguments import SHARED
-from drivetrain.optim.config import check_shared_names, read_units, read_units_of_file, to_config
+from drivetrain.optim.config import read_units, read_units_of_file, to_config
 from drivetrain.optim.losses import Losses
 from drivetrain.optim.passes import Pass, Weight, finish_units, plan_passes, update_scalers, update_units
-from drivetrain.optim.plain import as_unit
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.selection import REST, all_names
 
@@ -343,8 +341,12 @@ class OptimSet(Mapping[str, OptimScheduler]):
         return cls(read_units(cfg, model, **shared))
 
     @classmethod
-    def from_yaml(cls, source: object, model: nn.Module, **shared: object) -> "OptimSet":
-        """Build a set from the `optim_sches` of a YAML file or open stream; other top-level keys are for `!ref`."""
+    def from_yaml(cls, source: YamlSource, model: nn.Module, **shared: object) -> "OptimSet":
+        """Build a set from the `optim_sches` of a YAML file or open stream, at its top or in `train_cfg`.
+
+        `accum_grad`, `ft_factor`, `grad_clip`, `grad_norm_type`, `use_amp` and `distributed` next to either hold for units that do not
+        give their own; a keyword here counts before them. Other keys of the file are for `!ref`.
+        """
         return cls(read_units_of_file(source, model, **shared))
 
     def to_config(self) -> dict[str, Any]:
@@ -450,46 +452,6 @@ def _check_units(units: Mapping[str, object]) -> None:
             )
     if len({id(unit) for unit in units.values()}) < len(units):
         raise ConfigError("one unit stands in the set under two names.")
-
-
-def build_optim_sches(
-    model: nn.Module, optim_sche_cfg: Mapping[str, object], args: object = None, **shared: object
-) -> OptimSet:
-    """Build a set as SpeeChain's runner does: `args` is a namespace or mapping that holds shared arguments among others."""
-    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
-    found = {name: values[name] for name in SHARED if name in values}
-    return OptimSet.from_config(optim_sche_cfg, model, **{**found, **shared})
-
-
-def as_optim_set(value: object, model: nn.Module, **shared: Any) -> OptimSet:
-    """Turn whatever describes units into a set: units, optimizers, mappings of them, configuration, or a function.
-
-    `shared` values hold for units that were not given their own.
-    """
-    check_shared_names(shared)
-    if isinstance(value, (str, os.PathLike)):
-        return OptimSet.from_yaml(value, model, **shared)
-    if isinstance(value, OptimSet):
-        made = value
-    elif isinstance(value, (OptimScheduler, Optimizer)):
-        made = OptimSet(main=_as_unit(value, model))
-    elif isinstance(value, Mapping):
-        if not all(isinstance(item, (OptimScheduler, Optimizer)) for item in value.values()) or not value:
-            return OptimSet.from_config(value, model, **shared)
-        made = OptimSet({name: _as_unit(item, model) for name, item in value.items()})
-    elif callable(value):
-        return as_optim_set(value(model), model, **shared)
-    else:
-        raise ConfigTypeError(
-            f"a {type(value).__name__} is not an optimizer; expected a torch Optimizer, an OptimScheduler, a mapping of them, an OptimSet, "
-            "a configuration with 'optim_sches', the path of a YAML file, or a function of the model that returns one of these."
-        )
-    made.share(**shared)
-    return made
-
-
-def _as_unit(value: OptimScheduler | Optimizer, model: nn.Module) -> OptimScheduler:
-    return value if isinstance(value, OptimScheduler) else as_unit(value, model)
 
 
 from_config, from_yaml = OptimSet.from_config, OptimSet.from_yaml

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, SharedGraphError
 from drivetrain.module.gradient_sync import GradientSync, average_gradients, copy_buffers_from_first_rank
 from drivetrain.module.stepper import grad_norm, scale_to_norm
 from drivetrain.optim.losses import Losses, pick_loss
@@ -98,6 +98,15 @@ class Pass:
     def _backward(
         self, loss: Tensor, trainable: list[nn.Parameter] | None, everything: bool, retain_graph: bool
     ) -> None:
+        try:
+            self._walk(loss, trainable, everything, retain_graph)
+        except RuntimeError as problem:
+            advice = _advice(str(problem))
+            if advice is None:
+                raise
+            raise SharedGraphError(f"unit {self.leader.name!r}: {advice}") from problem
+
+    def _walk(self, loss: Tensor, trainable: list[nn.Parameter] | None, everything: bool, retain_graph: bool) -> None:
         if everything:
             loss.backward(retain_graph=retain_graph)
         elif self.sync.is_sharded:
@@ -133,6 +142,21 @@ class Pass:
         for p, grad in kept:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
         self._verified = len(trainable)
+
+
+def _advice(problem: str) -> str | None:
+    """Return what to do about an error of torch that losses with a common graph cause, None for any other."""
+    if "backward through the graph a second time" in problem:
+        what = "its loss shares a graph with a loss that has been back-propagated already, and torch has freed that graph."
+    elif "modified by an inplace operation" in problem:
+        what = "the graph of its loss needs weights that have changed since, probably by the step of another unit."
+    else:
+        return None
+    return (
+        f"{what} Put the units into one OptimSet, which runs all backward passes before all steps. By hand: call "
+        "backward(losses, retain_graph=True) of every unit, without retain_graph for the last one, and then update() of every unit. "
+        "Detach what is carried over from an earlier batch."
+    )
 
 
 # ---------------------------------------------------------------------- the end of a window

@@ -299,7 +299,7 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     run.units = None
     if isinstance(optimizer, torch.optim.Optimizer) or not _describes_units(optimizer):
         return
-    from drivetrain.optim.optim_set import as_optim_set
+    from drivetrain.optim.plain import as_optim_set
 
     settings = run.require_settings()
     shared: dict[str, Any] = {"accum_grad": settings.gradient_accumulation_steps}
