@@ -221,3 +221,12 @@ def test_the_example_of_pystematic_runs_with_the_import_changed():
         ctx.optimzer.step()
     assert not torch.equal(ctx.model[0].weight, before)
     assert set(ctx.state_dict()) == {"model", "dataloader", "loss_function", "optimzer"}
+
+
+def test_the_device_is_not_an_item_and_the_error_says_how_to_move():
+    ctx = Context(model=torch.nn.Linear(2, 1))
+    with pytest.raises(ConfigError, match=r"ctx\.to\('cpu'\)"):
+        ctx.device = torch.device("cpu")
+    with pytest.raises(ConfigError, match="another name"):
+        Context(device="cpu")
+    assert ctx.device == torch.device("cpu")

@@ -289,12 +289,24 @@ def test_what_has_no_name_cannot_be_written():
         ("optim_sches: 5", "names of units"),
         ("optim_sche: {type: NoamLr, conf: {}}", "Did you mean it by 'optim_sche'"),
         ("{}", "there is no 'optim_sches'"),
-        ("train_cfg: {optim_sche: {}}", "no 'optim_sches' at the top or in 'train_cfg'. Did you mean it by 'optim_sche'"),
+        (
+            "train_cfg: {optim_sche: {}}",
+            "no 'optim_sches' at the top or in 'train_cfg'. Did you mean it by 'optim_sche'",
+        ),
         ("train_cfg: a/b.yaml", r"<stream>:1 train_cfg: .*another file, 'a/b.yaml'"),
         ("train_cfg: {optim_sches: {}}\noptim_sches: {}", "also in 'train_cfg'"),
-        ("train_cfg:\n  optim_sches: {type: NoamLr, conf: {optim_type: Adamm}}", r"<stream>:2 train_cfg.optim_sches.conf: "),
-        ("a: 1\naccum_grad: 0\noptim_sches: {type: NoamLr, conf: {optim_type: SGD}}", r"<stream>:2 accum_grad: .*accum_grad=0"),
-        ("train_cfg:\n  ft_factor: -1\n  optim_sches: {type: NoamLr, conf: {optim_type: SGD}}", r":2 train_cfg.ft_factor: "),
+        (
+            "train_cfg:\n  optim_sches: {type: NoamLr, conf: {optim_type: Adamm}}",
+            r"<stream>:2 train_cfg.optim_sches.conf: ",
+        ),
+        (
+            "a: 1\naccum_grad: 0\noptim_sches: {type: NoamLr, conf: {optim_type: SGD}}",
+            r"<stream>:2 accum_grad: .*accum_grad=0",
+        ),
+        (
+            "train_cfg:\n  ft_factor: -1\n  optim_sches: {type: NoamLr, conf: {optim_type: SGD}}",
+            r":2 train_cfg.ft_factor: ",
+        ),
         ("optim_sches: {type: NoamLr, conf: {}}", "'optim_type' is missing"),
         ("optim_sches: {type: NoamLr, conf: {optim_type: Adamm}}", r"conf: .*'Adam'"),
         ("optim_sches: {type: NoamLr, conf: {optim_type: os.system}}", "expected a subclass of torch.optim.Optimizer"),

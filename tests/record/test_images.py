@@ -37,11 +37,24 @@ def test_png_is_read_back_bit_for_bit(shape):
         torch.from_numpy(PIXELS),
         torch.from_numpy(PIXELS).permute(2, 0, 1),
         torch.from_numpy(PIXELS).permute(2, 0, 1) / 255,
+        torch.from_numpy(PIXELS).permute(2, 0, 1)[None],
+        PIXELS[None],
         (PIXELS / 255).astype(np.float16),
         Image.fromarray(PIXELS),
         PIXELS[:, ::-1][:, ::-1],
     ],
-    ids=["HWC", "CHW", "tensor HWC", "tensor CHW", "float tensor", "half array", "PIL", "strided"],
+    ids=[
+        "HWC",
+        "CHW",
+        "tensor HWC",
+        "tensor CHW",
+        "float tensor",
+        "batch of one",
+        "array batch of one",
+        "half array",
+        "PIL",
+        "strided",
+    ],
 )
 def test_every_form_gives_the_same_pixels(image):
     assert np.array_equal(decoded(image), PIXELS)

@@ -11,8 +11,10 @@ from drivetrain.record.mlflow import _folder_store_allowed
 
 
 @pytest.fixture(autouse=True)
-def _no_server(monkeypatch):
+def _no_server(monkeypatch, tmp_path):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    monkeypatch.chdir(tmp_path)
 
 
 def client(folder):
@@ -67,3 +69,39 @@ def test_a_server_that_is_not_there_does_not_stop_training(tmp_path, caplog, mon
     assert [record.name for record in caplog.records if "mlflow failed" in record.message] == [
         "drivetrain.record.outlet"
     ]
+
+
+def test_all_runs_of_an_experiment_share_one_store_under_its_name_with_their_parameters(tmp_path):
+    from drivetrain.experiment import experiment
+
+    @experiment
+    def blobs(lr: float = 0.1, api_key: str = "none", depth: int = 2):
+        with Recorder(tensorboard=False, sinks=("mlflow",)) as recorder:
+            recorder.scalar("loss", lr)
+
+    for lr in (0.1, 0.2):
+        blobs.run(lr=lr, api_key="hunter2", output_dir=str(tmp_path / "output"), cuda=False)
+    found = client(tmp_path)
+    made = found.get_experiment_by_name("blobs")
+    runs = found.search_runs([made.experiment_id])
+    assert sorted(run.data.params["lr"] for run in runs) == ["0.1", "0.2"]
+    assert all(run.data.params["depth"] == "2" and run.data.metrics for run in runs)
+    assert not any("hunter2" in text for run in runs for text in run.data.params.values())
+    assert all("output_dir" not in run.data.params and "random_seed" in run.data.params for run in runs)
+    assert {run.data.tags["drivetrain.folder"] for run in runs} == {
+        str(path) for path in (tmp_path / "output" / "blobs").iterdir()
+    }
+    assert not list((tmp_path / "output").rglob("mlruns"))
+
+
+def test_the_experiment_is_the_argument_then_the_variable_then_our_name(tmp_path, monkeypatch):
+    def record(**options):
+        with Recorder(tmp_path / str(len(options)), tensorboard=False, sinks=(MlflowSink(**options),)) as recorder:
+            recorder.scalar("x", 1.0)
+
+    record()
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "by variable")
+    record(experiment="by argument")
+    record(experiment=None, tracking_uri=None)
+    names = {entry.name for entry in client(tmp_path).search_experiments()} - {"Default"}
+    assert names == {"drivetrain", "by argument", "by variable"}

@@ -73,3 +73,22 @@ def test_without_the_package_auto_is_off_and_true_is_an_error(tmp_path, monkeypa
         Recorder(tmp_path, tensorboard=True)
     with pytest.raises(ValueError, match="'auto'"):
         Recorder(tmp_path, tensorboard="yes")
+
+
+def test_settings_become_hyperparameters_also_those_of_a_run_nobody_recorded(tmp_path):
+    from tensorboard.plugins.hparams import metadata
+
+    from drivetrain.experiment import experiment
+
+    @experiment
+    def blobs(lr: float = 0.1, wide: bool = True, kind: str = "a", limit: int | None = None):
+        with Recorder(tensorboard=True) as recorder:
+            recorder.scalar("loss", lr)
+        return recorder.output_dir
+
+    found = events(blobs.run(lr=0.5, output_dir=str(tmp_path), cuda=False))
+    content = found.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    given = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert given["lr"].number_value == 0.5 and given["wide"].bool_value is True and given["kind"].string_value == "a"
+    assert "limit" not in given and "output_dir" not in given
+    assert found.PluginTagToContent("hparams").keys() == {metadata.SESSION_START_INFO_TAG}

@@ -69,6 +69,7 @@ MODULES = {
     "drivetrain.context.surgery": "drivetrain.module.surgery",
     "drivetrain.core.passes": "drivetrain.compat.composer_passes",
     "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
+    "drivetrain.experiment.parametric": "drivetrain.compat.pystematic_core",
     "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",
     "drivetrain.optim.curves": "drivetrain.optim.schedules",
     "drivetrain.train.utils": "drivetrain.compat.pytorch_accelerated_utils",

@@ -73,6 +73,13 @@ class Context(ItemHolder):
         places = (kind.device(item) for _, kind, item in walk(self))
         return next((place for place in places if place is not None), torch.device("cpu"))
 
+    @device.setter
+    def device(self, value: object) -> None:
+        raise ConfigError(
+            f"ctx.device = {str(value)!r}: `device` is where the Context is, and not the name of an item. Move everything with "
+            f"ctx.to({str(value)!r}), or keep the device under another name."
+        )
+
     def to(self, device: torch.device | str) -> Self:
         """Move every item; under DDP, call it on all ranks. A device that is not there leaves the Context untouched."""
         target = choose_device(device)

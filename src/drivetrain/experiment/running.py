@@ -50,7 +50,7 @@ from drivetrain.experiment.run_folder import (
     write_json,
     write_parameters,
 )
-from drivetrain.experiment.standard import wants_cpu
+from drivetrain.experiment.standard import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
@@ -156,6 +156,7 @@ def _new_run(experiment: "Experiment", folder: Path, resolved: Resolved) -> Expe
         origins=origins,
         secrets=resolved.secrets,
         public=resolved.public,
+        bookkeeping=BOOKKEEPING,
         hidden=resolved.hidden(),
     )
 

@@ -147,7 +147,9 @@ class Pass:
 def _advice(problem: str) -> str | None:
     """Return what to do about an error of torch that losses with a common graph cause, None for any other."""
     if "backward through the graph a second time" in problem:
-        what = "its loss shares a graph with a loss that has been back-propagated already, and torch has freed that graph."
+        what = (
+            "its loss shares a graph with a loss that has been back-propagated already, and torch has freed that graph."
+        )
     elif "modified by an inplace operation" in problem:
         what = "the graph of its loss needs weights that have changed since, probably by the step of another unit."
     else:

@@ -39,7 +39,7 @@ class Picture:
 
 
 def check_image(image: Any) -> Any:
-    """Return an image as a tensor or array of two or three dimensions, or say why it is none; values are not read."""
+    """Return an image as a tensor or array of two or three dimensions, or raise; values are not read. A batch of one is its image."""
     if type(image).__module__.partition(".")[0] == "PIL":
         has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
         return np.asarray(
@@ -60,11 +60,13 @@ def check_image(image: Any) -> Any:
             f"the image has the type {image.dtype}; expected uint8, or floats between 0 and 1. Convert it with "
             ".to(torch.uint8) or divide it by its largest value."
         )
+    if image.ndim == 4 and image.shape[0] == 1:
+        image = image[0]
     shape = tuple(image.shape)
     if 0 in shape or not (len(shape) == 2 or (len(shape) == 3 and (shape[0] in _CHANNELS or shape[2] in _CHANNELS))):
         raise ConfigError(
             f"the image has the shape {shape}; expected (H, W), (C, H, W) or (H, W, C) with 1, 3 or 4 channels. Record the images of a "
-            "batch one by one."
+            "batch one by one, or all of them with log_images(images, name)."
         )
     # (3, 5, 3) can be read both ways: torch puts channels first, numpy last.
     is_channels_first = len(shape) == 3 and shape[0] in _CHANNELS and (is_tensor or shape[2] not in _CHANNELS)

@@ -1,6 +1,6 @@
 """MLflow through its client, which leaves the program's own active run alone.
 
-Without a tracking address the run is kept in a folder store next to the other files.
+Without a tracking address all runs are kept in one folder store, `mlruns` in the working directory, as `mlflow ui` expects it.
 """
 
 import importlib.util
@@ -10,12 +10,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import MissingExtra
 from drivetrain.record.images import Picture
 from drivetrain.record.sink import Resume
 from drivetrain.record.stream import picture_path, safe_name
+from drivetrain.runtime.run import current_run
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DEFAULT_STORE = "mlruns"
 
 _LARGEST_BATCH = 1000  # what a server takes in one call
 _LONGEST_PARAM = 6000
@@ -23,12 +29,15 @@ _ALSO_ALLOWED = frozenset("_-. :/")
 
 
 class MlflowSink:
-    """Sends rows to an MLflow run of `experiment`, at `tracking_uri`, `MLFLOW_TRACKING_URI` or the folder `mlruns/`."""
+    """Sends rows to an MLflow run, at `tracking_uri`, `MLFLOW_TRACKING_URI` or the folder `mlruns` in the working directory.
+
+    `experiment` is MLflow's experiment; None is `MLFLOW_EXPERIMENT_NAME`, else the name of the experiment that runs, else "drivetrain".
+    """
 
     remote = True
     name = "mlflow"
 
-    def __init__(self, tracking_uri: str | None = None, *, experiment: str = "drivetrain"):
+    def __init__(self, tracking_uri: str | None = None, *, experiment: str | None = None):
         if importlib.util.find_spec("mlflow") is None:
             raise MissingExtra("mlflow-skinny", "mlflow", "the sink 'mlflow'")
         self.run_id: str | None = None
@@ -40,16 +49,16 @@ class MlflowSink:
         """Start a run, or continue the one that was saved."""
         from mlflow import MlflowClient
 
-        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").resolve().as_uri()
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or Path(DEFAULT_STORE).resolve().as_uri()
         with _folder_store_allowed():
             client = MlflowClient(tracking_uri=uri)
             if resume is not None and resume.run_id is not None:
                 self.run_id = resume.run_id
                 client.update_run(self.run_id, status="RUNNING")
             else:
-                found = client.get_experiment_by_name(self._experiment)
-                number = client.create_experiment(self._experiment) if found is None else found.experiment_id
-                self.run_id = client.create_run(number, run_name=folder.name).info.run_id
+                number = _experiment_id(client, self._experiment or _own_experiment())
+                tags = {"drivetrain.folder": str(folder)}
+                self.run_id = client.create_run(number, run_name=folder.name, tags=tags).info.run_id
         self._client = client
 
     def scalar(self, tag: str, value: float, step: int, time: float) -> None:
@@ -116,6 +125,26 @@ class MlflowSink:
             file = Path(aside) / name
             file.write_bytes(content)
             self._client.log_artifact(self.run_id, str(file), folder)
+
+
+def _own_experiment() -> str:
+    run = current_run()
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or (run.name if run is not None else "") or "drivetrain"
+
+
+def _experiment_id(client: "MlflowClient", name: str) -> str:
+    """Return the id of MLflow's experiment, which is made where there is none; another process may be making it right now."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Outlet:
                 f"sinks: {sink!r} is not a sink. Expected an object with some of the methods {', '.join(SINK_METHODS)}, or a name."
             )
         self._forgiven: type[Exception] = Exception if getattr(sink, "remote", False) else OSError
+        self.wants_settings = bool(getattr(sink, "remote", False) or getattr(sink, "wants_settings", False))
         self.is_open = False
         self.missed = 0
         self._rest, self._rests_until = _FIRST_REST, 0.0

@@ -31,6 +31,7 @@ class Sink(Protocol):
     A sink with `scalars` gets the values of a step together and is not asked for `scalar`. A sink with `step` is served at every
     step rather than every few seconds. With the attribute `remote = True` no error of the sink ever reaches the training loop;
     otherwise that holds for `OSError` once it has been opened. An attribute `name` and `run_id` make a tracker's run resumable.
+    A sink that is `remote`, or says `wants_settings = True`, gets the parameters of the experiment that runs when it is opened.
     """
 
     def open(self, folder: Path, resume: Resume | None) -> None:

@@ -42,6 +42,8 @@ class Stream:
         self.is_silent = self.is_closed = False
         self.wants_steps = any(outlet.takes("step") for outlet in outlets)
         """Whether some sink is to be served at every step."""
+        self.settings: dict[str, object] = {}
+        """Parameters of the run, for sinks that show them."""
         self.restored: Resume | None = None
         self.restored_runs: dict[str, str] = {}
         self._every, self._keeps_files = every, keeps_files
@@ -183,6 +185,8 @@ class Stream:
             if not outlet.is_open:
                 run_id = getattr(outlet.sink, "run_id", None) or self.restored_runs.get(outlet.name)
                 outlet.open(self.folder, self._resume and replace(self._resume, run_id=run_id))
+                if outlet.is_open and outlet.wants_settings and self.settings:
+                    outlet.deliver([Row("params", "params", self.settings, rows[0].step, rows[0].time)])
         if not self.is_open:
             atexit.register(
                 self.close

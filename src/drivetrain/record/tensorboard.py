@@ -26,7 +26,9 @@ def is_installed() -> bool:
 
 
 class TensorBoardSink:
-    """Writes event files to `tb/`."""
+    """Writes event files to `tb/`; settings become TensorBoard's hyperparameters as well as a text."""
+
+    wants_settings = True
 
     def __init__(self) -> None:
         if not is_installed():
@@ -82,8 +84,22 @@ class TensorBoardSink:
         self._add([self._summary.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)], step, time)
 
     def params(self, values: Mapping[str, object], step: int, time: float) -> None:
-        """Take the settings of the run, as a table of text."""
+        """Take the settings of the run: as a table of text, and as the hyperparameters of TensorBoard's HParams page."""
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
         self.text("params", _table(values), step, time)
+        started = plugin_data_pb2.SessionStartInfo(start_time_secs=time)
+        for name, value in values.items():
+            if isinstance(value, bool):
+                started.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                started.hparams[name].number_value = value
+            elif value is not None:
+                started.hparams[name].string_value = str(value)
+        content = plugin_data_pb2.HParamsPluginData(session_start_info=started)
+        summary = metadata.create_summary_metadata(content)
+        tag = metadata.SESSION_START_INFO_TAG
+        self._add([self._summary.Summary.Value(tag=tag, metadata=summary, tensor=metadata.NULL_TENSOR)], step, time)
 
     def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run, as a table of text."""

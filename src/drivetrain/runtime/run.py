@@ -37,6 +37,9 @@ class ExperimentRun:
     hidden: frozenset[str] = field(default=frozenset(), repr=False)
     """The secret texts themselves, for whatever must not hold them."""
 
+    bookkeeping: frozenset[str] = frozenset()
+    """Names of parameters about where and how the run happens, not about what it computes."""
+
     recorder: object | None = None
     """The Recorder that metrics of this run go to; None until one is made."""
 
@@ -64,6 +67,11 @@ class ExperimentRun:
     def elapsed(self) -> float:
         """Seconds spent in this run, earlier parts included."""
         return self.elapsed_before + time.monotonic() - self.started
+
+    @property
+    def settings(self) -> Settings:
+        """The parameters that say what the run computes."""
+        return {name: value for name, value in self.params.items() if name not in self.bookkeeping}
 
     def shown(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Return settings without secrets: parameters of this run as declared, other names by what they look like."""
