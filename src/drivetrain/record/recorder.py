@@ -89,10 +89,11 @@ class Recorder:
         self._count = 0
         self._recorded = False  # something, since the last step
         self._tags: set[str] = set()
-        self._stream = Stream(self._folder, journal, outlets, every, bool(file))
+        settings: dict[str, object] = {}
         if run is not None and run.recorder is None:
             run.recorder = self
-            self._stream.settings = plain(run.shown(run.settings))
+            settings = plain(run.shown(run.settings))
+        self._stream = Stream(self._folder, journal, outlets, every, bool(file), settings)
         # A tracker starts with the first step: it cannot start threads and processes any more when a short program ends.
         has_tracker = any(getattr(outlet.sink, "remote", False) for outlet in outlets)
         self._stream.due = 0.0 if has_tracker else time.monotonic() + every

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,18 @@ _GLANCE = 0.05  # seconds between looks for values that are on their way
 class Stream:
     """What one Recorder has recorded and not yet delivered, and where it goes."""
 
-    def __init__(self, folder: Path, journal: JsonlSink, outlets: list[Outlet], every: float, keeps_files: bool):
+    def __init__(
+        self,
+        folder: Path,
+        journal: JsonlSink,
+        outlets: list[Outlet],
+        every: float,
+        keeps_files: bool,
+        settings: Mapping[str, object],
+    ):
         self.folder, self.journal, self.outlets = folder, journal, outlets
+        self.settings = settings
+        """Parameters of the run, for sinks that show them."""
         self.buffer = DeviceBuffer()
         self.rows: list[Row] = []
         self.last: dict[str, Any] = {}
@@ -42,8 +53,6 @@ class Stream:
         self.is_silent = self.is_closed = False
         self.wants_steps = any(outlet.takes("step") for outlet in outlets)
         """Whether some sink is to be served at every step."""
-        self.settings: dict[str, object] = {}
-        """Parameters of the run, for sinks that show them."""
         self.restored: Resume | None = None
         self.restored_runs: dict[str, str] = {}
         self._every, self._keeps_files = every, keeps_files

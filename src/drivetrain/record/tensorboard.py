@@ -85,17 +85,12 @@ class TensorBoardSink:
 
     def params(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take the settings of the run: as a table of text, and as the hyperparameters of TensorBoard's HParams page."""
+        from google.protobuf.struct_pb2 import Value
         from tensorboard.plugins.hparams import metadata, plugin_data_pb2
 
         self.text("params", _table(values), step, time)
-        started = plugin_data_pb2.SessionStartInfo(start_time_secs=time)
-        for name, value in values.items():
-            if isinstance(value, bool):
-                started.hparams[name].bool_value = value
-            elif isinstance(value, int | float):
-                started.hparams[name].number_value = value
-            elif value is not None:
-                started.hparams[name].string_value = str(value)
+        given = {name: Value(**_field(value)) for name, value in values.items() if value is not None}
+        started = plugin_data_pb2.SessionStartInfo(start_time_secs=time, hparams=given)
         content = plugin_data_pb2.HParamsPluginData(session_start_info=started)
         summary = metadata.create_summary_metadata(content)
         tag = metadata.SESSION_START_INFO_TAG
@@ -118,6 +113,13 @@ class TensorBoardSink:
 
     def _add(self, values: list[Any], step: int, time: float) -> None:
         self._writer.add_event(self._event(step=step, wall_time=time, summary=self._summary.Summary(value=values)))
+
+
+def _field(value: object) -> dict[str, bool | float | str]:
+    """Return a setting as the field of protobuf's `Value` for its type."""
+    if isinstance(value, bool):
+        return {"bool_value": value}
+    return {"number_value": value} if isinstance(value, int | float) else {"string_value": str(value)}
 
 
 def _table(values: Mapping[str, object]) -> str:
