@@ -1,5 +1,6 @@
 """What every test shares: one torch thread, real multi-process worlds, and a check that nothing leaks."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -49,6 +50,12 @@ def pytest_xdist_make_scheduler(config, log):
     from tests.scheduling import ByWorld
 
     return ByWorld(config, log)
+
+
+def pytest_collection_finish():
+    """Keep the collector away from torch and the tests themselves: a full collection then costs a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,23 @@ ROWS = (
 ROW_OF = {folder: row for row, folders in enumerate(ROWS) for folder in folders}
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file; it is parsed once for all tests."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget():
+    """Release the parsed tree when these tests are done."""
+    yield
+    nodes.cache_clear()
+
+
 def imported_folders(path: Path) -> set[str]:
     """Return the folders of the package that a file imports, also inside functions."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -62,7 +76,7 @@ def test_nothing_below_the_root_names_a_module_of_compat():
         f"{path.relative_to(PACKAGE)}: {node.value!r}"
         for folder in ROW_OF.keys() - {"compat"}
         for path in sorted((PACKAGE / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and re.fullmatch(r"(drivetrain)?\.compat[\w.:]*", str(node.value))
     ]
     assert not wrong, "\n".join(wrong)
@@ -86,7 +100,7 @@ def test_no_submodule_shadows_a_public_name_of_its_package():
 
 def test_core_never_imports_torch():
     for path in (PACKAGE / "core").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in nodes(path)[0].body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "torch" for name in names), path
@@ -94,14 +108,14 @@ def test_core_never_imports_torch():
 
 def imported_modules(path: Path) -> set[str]:
     """Return the modules that a file imports when it runs, also inside functions, but not those for type checkers alone."""
-    tree, found = ast.parse(path.read_text()), set()
+    found = set()
     for_types = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
             found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
@@ -136,6 +150,7 @@ SHARED_NAMES = frozenset({"Cautious", "ChannelsLast", "Lookahead", "ScheduleFree
 """Names that two classes may have."""
 
 
+@cache
 def sources() -> dict[str, str]:
     """Return the text of every module, by its path in the package."""
     return {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
@@ -144,8 +159,8 @@ def sources() -> dict[str, str]:
 def test_no_private_name_is_imported_from_another_folder():
     wrong = [
         f"{path} imports {alias.name} from {node.module}"
-        for path, text in sources().items()
-        for node in ast.walk(ast.parse(text))
+        for path in sources()
+        for node in nodes(PACKAGE / path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain.")
         for alias in node.names
         if alias.name.startswith("_")
@@ -164,8 +179,8 @@ def test_annotations_with_any_become_fewer():
 
 def test_attributes_written_from_outside_their_class_become_fewer():
     found = 0
-    for text in sources().values():
-        for node in ast.walk(ast.parse(text)):
+    for path in sources():
+        for node in nodes(PACKAGE / path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
                 for part in target.elts if isinstance(target, ast.Tuple) else [target]:
@@ -181,8 +196,8 @@ def test_no_file_is_longer_than_a_reader_can_hold():
 
 def test_no_two_classes_have_one_name():
     homes: dict[str, list[str]] = {}
-    for path, text in sources().items():
-        for node in ast.parse(text).body:
+    for path in sources():
+        for node in nodes(PACKAGE / path)[0].body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(path)
     assert {name for name, paths in homes.items() if len(paths) > 1} <= SHARED_NAMES
