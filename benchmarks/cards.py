@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.algorithm_tasks import LEFT_OUT
 from benchmarks.algorithms import FILE, best_rate, read_results
-from drivetrain.algorithms.catalogue import ALGORITHMS
+from drivetrain.algorithms.registry import ALGORITHMS
 
 CARDS = Path(__file__).parent.parent / "docs" / "algorithms"
 START, END = "<!-- measured: written by benchmarks/cards.py -->", "<!-- end of measured -->"

@@ -8,8 +8,7 @@ from torch import nn
 
 from benchmarks import algorithm_tasks, algorithms, cards
 from benchmarks.algorithm_tasks import LEFT_OUT, METHODS
-from drivetrain.algorithms.catalogue import ALGORITHMS
-from drivetrain.algorithms.registry import names
+from drivetrain.algorithms.registry import ALGORITHMS, names
 from drivetrain.train.trainer import Trainer
 
 

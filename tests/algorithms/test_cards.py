@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from drivetrain.algorithms import catalogue
+from drivetrain.algorithms import registry
 from drivetrain.algorithms.registry import find, names
 from drivetrain.core.event import Event
 from tests.algorithms.tasks import CARDS
@@ -16,7 +16,7 @@ INDEX = (CARDS / "index.md").read_text()
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem)
 def test_a_card_says_what_a_reader_needs(page):
     text = page.read_text()
-    assert page.stem in catalogue.ALGORITHMS, f"{page.name} belongs to no algorithm"
+    assert page.stem in registry.ALGORITHMS, f"{page.name} belongs to no algorithm"
     assert re.search(r"arXiv|DAWNBench|MosaicML|Paper|Source", text) and "**Cost" in text
     assert "Measured effect" in text and re.search(r"\bnot\b", text, flags=re.IGNORECASE)
     assert f"({page.name})" in INDEX, f"the table of index.md has no line for {page.name}"
@@ -26,7 +26,7 @@ def test_the_table_shows_the_events_of_each_class():
     rows = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\) \|[^|]*\| ([^|]*) \|", INDEX, flags=re.MULTILINE)
     assert len(rows) >= 15
     for name, module, events in rows:
-        assert name in names() and module in catalogue.ALGORITHMS
+        assert name in names() and module in registry.ALGORITHMS
         declared = find(name).events
         if declared:  # others choose their events when they are built
             assert {Event[word] for word in re.findall(r"[A-Z]+_?[A-Z_]*", events)} >= declared

@@ -1,4 +1,4 @@
-"""What holds for every algorithm of the catalogue, alone and next to those that run extra passes through the model."""
+"""What holds for every algorithm, alone and next to those that run extra passes through the model."""
 
 import warnings
 from collections.abc import Callable
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import algorithms as a
-from drivetrain.algorithms import catalogue
-from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.algorithms import registry
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import PluginConflictError
+from drivetrain.core.errors import NoEffectWarning, PluginConflictError
 from drivetrain.core.event import Event
 from drivetrain.core.one_of import OneOf
 from drivetrain.train.callbacks import TrainerCallback
@@ -116,8 +115,8 @@ QUICK = ("EMA", "GyroDropout", "SeqLengthWarmup", "SequencePacking", "Stochastic
 SAMPLED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EVERY]
 
 
-def test_every_algorithm_of_the_catalogue_has_an_entry():
-    listed = {name for names in catalogue.ALGORITHMS.values() for name in names if "=" not in name}
+def test_every_listed_algorithm_has_an_entry():
+    listed = {name for names in registry.ALGORITHMS.values() for name in names if "=" not in name}
     assert set(EVERY) == listed
 
 

@@ -19,7 +19,7 @@ from drivetrain.algorithms.factorize import (
     factorize_matrix,
     factorizing_could_speedup,
 )
-from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.train.trainer import Trainer
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.fast_defaults import FastDefaults, mostly_convolutions
-from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from drivetrain.module.optimizers import use_fused_kernels
 from drivetrain.train.trainer import Trainer

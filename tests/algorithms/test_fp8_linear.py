@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.fp8_linear import FP8Linear, apply_fp8_linear
-from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from drivetrain.module.fp8 import Float8Linear
 

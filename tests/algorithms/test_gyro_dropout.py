@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.algorithms.gyro_dropout import GyroDropout, GyroDropoutLayer, apply_gyro_dropout
-from drivetrain.algorithms.utils.rhythm import num_batches
+from drivetrain.algorithms.utils.run import num_batches
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
 from drivetrain.core.event import Event

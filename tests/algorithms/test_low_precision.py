@@ -15,9 +15,9 @@ from drivetrain.algorithms.low_precision_layernorm import (
     LPLayerNorm,
     apply_low_precision_layernorm,
 )
-from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from tests.algorithms.surgery_models import TextNet
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import functional as ours
-from drivetrain.algorithms.utils.draws import draw_integer, draw_uniform, draw_weights
+from drivetrain.algorithms.utils.parts import draw_integer, draw_uniform, draw_weights
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -451,7 +451,7 @@ def test_gated_linear_units_agree_on_bert(bias):
 def test_alibi_slopes_agree(heads):
     from composer.algorithms.alibi.attention_surgery_functions.utils import _get_alibi_head_slopes
 
-    from drivetrain.algorithms.alibi.positions import alibi_slopes
+    from drivetrain.algorithms.alibi.algorithm import alibi_slopes
 
     assert alibi_slopes(heads) == pytest.approx(_get_alibi_head_slopes(heads))
 

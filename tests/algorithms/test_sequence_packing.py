@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from drivetrain.algorithms.selective_backprop import SelectiveBackprop
 from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup
 from drivetrain.algorithms.sequence_packing import RealTokens, SequencePacking, additive_mask
-from drivetrain.algorithms.warnings import NotIntendedUseWarning
+from drivetrain.core.errors import NotIntendedUseWarning
 from drivetrain.core.event import Event
 from drivetrain.data.packed import PackedDataset
 from drivetrain.train.trainer import Trainer

@@ -13,9 +13,9 @@ from drivetrain.algorithms.stochastic_depth import (
     set_drop_rates,
     stochastic_blocks,
 )
-from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.train.trainer import Trainer

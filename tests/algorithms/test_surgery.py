@@ -15,10 +15,9 @@ from drivetrain.algorithms.alibi import AlibiBias
 from drivetrain.algorithms.gated_linear_units import GatedProjection
 from drivetrain.algorithms.stochastic_depth import stochastic_blocks
 from drivetrain.algorithms.surgery import torch_optimizers
-from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.context.state import State
 from drivetrain.core.engine import Engine
-from drivetrain.core.errors import ConfigTypeError, PluginConflictError
+from drivetrain.core.errors import ConfigTypeError, NoEffectWarning, PluginConflictError
 from drivetrain.core.event import Event
 from drivetrain.module.surgery import count_module_instances
 from drivetrain.train.trainer import Trainer

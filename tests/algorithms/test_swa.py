@@ -5,7 +5,7 @@ import torch
 from torch.optim.swa_utils import update_bn
 
 from drivetrain.algorithms.swa import SWA
-from drivetrain.algorithms.warnings import NoEffectWarning
+from drivetrain.core.errors import NoEffectWarning
 from drivetrain.core.event import Event
 from tests.algorithms.optimizer_tasks import conv_run
 from tests.algorithms.tasks import Watch, image_data, make_state, same, train, weights

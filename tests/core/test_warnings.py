@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 import drivetrain
-from drivetrain.algorithms.warnings import NoEffectWarning, NotIntendedUseWarning
-from drivetrain.core.errors import DrivetrainDeprecationWarning, DrivetrainWarning
+from drivetrain.core.errors import (
+    DrivetrainDeprecationWarning,
+    DrivetrainWarning,
+    NoEffectWarning,
+    NotIntendedUseWarning,
+)
 
 OURS = {
     kind.__name__ for kind in (DrivetrainWarning, DrivetrainDeprecationWarning, NoEffectWarning, NotIntendedUseWarning)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from drivetrain.algorithms import BlurPool
-from drivetrain.algorithms.warnings import NoEffectWarning
 from drivetrain.callbacks import TrainerCallback
-from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.errors import DrivetrainWarning, NoEffectWarning
 from tests.train.tasks import make_data, make_model, make_trainer, train
 
 

@@ -4,9 +4,14 @@ The functions are collected in `drivetrain.functional`; here are the classes for
 they put in place. Everything loads on first use.
 """
 
-from drivetrain.algorithms import catalogue
+from drivetrain.algorithms.registry import ALGORITHMS, PARTS, offered
 from drivetrain.core.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"drivetrain.core.one_of": ["OneOf"], **catalogue.offered(catalogue.ALGORITHMS, catalogue.PARTS)}
+    __name__,
+    {
+        "drivetrain.core.one_of": ["OneOf"],
+        **offered(ALGORITHMS, PARTS),
+        "drivetrain.core.errors": ["NoEffectWarning", "NotIntendedUseWarning"],
+    },
 )

@@ -71,8 +71,9 @@ from drivetrain.algorithms.schedule_free import ScheduleFree as ScheduleFree
 from drivetrain.algorithms.soap import SOAP as SOAP
 from drivetrain.algorithms.swa import SWA as SWA
 from drivetrain.algorithms.torch_compile import TorchCompile as TorchCompile
-from drivetrain.algorithms.warnings import NoEffectWarning as NoEffectWarning
-from drivetrain.algorithms.warnings import NotIntendedUseWarning as NotIntendedUseWarning
+from drivetrain.core.errors import NoEffectWarning as NoEffectWarning
+from drivetrain.core.errors import NotIntendedUseWarning as NotIntendedUseWarning
+from drivetrain.core import errors as warnings
 
 __all__ = [
     "OneOf",

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from drivetrain.algorithms.randaugment import check_severity
 from drivetrain.algorithms.utils.datasets import join_dataset
-from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_integer, draw_weights
+from drivetrain.algorithms.utils.parts import Generator, draw_beta, draw_integer, draw_weights
 from drivetrain.algorithms.utils.primitives import (
     AugmentationSet,
     Image,

@@ -1,6 +1,6 @@
 """Cautious updates (Liang et al., 2024, arXiv 2411.16085): leave out what points against the present gradient."""
 
-from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import make_optimizer, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_numbers
 from drivetrain.core.event import Event

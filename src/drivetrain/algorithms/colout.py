@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.utils.datasets import join_dataset
-from drivetrain.algorithms.utils.draws import Generator, draw_subset
-from drivetrain.algorithms.utils.parts import check_images, is_image_like, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, check_images, draw_subset, is_image_like, map_tensors
 from drivetrain.algorithms.utils.primitives import Image, as_pil, as_tensor, is_pil
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State

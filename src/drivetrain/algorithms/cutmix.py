@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.mixup import dense_targets
-from drivetrain.algorithms.utils.draws import Box, Generator, draw_beta, draw_box, draw_permutation
-from drivetrain.algorithms.utils.mixing import PairMixing
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, is_image_like, map_tensors, take_rows
+from drivetrain.algorithms.utils.losses import PairMixing
+from drivetrain.algorithms.utils.parts import (
+    Box,
+    Generator,
+    check_images,
+    draw_beta,
+    draw_box,
+    draw_permutation,
+    first_tensor,
+    is_image_like,
+    map_tensors,
+    take_rows,
+)
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fractions, check_numbers

@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from drivetrain.algorithms.utils.draws import Generator, draw_box
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, check_images, draw_box, first_tensor, map_tensors
 from drivetrain.algorithms.utils.primitives import Image, is_pil, on_tensor
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State

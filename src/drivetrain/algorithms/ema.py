@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.rhythm import Rhythm, has_come
+from drivetrain.algorithms.utils.run import has_come
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.time import Interval, Time, TimeUnit, ensure_time
 from drivetrain.core.types import StateDict
 from drivetrain.module.average import AveragedWeights
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict, unwrap
@@ -107,7 +107,8 @@ class EMA(Algorithm):
             self.smoothing = 2.0 ** -(self.update_interval.value / self.half_life.value)
         self._update_event = Event.EPOCH_END if self.update_interval.unit is TimeUnit.EPOCH else Event.BATCH_END
         self.events = frozenset({Event.INIT, self._update_event}) | _STARTS | _ENDS
-        self._rhythm = Rhythm(self.update_interval)
+        self._every = Interval(self.update_interval)
+        self._done_at = 0  # the last update, in the unit of the interval
         self._average: AveragedWeights | None = None
         self._restored: Mapping[str, object] | None = None
         self._model: weakref.ref[nn.Module] | None = None
@@ -124,22 +125,22 @@ class EMA(Algorithm):
             self._average.swap(model)
 
     def _update(self, state: State, model: nn.Module) -> None:
-        if not has_come(self.ema_start, state, str(self)):
+        now = int(state.clock.get(self.update_interval.unit).value)
+        if now == 0 or not has_come(self.ema_start, state, str(self)):
             return
         if self._average is None:
-            if self._rhythm.has_begun(state):
-                self._average = AveragedWeights(model)  # a copy, whether an update is due or not
-                self._rhythm.tick(state)
-        elif self._rhythm.is_due(state):
-            self._rhythm.tick(state)
+            self._average = AveragedWeights(model)  # a copy, whether an update is due or not
+            self._every.count_from(now)
+        elif self._every.passes(now):
             self._average.update_lerp(model, 1 - self.smoothing)
+        else:
+            return
+        self._done_at = now
 
     def _restore_average(self, model: nn.Module) -> None:
         """Put a loaded average in place, now that the model is there."""
         if self._restored is not None:
-            self._average = AveragedWeights(model)
-            self._average.load_state_dict(self._restored)
-            self._restored = None
+            self._average, self._restored = AveragedWeights(model, self._restored), None
 
     @property
     def ema_started(self) -> bool:
@@ -186,11 +187,12 @@ class EMA(Algorithm):
     def state_dict(self) -> StateDict:
         """Return the average and when it was last updated."""
         average = self._restored if self._average is None else self._average.state_dict()
-        return {"average": average, "done_at": self._rhythm.done_at}
+        return {"average": average, "done_at": self._done_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore both; the average is applied when the model is known."""
-        self._average, self._restored, self._rhythm.done_at = None, state["average"], state["done_at"]
+        self._average, self._restored, self._done_at = None, state["average"], state["done_at"]
+        self._every.count_from(self._done_at)
 
 
 def _counted(name: str, value: str | Time) -> Time:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, model_of, warn_no_effect
-from drivetrain.algorithms.utils.rhythm import num_batches
+from drivetrain.algorithms.utils.run import num_batches
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_fractions
 from drivetrain.core.errors import ConfigError

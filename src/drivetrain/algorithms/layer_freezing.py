@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction
+from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError

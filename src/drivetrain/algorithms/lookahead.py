@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction
+from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions
 from drivetrain.core.event import Event
@@ -66,12 +66,9 @@ class Lookahead(Algorithm):
             self._slow_weights(model).copy_to(model)
 
     def _begin(self, model: nn.Module) -> None:
-        self._slow = AveragedWeights(model)
         if self._restored is None:
             self._steps = 0
-        else:
-            self._slow.load_state_dict(self._restored)
-            self._restored = None
+        self._slow, self._restored = AveragedWeights(model, self._restored), None
 
     def _slow_weights(self, model: nn.Module) -> AveragedWeights:
         if self._slow is None:

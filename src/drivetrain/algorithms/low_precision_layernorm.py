@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drivetrain.algorithms.low_precision import LowPrecisionNorm, cast_for_autocast, replace_norms
-from drivetrain.algorithms.surgery import Optimizers, share_tensors
+from drivetrain.algorithms.surgery import LowPrecisionNorm, Optimizers, cast_for_autocast, replace_norms, share_tensors
 from drivetrain.module.precision import Precision
 
 

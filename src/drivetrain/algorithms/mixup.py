@@ -3,9 +3,16 @@
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.draws import Generator, draw_beta, draw_permutation
-from drivetrain.algorithms.utils.mixing import PairMixing
-from drivetrain.algorithms.utils.parts import check_floating, first_tensor, map_tensors, take_rows
+from drivetrain.algorithms.utils.losses import PairMixing
+from drivetrain.algorithms.utils.parts import (
+    Generator,
+    check_floating,
+    draw_beta,
+    draw_permutation,
+    first_tensor,
+    map_tensors,
+    take_rows,
+)
 from drivetrain.context.batch import BatchKey, ensure_targets_one_hot
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_numbers

@@ -10,7 +10,7 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice
 from drivetrain.core.errors import ConfigError, unknown_name

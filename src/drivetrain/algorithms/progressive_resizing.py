@@ -6,9 +6,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.draws import Generator, draw_integer
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction
+from drivetrain.algorithms.utils.parts import Generator, check_images, draw_integer, first_tensor, map_tensors
+from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts, check_fractions

@@ -3,7 +3,7 @@
 from torch import nn
 
 from drivetrain.algorithms.utils.datasets import join_dataset
-from drivetrain.algorithms.utils.draws import Generator
+from drivetrain.algorithms.utils.parts import Generator
 from drivetrain.algorithms.utils.primitives import (
     AugmentationSet,
     Image,

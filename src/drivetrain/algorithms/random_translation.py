@@ -7,8 +7,7 @@ borders and one gather for the whole batch, as in Jordan's airbench (2024, arXiv
 import torch
 from torch import Tensor
 
-from drivetrain.algorithms.utils.draws import Generator
-from drivetrain.algorithms.utils.parts import check_images, first_tensor, map_tensors
+from drivetrain.algorithms.utils.parts import Generator, check_images, first_tensor, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts

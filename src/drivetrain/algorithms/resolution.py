@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.draws import draw_integer
-from drivetrain.algorithms.utils.parts import check_floating, check_images, map_tensors
+from drivetrain.algorithms.utils.parts import check_floating, check_images, draw_integer, map_tensors
 from drivetrain.context.batch import BatchKey
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts

@@ -4,7 +4,7 @@ Each such step costs a second forward and backward pass, on the same batches and
 repeats them when the optimizer asks.
 """
 
-from drivetrain.algorithms.utils.replacing import make_optimizer, own_optimizer
+from drivetrain.algorithms.utils.run import make_optimizer, own_optimizer
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.event import Event

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
-from drivetrain.algorithms.utils.statistics import copy_statistics, measure_batch_norms, put_statistics
+from drivetrain.algorithms.utils.passes import copy_statistics, measure_batch_norms, put_statistics
+from drivetrain.algorithms.utils.run import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drivetrain.algorithms.utils.draws import Generator
 from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
-from drivetrain.algorithms.utils.parts import first_tensor, map_tensors, take_rows, tensors_of
+from drivetrain.algorithms.utils.parts import Generator, first_tensor, map_tensors, take_rows, tensors_of
 from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction
+from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_fractions

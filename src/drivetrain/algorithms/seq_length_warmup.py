@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.utils.passes import run_and_forget
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction, num_batches
+from drivetrain.algorithms.utils.run import elapsed_fraction, num_batches
 from drivetrain.context.batch import BatchKey, batch_get, batch_set
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_fractions

@@ -14,10 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain.algorithms.utils.datasets import rebuild_in_place
 from drivetrain.algorithms.utils.passes import accepted_names
-from drivetrain.algorithms.warnings import NotIntendedUseWarning
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts
-from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.errors import ConfigError, ConfigTypeError, NotIntendedUseWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Batch

@@ -1,7 +1,7 @@
 """SOAP (Vyas et al., 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner."""
 
 from drivetrain.algorithms.surgery import model_of
-from drivetrain.algorithms.utils.replacing import make_optimizer, named_groups, own_optimizer, reject_begun
+from drivetrain.algorithms.utils.run import make_optimizer, named_groups, own_optimizer, reject_begun
 from drivetrain.context.state import State
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, model_of, warn_no_effect
-from drivetrain.algorithms.utils.rhythm import elapsed_fraction
+from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_fractions
 from drivetrain.core.errors import ConfigError, ConfigTypeError

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.algorithms.surgery import model_of, torch_optimizers, warn_no_effect
-from drivetrain.algorithms.utils.rhythm import has_come, num_batches
-from drivetrain.algorithms.utils.statistics import measure_batch_norms
+from drivetrain.algorithms.utils.passes import measure_batch_norms
+from drivetrain.algorithms.utils.run import has_come, num_batches
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
@@ -180,9 +180,7 @@ class SWA(Algorithm):
     def _restore_average(self, model: nn.Module) -> None:
         """Put a loaded mean in place, now that the model is there."""
         if self._restored is not None:
-            self._average = AveragedWeights(model)
-            self._average.load_state_dict(self._restored)
-            self._restored = None
+            self._average, self._restored = AveragedWeights(model, self._restored), None
 
     def state_dict(self) -> StateDict:
         """Return the mean and how far it has come."""

@@ -6,7 +6,7 @@ listed for the package itself.
 
 from collections.abc import Mapping
 
-from drivetrain.algorithms import catalogue
+from drivetrain.algorithms.registry import ALGORITHMS, FUNCTIONS, PARTS, offered
 
 _CORE, _TYPES = "drivetrain.core", "drivetrain.compat.composer_types"
 _MODELS, _LOGGERS = "drivetrain.compat.composer_models", "drivetrain.compat.composer_types"
@@ -24,7 +24,7 @@ OFFERED: dict[str, dict[str, str]] = {
             "translate_y color color_original contrast contrast_original brightness brightness_original sharpness sharpness_original"
         )
     },
-    "algorithms.warnings": {"drivetrain.algorithms.warnings": "NoEffectWarning NotIntendedUseWarning"},
+    "algorithms.warnings": {"drivetrain.core.errors": "NoEffectWarning NotIntendedUseWarning"},
     "callbacks.lr_monitor": {_MONITORS: "LRMonitor"},
     "callbacks.memory_monitor": {_MONITORS: "MemoryMonitor"},
     "callbacks.nan_monitor": {"drivetrain.train.callbacks.stopping": "NaNMonitor=TerminateOnNaNCallback"},
@@ -48,7 +48,7 @@ OFFERED: dict[str, dict[str, str]] = {
     "core.state": {"drivetrain.context.state": "State"},
     "core.time": {_CORE: "Time TimeUnit Timestamp ensure_time"},
     "core.types": {_TYPES: "Batch JSON MemoryFormat TrainerMode"},
-    "functional": {home: " ".join(names) for home, names in catalogue.offered(catalogue.FUNCTIONS).items()},
+    "functional": {home: " ".join(names) for home, names in offered(FUNCTIONS).items()},
     "loggers.in_memory_logger": {_LOGGERS: "InMemoryLogger"},
     "loggers.logger": {_CORE: "Logger", _LOGGERS: "LoggerDestination"},
     "loggers.logger_destination": {_LOGGERS: "LoggerDestination"},
@@ -99,7 +99,7 @@ _MEMORY = "torch.cuda.memory._record_memory_history, and MemoryMonitor for the n
 
 INSTEAD: dict[str, dict[str, str]] = {
     "algorithms.alibi.attention_surgery_functions.utils": {
-        "AlibiReplacementFunction": "drivetrain.algorithms.alibi.policies.Policy",
+        "AlibiReplacementFunction": "drivetrain.algorithms.alibi.algorithm.Policy",
         "zero_and_freeze_expand_position_embeddings": "apply_alibi, which finds the position embeddings itself",
         "register_alibi": "drivetrain.module.attention.register_attention, which gives attention a bias",
     },
@@ -332,7 +332,7 @@ def _algorithms() -> dict[str, dict[str, str]]:
     """Return the packages of the algorithms and the modules in them."""
     found = {}
     for name in _FROM_COMPOSER_ALGORITHMS:
-        tables = (catalogue.ALGORITHMS, catalogue.PARTS, catalogue.FUNCTIONS)
+        tables = (ALGORITHMS, PARTS, FUNCTIONS)
         names = " ".join(entry for table in tables for entry in table.get(name, ()))
         if name == "alibi":
             names += " PolicyRegistry policy_registry"

@@ -63,8 +63,9 @@ _SCHEDULE_FILES = (
 """SpeeChain has a file for each schedule, and `type: noam.NoamLr` of a configuration names one."""
 
 MODULES = {
-    "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.policies",
+    "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.algorithm",
     "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_gpt2_alibi",
+    "drivetrain.algorithms.warnings": "drivetrain.core.errors",
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
     "drivetrain.core.passes": "drivetrain.compat.composer_passes",

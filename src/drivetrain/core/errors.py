@@ -188,6 +188,14 @@ class DrivetrainWarning(UserWarning):
     """Something works, but hardly as it was meant; `Trainer(strict=True)` makes it an error."""
 
 
+class NoEffectWarning(DrivetrainWarning):
+    """An algorithm was applied and changed nothing."""
+
+
+class NotIntendedUseWarning(DrivetrainWarning):
+    """An algorithm is used in a way that works, but not as it was meant."""
+
+
 class DrivetrainDeprecationWarning(DrivetrainWarning, DeprecationWarning):
     """Something is kept for old code only."""
 

@@ -28,7 +28,7 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class AveragedWeights:
-    """A shadow copy of a model's weights that is updated from the model and can be swapped with it.
+    """A shadow copy of a model's weights, or the average of a saved state, that is updated from the model and can be swapped with it.
 
     >>> model = nn.Linear(1, 1)
     >>> average = AveragedWeights(model)
@@ -37,7 +37,7 @@ class AveragedWeights:
     >>> average.swap(model)                   # ... and train on
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, state: Mapping[str, Any] | None = None):
         self.num_updates = 0
         """How many updates were made; in an equal-weight mean the next one has the weight 1 / (num_updates + 1)."""
         self.is_swapped = False
@@ -48,6 +48,8 @@ class AveragedWeights:
         live = self._view_of(model).named()
         self._known = frozenset(live)  # also what is frozen now and may be trained later
         self._shadow = {name: _new_shadow(tensor) for name, tensor in live.items() if _is_averaged(tensor)}
+        if state is not None:
+            self.load_state_dict(state)
 
     def update_lerp(self, model: nn.Module, weight: float) -> None:
         """Move the shadow towards the model: shadow += weight * (model - shadow)."""

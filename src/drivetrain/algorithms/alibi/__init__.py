@@ -5,9 +5,7 @@ from drivetrain.core.lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        ".algorithm": ["Alibi", "apply_alibi"],
-        ".positions": ["AlibiBias", "alibi_slopes"],
-        ".policies": ["PolicyRegistry", "policy_registry"],
+        ".algorithm": ["Alibi", "AlibiBias", "PolicyRegistry", "alibi_slopes", "apply_alibi", "policy_registry"],
         "drivetrain.module.attention": ["register_attention"],
     },
 )

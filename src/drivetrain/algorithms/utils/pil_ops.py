@@ -58,27 +58,25 @@ def affine(image: "Image", matrix: Matrix) -> "Image":
 
 def color(image: "Image", factor: float) -> "Image":
     """Change the saturation: 0 is grey, 1 leaves the image as it is."""
-    from PIL import ImageEnhance
-
-    return ImageEnhance.Color(image).enhance(factor)
+    return _enhanced("Color", image, factor)
 
 
 def contrast(image: "Image", factor: float) -> "Image":
     """Change the contrast: 0 is plain grey, 1 leaves the image as it is."""
-    from PIL import ImageEnhance
-
-    return ImageEnhance.Contrast(image).enhance(factor)
+    return _enhanced("Contrast", image, factor)
 
 
 def brightness(image: "Image", factor: float) -> "Image":
     """Change the brightness: 0 is black, 1 leaves the image as it is."""
-    from PIL import ImageEnhance
-
-    return ImageEnhance.Brightness(image).enhance(factor)
+    return _enhanced("Brightness", image, factor)
 
 
 def sharpness(image: "Image", factor: float) -> "Image":
     """Change the sharpness: 0 is smooth, 1 leaves the image as it is."""
+    return _enhanced("Sharpness", image, factor)
+
+
+def _enhanced(kind: str, image: "Image", factor: float) -> "Image":
     from PIL import ImageEnhance
 
-    return ImageEnhance.Sharpness(image).enhance(factor)
+    return getattr(ImageEnhance, kind)(image).enhance(factor)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.algorithms.utils import pil_ops, tensor_ops
-from drivetrain.algorithms.utils.draws import Generator, draw_coin, draw_integer, draw_uniform
+from drivetrain.algorithms.utils.parts import Generator, draw_coin, draw_integer, draw_uniform
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 
 Image = Any

@@ -1,4 +1,4 @@
-"""Putting an optimizer of an algorithm's own in the place of the one the Trainer was given.
+"""The run that an algorithm works on: how long it is and how far, and its optimizer, in whose place an algorithm may put another.
 
 Algorithms do not import optimizers; the Trainer installs `state.make_optimizer(name, groups, **settings)` for them.
 """
@@ -10,7 +10,40 @@ from torch.optim import Optimizer
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.time import Time, TimeUnit
 from drivetrain.module.params import named_trainable
+
+
+def elapsed_fraction(state: State, who: str) -> float:
+    """Return how much of the run lies behind, from 0 to 1; an algorithm that depends on it cannot do without."""
+    elapsed = state.get_elapsed_duration()
+    if elapsed is None:
+        raise ConfigError(
+            f"{who} follows the course of the run, whose length is not known: give max_duration, such as '10ep'."
+        )
+    return float(elapsed.value)
+
+
+def has_come(time: Time, state: State, who: str) -> bool:
+    """Return whether the run has reached a time."""
+    if time.unit is TimeUnit.DURATION:
+        # Nine decimals forgive binary fractions, so that 0.3dur of 10 batches is reached at batch 3.
+        return round(elapsed_fraction(state, who) - time.value, 9) >= 0
+    return state.clock.get(time.unit).value >= time.value
+
+
+def num_batches(state: State) -> int | None:
+    """Return the batches of the whole run, or None where that cannot be counted."""
+    end, per_epoch = state.max_duration, state.dataloader_len
+    if end is None:
+        return None
+    if end.unit is TimeUnit.BATCH:
+        return int(end.value)
+    if end.unit is TimeUnit.STEP:
+        return int(end.value) * state.accumulation_steps
+    if end.unit is TimeUnit.EPOCH and per_epoch is not None:
+        return int(end.value * per_epoch.value)
+    return None
 
 
 def own_optimizer(state: State, who: str) -> Optimizer:
