@@ -120,7 +120,7 @@ def test_a_recipe_trains_in_bf16_on_resident_data():
 
 def test_packed_documents_attend_to_themselves_on_the_device():
     from drivetrain.algorithms.sequence_packing import additive_mask
-    from drivetrain.data.packed import PackedDataset
+    from drivetrain.data.packing import PackedDataset
 
     model, packed = TinyTransformer().double().cuda().eval(), PackedDataset(Documents(8), 24)
     batch = {key: value.unsqueeze(0).cuda() for key, value in packed[0].items()}

@@ -11,7 +11,7 @@ from drivetrain.algorithms.seq_length_warmup import SeqLengthWarmup
 from drivetrain.algorithms.sequence_packing import RealTokens, SequencePacking, additive_mask
 from drivetrain.core.errors import NotIntendedUseWarning
 from drivetrain.core.event import Event
-from drivetrain.data.packed import PackedDataset
+from drivetrain.data.packing import PackedDataset
 from drivetrain.train.trainer import Trainer
 from tests.algorithms.tasks import Documents, TinyTransformer, Watch, text_trainer, train
 

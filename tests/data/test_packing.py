@@ -9,9 +9,10 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.core.errors import ParameterError, StateError
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.packed import PackedDataset, PackedStream
 from drivetrain.data.packing import (
     PADDING,
+    PackedDataset,
+    PackedStream,
     cut_pieces,
     document_mask,
     document_mask_mod,

@@ -1,15 +1,24 @@
 """Worker processes change nothing but the speed: order, random numbers, place, resume."""
 
+import gc
 import multiprocessing
+import os
 import random
+import signal
 import time
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset, get_worker_info
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
+from drivetrain import Trainer
+from drivetrain.callbacks import TrainerCallback
+from drivetrain.data import workers
 from drivetrain.data.loader import SmartDataLoader
+from drivetrain.data.workers import WorkerStart, end_workers, ending_workers
 from tests.data.test_loader import DATA, Augmented, plain
 
 
@@ -142,3 +151,186 @@ def test_spawned_workers_give_the_same():
     assert plain(loader) == plain(make(Augmented(), num_workers=0))
     loader = make(TensorDataset(torch.arange(11)), multiprocessing_context="spawn")
     assert plain(loader) == plain(make(TensorDataset(torch.arange(11)), num_workers=0))
+
+
+class Samples(Dataset):
+    """Samples that user code makes, together with the process that made them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), float(os.getpid())]), torch.tensor(0.0)
+
+
+class Stuck(Samples):
+    def __getitem__(self, index):
+        if index >= 2:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+class Record(TrainerCallback):
+    """Notes which processes made the batches of each epoch and evaluation, and may fail."""
+
+    def __init__(self, fails_at=None):
+        self.trained, self.evaluated, self.fails_at = [], [], fails_at
+
+    def on_train_epoch_start(self, trainer, **kwargs):
+        self.trained.append(set())
+
+    def on_eval_epoch_start(self, trainer, **kwargs):
+        self.evaluated.append(set())
+
+    def on_train_step_end(self, trainer, batch, batch_output, **kwargs):
+        self.trained[-1] |= set(batch[0][:, 1].tolist())
+        if trainer.state.clock.batch + 1 == self.fails_at:
+            raise RuntimeError("the callback fails")
+
+    def on_eval_step_end(self, trainer, batch, batch_output, **kwargs):
+        self.evaluated[-1] |= set(batch[0][:, 1].tolist())
+
+
+_before = set()
+
+
+def own_children():
+    """Return the child processes that the test started; worlds of other tests may live beside them."""
+    return [child for child in multiprocessing.active_children() if child not in _before]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected():
+    """Ending workers must not depend on the garbage collector; nothing of a test may be left to it."""
+    _before.clear()
+    _before.update(multiprocessing.active_children())
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+            yield
+        assert own_children() == []
+    finally:
+        gc.enable()
+
+
+def make_trainer(*callbacks):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    loss = lambda outputs, targets: (outputs.squeeze(1) - targets).abs().mean() * 1e-9
+    return Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=1e-9), callbacks=callbacks)
+
+
+WORKERS = {"train_dataloader_kwargs": {"num_workers": 2}, "eval_dataloader_kwargs": {"num_workers": 1}}
+
+
+def test_workers_live_through_epochs_and_evaluations_and_end_with_the_run():
+    record = Record()
+    trainer = make_trainer(record)
+    trainer.train(Samples(), num_epochs=2, eval_dataset=Samples(), per_device_batch_size=2, **WORKERS)
+    assert own_children() == []
+    assert [len(pids) for pids in record.trained] == [2, 2] and record.trained[0] == record.trained[1]
+    assert [len(pids) for pids in record.evaluated] == [1, 1] and record.evaluated[0] == record.evaluated[1]
+    trainer.evaluate(Samples(), dataloader_kwargs={"num_workers": 1})
+    trainer.predict([torch.zeros(2)] * 4, dataloader_kwargs={"num_workers": 1})
+    assert own_children() == []
+
+
+@pytest.mark.parametrize("kind", ["dataset", "torch", "torch persistent"])
+def test_workers_of_a_run_that_fails_end_while_its_traceback_is_held(kind):
+    data = Samples()
+    if kind != "dataset":
+        data = DataLoader(data, batch_size=2, num_workers=2, persistent_workers="persistent" in kind)
+    trainer = make_trainer(Record(fails_at=2))
+    with pytest.raises(RuntimeError, match="the callback fails") as held:
+        trainer.train(data, num_epochs=2, per_device_batch_size=2, **({} if kind != "dataset" else WORKERS))
+    assert held.value.__traceback__ is not None and own_children() == []
+    if kind != "dataset":  # the user's loader is as it was, and works
+        assert data.worker_init_fn is None and "_get_iterator" not in vars(data)
+        assert len(list(data)) == 4
+        del data._iterator
+
+
+def test_data_in_memory_starts_no_workers():
+    for data in (TensorDataset(torch.arange(8.0)), [torch.zeros(2)] * 8, {"x": torch.arange(8)}, torch.arange(8)):
+        loader = SmartDataLoader(data, batch_size=2, num_workers=2, persistent_workers=True, loading_bar=False)
+        if loader.columns is None:
+            continue
+        batches = iter(loader)
+        next(batches)
+        assert own_children() == []
+    assert SmartDataLoader(torch.arange(8), batch_size=2).columns is not None
+
+
+def test_worker_that_does_not_answer_is_killed_without_an_error(monkeypatch):
+    monkeypatch.setattr(workers, "END_SECONDS", 0.3)
+    with ending_workers():
+        loader = SmartDataLoader(Stuck(), batch_size=2, num_workers=2, persistent_workers=True, loading_bar=False)
+        batches = iter(loader)
+        next(batches)
+        started = own_children()
+        assert len(started) == 2
+    assert {child.exitcode for child in started} <= {0, -signal.SIGKILL}
+    assert own_children() == []
+    time.sleep(0.01)  # torch's handler of SIGCHLD would raise here
+
+
+def test_loader_is_read_again_after_its_workers_were_ended():
+    loader = SmartDataLoader(Samples(), batch_size=4, num_workers=1, persistent_workers=True, loading_bar=False)
+    with ending_workers():
+        first = [batch[0][:, 0].tolist() for batch in loader]
+    assert own_children() == []
+    second = [batch[0][:, 0].tolist() for batch in loader]
+    assert first == second == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert len(own_children()) == 1
+    loader.close()
+
+
+def test_stop_signals_leave_workers_alone():
+    with ending_workers():
+        loader = SmartDataLoader(Samples(), batch_size=2, num_workers=2, persistent_workers=True, loading_bar=False)
+        batches = iter(loader)
+        seen = [next(batches)[0][:, 0].tolist()]
+        for child in own_children():
+            os.kill(child.pid, signal.SIGTERM)
+            os.kill(child.pid, signal.SIGINT)
+        seen += [batch[0][:, 0].tolist() for batch in batches]
+        assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_process_does_not_end_the_workers_of_its_parent(capfd):
+    with ending_workers():
+        loader = SmartDataLoader(Samples(), batch_size=2, num_workers=1, persistent_workers=True, loading_bar=False)
+        batches = iter(loader)
+        next(batches)
+        cycle = [batches, loader]
+        cycle.append(cycle)
+        del batches, loader
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        child = multiprocessing.get_context("fork").Process(target=_release, args=(cycle, theirs))
+        child.start()
+        assert ours.recv() == 0
+        child.join()
+        assert child.exitcode == 0
+        assert [batch[0][0, 0].item() for batch in cycle[0]] == [2, 4, 6]
+        cycle.clear()
+    assert "Error" not in capfd.readouterr().err
+
+
+def _release(cycle, pipe) -> None:
+    cycle.clear()
+    gc.collect()
+    pipe.send(len(workers._running))
+
+
+def test_ending_twice_changes_nothing():
+    loader = SmartDataLoader(Samples(), batch_size=4, num_workers=1, persistent_workers=True, loading_bar=False)
+    batches = iter(loader)
+    next(batches)
+    iterator = loader._pool._inner._iterator
+    loader.close()
+    end_workers([iterator])
+    loader.close()
+    assert isinstance(loader._pool._inner.worker_init_fn, WorkerStart) and loader.worker_init_fn is None

@@ -7,8 +7,8 @@ from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
+from drivetrain.data.columns import make_resident
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.resident import make_resident
 
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

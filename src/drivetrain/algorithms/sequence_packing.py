@@ -21,8 +21,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.packed import PackedDataset, PackedStream
-from drivetrain.data.packing import STRATEGIES, PackingStrategy, num_targets
+from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets
 from drivetrain.data.packing import document_mask as allowed_places
 
 

@@ -7,8 +7,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".loader": ["SmartDataLoader"],
         ".order": ["BatchInfo", "epoch_permutation"],
-        ".resident": ["make_resident"],
-        ".packing": ["document_mask", "document_mask_mod", "num_targets", "pack_documents", "pack_lengths"],
-        ".packed": ["PackedDataset", "PackedStream"],
+        ".columns": ["make_resident"],
+        ".packing": [
+            *("PackedDataset", "PackedStream"),
+            *("document_mask", "document_mask_mod", "num_targets", "pack_documents", "pack_lengths"),
+        ],
     },
 )

@@ -20,17 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DistributedError, DrivetrainWarning, ParameterError, ResumeError
 from drivetrain.core.types import Batch, StateDict
-from drivetrain.data.arguments import arguments_of, check_arguments, local_batch_size
-from drivetrain.data.columns import Columns
+from drivetrain.data.columns import Columns, resident_columns
 from drivetrain.data.fetch import GatherFetch
-from drivetrain.data.iterable import (
-    IterableMode,
-    filtered_batches,
-    gathered_stream_state,
-    mark_last,
-    own_stream_state,
-    sharded_batches,
-)
 from drivetrain.data.order import (
     BatchInfo,
     BatchOrder,
@@ -41,12 +32,30 @@ from drivetrain.data.order import (
     num_sliced_batches,
     sampler_state,
 )
-from drivetrain.data.prefetch import pin, to_device
-from drivetrain.data.progress import bar_is_wanted, with_bar
+from drivetrain.data.prefetch import bar_is_wanted, pin, to_device, with_bar
 from drivetrain.data.randomness import RngMode
-from drivetrain.data.resident import resident_columns
-from drivetrain.data.source import VERSION, Cursor, check_state, indexed_source, stream_source
-from drivetrain.data.stream import FilterReader, HiddenWorker, StreamAnswer, StreamStart
+from drivetrain.data.source import (
+    VERSION,
+    Cursor,
+    arguments_of,
+    check_arguments,
+    check_state,
+    indexed_source,
+    local_batch_size,
+    stream_source,
+)
+from drivetrain.data.stream import (
+    FilterReader,
+    HiddenWorker,
+    IterableMode,
+    StreamAnswer,
+    StreamStart,
+    filtered_batches,
+    gathered_stream_state,
+    mark_last,
+    own_stream_state,
+    sharded_batches,
+)
 from drivetrain.data.workers import FetchAnswer, WorkerPool, WorkerSide, fetch_jobs
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, a few ahead of the one in use.
+"""Batches on their way to the device, a few ahead of the one in use, and the progress bar of a hand-written loop.
 
 The copy of the next batch runs on a side stream from page-locked memory, while the device works on this one. Before a batch is
 handed out, the consumer's stream waits for its copy; before a copy begins, the side stream waits for what the consumer has queued so
@@ -7,8 +7,10 @@ would do the same at three times the cost.) The host waits for neither. On the C
 here.
 """
 
+import sys
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
+from drivetrain.runtime.ranks import is_master
 
 
 def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
@@ -103,3 +106,56 @@ def _collect(value: object, found: list[Tensor]) -> None:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             _collect(getattr(value, field.name), found)
+
+
+# ---------------------------------------------------------------------- a progress bar for hand-written loops
+#
+# On rank 0 and on a terminal. It counts batches, refreshes by time and reads no tensor. `rich` is imported when a bar is first shown.
+
+REFRESH_SECONDS = 0.1
+
+_shown = False  # a terminal has room for one live display; a loop inside a loop goes without
+
+
+def with_bar(batches: Iterator[object], start: int, total: int | None, text: str) -> Iterator[Batch]:
+    """Yield the batches, and show how many of `total` are done; `start` of them were done before."""
+    global _shown
+    if _shown or not bar_is_wanted():
+        yield from batches
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    _shown = True
+    try:
+        with Progress(*columns, auto_refresh=False) as bar:
+            task = bar.add_task(text, total=total, completed=start)
+            done, shown_at = start, 0.0
+            for batch in batches:
+                now = time.perf_counter()
+                if now - shown_at > REFRESH_SECONDS:
+                    bar.update(task, completed=done, refresh=True)
+                    shown_at = now
+                yield batch
+                done += 1
+            bar.update(task, completed=done, refresh=True)
+    finally:
+        _shown = False
+
+
+def bar_is_wanted() -> bool:
+    """Whether anybody would see a bar: this is rank 0, and the output is a terminal."""
+    return is_master() and sys.stdout is not None and sys.stdout.isatty()

@@ -3,21 +3,177 @@
 A job says everything a worker needs (seed, epoch, place, indices), so workers hold no position of their own: they may live for the
 whole run, read ahead as far as they like, and be replaced by none at all without a change in what comes out. The inner DataLoader
 gets a generator of its own, because torch would take the workers' base seed from the global one.
+
+torch keeps workers as long as somebody refers to their iterator, a traceback or a reference cycle included, and ends them one after the
+other with five seconds for each. Here each iterator with workers is noted when it is made. `ending_workers()` ends those that were
+started within it, all at the same time. A signal to the process group (SLURM, systemd and Kubernetes send it to every process) reaches
+workers too; they leave it to the process that trains, which saves and then ends them.
 """
 
+import atexit
 import copy
+import os
+import signal
+import threading
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from drivetrain.core.types import StateDict
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
-from drivetrain.data.worker_processes import WorkerStart, end_workers, start_iterator
+from drivetrain.runtime.environment import end_with_parent
+
+END_SECONDS = 3.0
+"""How long all workers together may take to end by themselves."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_running: weakref.WeakKeyDictionary[Any, "weakref.ref[DataLoader[Any]]"] = weakref.WeakKeyDictionary()
+"""torch's iterators that have started workers, each with its loader."""
+
+
+class _WorkerScopes(threading.local):
+    def __init__(self) -> None:
+        self.outermost: _WorkerScope | None = None
+
+
+class _WorkerScope:
+    """What was started within the outermost `ending_workers()` of a thread."""
+
+    def __init__(self) -> None:
+        self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.undo: list[Callable[[], None]] = []
+
+
+_scopes = _WorkerScopes()
+
+
+class WorkerStart:
+    """The first thing a worker calls: from here on only its parent ends it, and its parent's end does."""
+
+    def __init__(self, init: Callable[[int], Any] | None):
+        self.init = init
+
+    def __call__(self, worker_id: int) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(
+                number, _leave_to_parent
+            )  # a handler, since programs that a worker starts would inherit SIG_IGN
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        end_with_parent()
+        if self.init is not None:
+            self.init(worker_id)
+
+
+def _leave_to_parent(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def start_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+    """Return a loader's iterator; workers that it starts are noted, and cannot be hit by a signal before they handle it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        iterator = make()
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if hasattr(iterator, "_shutdown_workers"):
+        _running[iterator] = weakref.ref(loader)
+        if _scopes.outermost is not None:
+            _scopes.outermost.iterators.add(iterator)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # before torch's own, which waits for each worker in turn
+    return iterator
+
+
+@contextmanager
+def ending_workers() -> Iterator[None]:
+    """End all workers that are started within, however the block ends; inside another such block that one ends them."""
+    if _scopes.outermost is not None:
+        yield
+        return
+    scope = _scopes.outermost = _WorkerScope()
+    try:
+        yield
+    finally:
+        _scopes.outermost = None
+        end_workers(list(scope.iterators))
+        for undo in scope.undo:
+            undo()
+
+
+def guard_workers(loader: DataLoader[Any]) -> None:
+    """Treat the workers of a user's plain loader like ours until the surrounding `ending_workers()` ends."""
+    scope = _scopes.outermost
+    if scope is None or not loader.num_workers or "_get_iterator" in vars(loader):
+        return
+    init, make = loader.worker_init_fn, loader._get_iterator
+
+    def undo() -> None:
+        vars(loader).pop("_get_iterator", None)
+        loader.worker_init_fn = init
+
+    scope.undo.append(undo)
+    loader.worker_init_fn = WorkerStart(init)
+    loader._get_iterator = lambda: start_iterator(loader, make)  # type: ignore[method-assign]
+
+
+def end_workers(iterators: Iterable[Any]) -> None:
+    """End the workers of torch's iterators: all are asked at once, and killed when they have not ended soon after."""
+    iterators = [iterator for iterator in iterators if not iterator._shutdown]
+    for iterator in iterators:
+        if hasattr(iterator, "_pin_memory_thread"):  # first, since a worker that is killed may leave half a message
+            iterator._pin_memory_thread_done_event.set()
+            iterator._worker_result_queue.put((None, None))
+            iterator._pin_memory_thread.join()
+        iterator._workers_done_event.set()
+        for number, is_up in enumerate(iterator._workers_status):
+            if is_up or iterator._persistent_workers:
+                iterator._mark_worker_as_unavailable(number, shutdown=True)
+    workers = {worker.sentinel: worker for iterator in iterators for worker in iterator._workers}
+    deadline = time.monotonic() + END_SECONDS
+    while workers and (left := deadline - time.monotonic()) > 0:
+        for sentinel in wait(list(workers), left):
+            workers.pop(sentinel)
+    for iterator in iterators:
+        if iterator._worker_pids_set:  # else torch raises an error about workers that were killed
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+    for worker in workers.values():
+        worker.kill()
+    for iterator in iterators:
+        iterator._shutdown_workers()
+        reference = _running.pop(iterator, None)
+        loader = None if reference is None else reference()
+        if loader is not None and loader._iterator is iterator:
+            loader._iterator = None  # persistent workers: the next iteration starts new ones
+
+
+def _end_all() -> None:
+    end_workers(list(_running))
+
+
+def _forget_all() -> None:
+    """In a forked process: the workers are the parent's, and torch would end them when the copies are collected here."""
+    for iterator in list(_running):
+        iterator._shutdown = True
+    _running.clear()
+    _scopes.outermost = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 class WorkerSide(Dataset[Any]):

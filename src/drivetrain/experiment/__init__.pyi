@@ -48,6 +48,7 @@ from drivetrain.experiment.sweeps.ray_executor import RayConfig as RayConfig
 from drivetrain.experiment.sweeps.ray_executor import RayExecutor as RayExecutor
 from drivetrain.compat.pystematic_torch import torch as torch
 from drivetrain.compat import pystematic_core as core
+from drivetrain.compat import pystematic_core as parametric
 
 __all__ = [
     "experiment",

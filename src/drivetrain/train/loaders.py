@@ -20,7 +20,7 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.worker_processes import guard_workers
+from drivetrain.data.workers import guard_workers
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.ranks import (

@@ -20,7 +20,7 @@ from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.worker_processes import ending_workers
+from drivetrain.data.workers import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals

@@ -7,9 +7,8 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.data.columns import find_columns
+from drivetrain.data.columns import find_columns, make_resident, resident_columns
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.resident import make_resident, resident_columns
 
 META = torch.device("meta")  # stands in for an accelerator: tensors go there, values are not needed
 
@@ -17,7 +16,7 @@ META = torch.device("meta")  # stands in for an accelerator: tensors go there, v
 @pytest.fixture
 def free(monkeypatch):
     def set_free(size):
-        monkeypatch.setattr("drivetrain.data.resident.device_memory", lambda device: (size, size))
+        monkeypatch.setattr("drivetrain.data.columns.device_memory", lambda device: (size, size))
 
     return set_free
 
