@@ -27,7 +27,7 @@ from drivetrain.optim import (
     SAMOptimizer,
     SGDScheduleFree,
 )
-from drivetrain.optim.optimizers.newton_schulz import orthogonalise
+from drivetrain.optim.optimizers.muon_hybrid import orthogonalise
 
 F64 = torch.float64
 

@@ -12,7 +12,7 @@ from drivetrain.core.errors import DrivetrainWarning, NonFiniteError, NonFiniteS
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.optim import ConstantLr
 from drivetrain.optim.optim_set import OptimSet
-from drivetrain.optim.optimizers.lion import Lion
+from drivetrain.optim.optimizers.decoupled import Lion
 from drivetrain.runtime.ranks import get_rank
 from drivetrain.train.callbacks import TerminateOnNaNCallback, TrainerCallback
 from drivetrain.train.trainer import Trainer

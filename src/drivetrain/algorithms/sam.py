@@ -11,7 +11,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.lazy import lazy_exports
 from drivetrain.core.plugin import Algorithm, Logger
 
-__getattr__, __dir__, _ = lazy_exports(__name__, {"drivetrain.optim.optimizers.sharpness": ["SAMOptimizer"]})
+__getattr__, __dir__, _ = lazy_exports(__name__, {"drivetrain.optim.optimizers.wrapper": ["SAMOptimizer"]})
 
 
 class SAM(Algorithm):

@@ -11,8 +11,15 @@ from drivetrain.core.arguments import check_flag, check_number
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.time import Time, TimeLike
 from drivetrain.optim import schedules
-from drivetrain.optim.positions import Span, check_covers_run, in_common_unit, position_in, span_of
-from drivetrain.optim.state_schedule import StateSchedule, compile_state_schedule
+from drivetrain.optim.positions import (
+    Span,
+    StateSchedule,
+    check_covers_run,
+    compile_state_schedule,
+    in_common_unit,
+    position_in,
+    span_of,
+)
 
 ComposerScheduler = StateSchedule
 compile_composer_scheduler = compile_state_schedule

@@ -17,7 +17,7 @@ from drivetrain.core.event import Event
 from drivetrain.core.plugin import Callback
 from drivetrain.core.time import Timestamp
 from drivetrain.optim.optimizers import DecoupledSGDW
-from drivetrain.optim.state_schedule import compile_state_schedule
+from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks
 from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer import Trainer as NativeTrainer

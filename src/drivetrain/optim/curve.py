@@ -14,7 +14,7 @@ from typing import Any
 from drivetrain.core.arguments import check_choice, check_fraction, check_number
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time
-from drivetrain.optim.durations import Duration, check_duration, real_steps
+from drivetrain.optim.positions import Duration, check_duration, real_steps
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.optim.schedules import WARMUP_SHAPES, body_position, warm_up, with_floor
 

@@ -20,11 +20,10 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.core.yaml import YamlSource
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.loss_scaling import Scaling
+from drivetrain.optim.building import REST, all_names
 from drivetrain.optim.config import read_units, read_units_of_file, to_config
-from drivetrain.optim.losses import Losses
-from drivetrain.optim.passes import Pass, Weight, finish_units, plan_passes, update_scalers, update_units
+from drivetrain.optim.passes import Losses, Pass, Weight, finish_units, plan_passes, update_scalers, update_units
 from drivetrain.optim.scheduler import OptimScheduler
-from drivetrain.optim.selection import REST, all_names
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.optim.arguments import SHARED
+from drivetrain.optim.building import all_names
 from drivetrain.optim.config import check_shared_names
 from drivetrain.optim.optim_set import OptimSet
 from drivetrain.optim.scheduler import OptimScheduler
-from drivetrain.optim.selection import all_names
 
 
 class PlainLr(OptimScheduler):

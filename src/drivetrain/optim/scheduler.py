@@ -38,11 +38,9 @@ from drivetrain.optim.arguments import (
     check_shared,
     one_of_two_names,
 )
-from drivetrain.optim.building import build_optimizer, check_groups
-from drivetrain.optim.durations import RunLength
-from drivetrain.optim.losses import Losses, LossNames, loss_terms
-from drivetrain.optim.passes import Pass, Weight, finish_units, update_units
-from drivetrain.optim.selection import Names, as_list, own_parameters
+from drivetrain.optim.building import Names, as_list, build_optimizer, check_groups, own_parameters
+from drivetrain.optim.passes import Losses, LossNames, Pass, Weight, finish_units, loss_terms, update_units
+from drivetrain.optim.positions import RunLength
 from drivetrain.optim.state import load_unit, save_unit
 
 TimeFunction = Callable[[list[str | None]], AbstractContextManager[Any]]

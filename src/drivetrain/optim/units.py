@@ -28,7 +28,7 @@ from drivetrain.optim.curve import (
     number,
     takes,
 )
-from drivetrain.optim.durations import Duration, check_duration
+from drivetrain.optim.positions import Duration, check_duration
 from drivetrain.optim.scheduler import OptimScheduler
 
 

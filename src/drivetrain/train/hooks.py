@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.module.wrapping import unwrap
-from drivetrain.optim.state_schedule import compile_state_schedule, follows_state
+from drivetrain.optim.positions import compile_state_schedule, follows_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import (

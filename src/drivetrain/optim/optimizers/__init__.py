@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, one file each; all of them are `torch.optim.Optimizer`s.
+"""Optimizers that torch does not have, all of them are `torch.optim.Optimizer`s.
 
 They work on lists of tensors at once, read nothing back from the device, keep plain numbers and tensors as their state, and
 treat sharded parameters shard by shard where the arithmetic allows it.
@@ -11,11 +11,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".muon_hybrid": ["MuonHybrid"],
         ".schedule_free": ["AdamWScheduleFree", "SGDScheduleFree"],
-        ".decoupled": ["DecoupledAdamW", "DecoupledSGDW"],
-        ".lion": ["Lion"],
-        ".lookahead": ["Lookahead"],
-        ".sharpness": ["SAM=SAMOptimizer", "SAMOptimizer"],
+        ".decoupled": ["DecoupledAdamW", "DecoupledSGDW", "Lion"],
         ".shampoo": ["SOAP"],
-        ".caution": ["Cautious"],
+        ".wrapper": ["Cautious", "Lookahead", "SAM=SAMOptimizer", "SAMOptimizer"],
     },
 )

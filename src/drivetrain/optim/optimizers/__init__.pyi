@@ -4,12 +4,12 @@ from drivetrain.optim.optimizers.schedule_free import AdamWScheduleFree as AdamW
 from drivetrain.optim.optimizers.schedule_free import SGDScheduleFree as SGDScheduleFree
 from drivetrain.optim.optimizers.decoupled import DecoupledAdamW as DecoupledAdamW
 from drivetrain.optim.optimizers.decoupled import DecoupledSGDW as DecoupledSGDW
-from drivetrain.optim.optimizers.lion import Lion as Lion
-from drivetrain.optim.optimizers.lookahead import Lookahead as Lookahead
-from drivetrain.optim.optimizers.sharpness import SAMOptimizer as SAM
-from drivetrain.optim.optimizers.sharpness import SAMOptimizer as SAMOptimizer
+from drivetrain.optim.optimizers.decoupled import Lion as Lion
 from drivetrain.optim.optimizers.shampoo import SOAP as SOAP
-from drivetrain.optim.optimizers.caution import Cautious as Cautious
+from drivetrain.optim.optimizers.wrapper import Cautious as Cautious
+from drivetrain.optim.optimizers.wrapper import Lookahead as Lookahead
+from drivetrain.optim.optimizers.wrapper import SAMOptimizer as SAM
+from drivetrain.optim.optimizers.wrapper import SAMOptimizer as SAMOptimizer
 
 __all__ = [
     "MuonHybrid",
@@ -18,9 +18,9 @@ __all__ = [
     "DecoupledAdamW",
     "DecoupledSGDW",
     "Lion",
+    "SOAP",
+    "Cautious",
     "Lookahead",
     "SAM",
     "SAMOptimizer",
-    "SOAP",
-    "Cautious",
 ]

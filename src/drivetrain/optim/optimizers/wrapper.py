@@ -1,4 +1,4 @@
-"""An optimizer around another one: same groups, same state, something more at every step.
+"""Optimizers around another one: same groups, same state, something more at every step.
 
 The wrapper owns no groups and no state of its own kind: it shows those of the optimizer inside, so that schedulers, scalers and
 checkpoints work on the real ones. Tensors that a wrapper keeps for a parameter appear in the same state under the wrapper's
@@ -6,15 +6,17 @@ name for them, but are held apart, because many optimizers take an empty entry t
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.core.errors import ConfigTypeError
-from drivetrain.optim.optimizers.stepping import ParamGroup
+from drivetrain.core.arguments import check_counts, check_fractions, check_numbers
+from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.module.distributed_tensors import is_dtensor
+from drivetrain.optim.optimizers.stepping import ParamGroup, copy_of, evaluate, local_parts
 
 
 class WrappedOptimizer(Optimizer):
@@ -124,3 +126,189 @@ class WrappedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_optimizer!r})"
+
+
+_COUNT = "lookahead_step"
+
+
+class Lookahead(WrappedOptimizer):
+    """Lets the optimizer inside take k steps, then goes back to slow + alpha * (fast - slow) (Zhang et al., 2019, arXiv 1907.08610).
+
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> optimizer = Lookahead(torch.optim.SGD([weight], lr=1.0), k=2, alpha=0.5)
+    >>> for _ in range(2):
+    ...     weight.grad = -torch.ones(1)
+    ...     optimizer.step()
+    >>> weight.data
+    tensor([1.])
+    """
+
+    kept_names = ("slow",)
+
+    def __init__(self, base_optimizer: Optimizer, k: int = 5, alpha: float = 0.5):
+        check_counts("Lookahead", 1, k=k)
+        check_fractions("Lookahead", alpha=alpha)
+        super().__init__(base_optimizer)
+        self.k, self.alpha = k, alpha
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step inside, and after every k-th step move the slow weights."""
+        loss = evaluate(closure)
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter not in self._kept:
+                self._kept[parameter]["slow"] = copy_of(parameter)
+        self.base_optimizer.step()
+        count = self.param_groups[0].get(_COUNT, 0) + 1
+        for group in self.param_groups:  # counted in the groups, which are saved
+            group[_COUNT] = count
+        if count % self.k == 0 and self._kept:
+            fast = local_parts(self._kept)
+            slow = local_parts(kept["slow"] for kept in self._kept.values())
+            torch._foreach_lerp_(slow, fast, self.alpha)
+            torch._foreach_copy_(fast, slow)
+        return loss
+
+    def _own_settings(self) -> dict[str, object]:
+        return {"k": self.k, "alpha": self.alpha}
+
+
+_DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
+"""Optimizers whose decay is beside the gradient and whose groups do not say so."""
+
+
+class Cautious(WrappedOptimizer):
+    """Multiplies each tensor's update u by m / max(mean(m), eps), where m is 1 for entries with u g > 0.
+
+    Cautious updates (Liang et al., 2024, arXiv 2411.16085). Momentum may still move a weight where the gradient has turned. Those entries
+    are dropped, and the rest is scaled up so that the mean size of the update stays.
+
+    Weight decay that is no part of the gradient (AdamW, Lion, Muon) is left as it is. The mean is over the part of a tensor that
+    this rank holds.
+    """
+
+    def __init__(self, base_optimizer: Optimizer, eps: float = 1e-3):
+        check_numbers("Cautious", eps=eps)
+        super().__init__(base_optimizer)
+        self.eps = eps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
+        loss = evaluate(closure)
+        groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        gradients = [local_parts(copy_of(p.grad) for p in own if p.grad is not None) for own in groups]
+        before = [local_parts(copy_of(p) for p in own) for own in groups]
+        decays = [self._take_decay(group) for group in self.param_groups]
+        try:
+            self.base_optimizer.step()
+        finally:
+            for group, (_, setting) in zip(self.param_groups, decays):
+                if setting:
+                    group["weight_decay"] = setting
+        for own, gradient, old, (rate, _) in zip(groups, gradients, before, decays):
+            if not own:
+                continue
+            new = local_parts(own)
+            updates = torch._foreach_sub(old, new)
+            agreeing = [(update * one > 0).to(update) for update, one in zip(updates, gradient)]
+            scales = [mask.mean().clamp_(min=self.eps) for mask in agreeing]
+            torch._foreach_mul_(updates, agreeing)
+            torch._foreach_div_(updates, scales)
+            torch._foreach_copy_(new, old)
+            torch._foreach_mul_(new, 1 - rate)
+            torch._foreach_sub_(new, updates)
+        return loss
+
+    def _take_decay(self, group: dict[str, Any]) -> tuple[float, float]:
+        """Return the share by which this step decays weights, and the setting, which is zero during the step if the decay is decoupled."""
+        decay = group.get("weight_decay", 0.0)
+        decoupled = group.get("decoupled_weight_decay", type(self.base_optimizer).__name__ in _DECOUPLED)
+        if not decay or not decoupled:
+            return 0.0, decay
+        group["weight_decay"] = 0.0
+        per_rate = type(self.base_optimizer).__name__.startswith("Decoupled")
+        return decay * group["lr"] / (group["initial_lr"] if per_rate else 1), decay
+
+    def _own_settings(self) -> dict[str, object]:
+        return {"eps": self.eps}
+
+
+_COUNT = "sam_step"
+
+
+class SAMOptimizer(WrappedOptimizer):
+    """Steps with the gradient at w + rho g / (|g| + epsilon) in every interval-th step, with the plain one in the others.
+
+    Sharpness-aware minimisation (Foret et al., 2020, arXiv 2010.01412): the worst point within a ball of radius rho is found to first
+    order, along the gradient. Its own gradient needs a second forward and backward pass; between the two the weights are kept aside,
+    exactly.
+
+    The gradients of the present weights must be there when `step(closure)` is called; the closure clears them, repeats forward and
+    backward, and returns the loss.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = SAMOptimizer(torch.optim.SGD([weight], lr=0.1), rho=0.5)
+    >>> def closure():
+    ...     optimizer.zero_grad()
+    ...     loss = weight.pow(2).sum()
+    ...     loss.backward()
+    ...     return loss
+    >>> loss = closure()
+    >>> _ = optimizer.step(closure)
+    >>> weight.data
+    tensor([0.7000])
+    """
+
+    needs_closure = True
+    """A trainer that sees this repeats the passes of an update when `step` asks for it."""
+
+    def __init__(self, base_optimizer: Optimizer, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1):
+        check_numbers("SAMOptimizer", rho=rho, epsilon=epsilon)
+        check_counts("SAMOptimizer", 1, interval=interval)
+        super().__init__(base_optimizer)
+        self.rho, self.epsilon, self.interval = rho, epsilon, interval
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update; a sharpness-aware step needs the closure and returns the loss at the perturbed weights."""
+        count = self.param_groups[0].get(_COUNT, 0) + 1
+        loss = None
+        if count % self.interval == 0:
+            if closure is None:
+                raise ConfigError(
+                    "SAMOptimizer.step() needs a closure that clears the gradients, repeats forward and backward, and returns the loss: "
+                    "optimizer.step(closure)."
+                )
+            before = self.perturb()
+            try:
+                loss = evaluate(closure)
+            finally:
+                self.put_back(before)
+        self.base_optimizer.step()
+        for group in self.param_groups:  # counted in the groups, which are saved; a step that failed does not count
+            group[_COUNT] = count
+        return loss
+
+    @torch.no_grad()
+    def perturb(self) -> dict[Tensor, Tensor]:
+        """Move to the worst point nearby and return the weights as they were."""
+        moved = [p for p in self.parameters() if p.grad is not None]
+        gradients = [p.grad for p in moved if p.grad is not None]
+        if not gradients:
+            return {}
+        before = {p: copy_of(p) for p in moved}
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if is_dtensor(norm) else norm  # type: ignore[attr-defined]
+        offsets = torch._foreach_mul(local_parts(gradients), self.rho / (norm + self.epsilon))
+        torch._foreach_add_(local_parts(moved), offsets)
+        return before
+
+    @torch.no_grad()
+    def put_back(self, before: dict[Tensor, Tensor]) -> None:
+        """Return to the weights that `perturb` left."""
+        if before:
+            torch._foreach_copy_(local_parts(before), local_parts(before.values()))
+
+    def _own_settings(self) -> dict[str, object]:
+        return {"rho": self.rho, "epsilon": self.epsilon, "interval": self.interval}
