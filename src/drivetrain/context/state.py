@@ -16,7 +16,7 @@ from drivetrain.context.context import Context
 from drivetrain.context.kinds import Kind
 from drivetrain.context.loading import LoadReport
 from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
-from drivetrain.core.plugin import Algorithm
+from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
 from drivetrain.core.types import Batch, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -128,7 +128,7 @@ class State(Context):
         self.rank_zero_seed, self.run_name = (rank_zero_seed if seed is None else seed), run_name
         self.clock = Clock()
         self.generators: dict[str, torch.Generator] = {}
-        self.algorithms: list[Algorithm] = []
+        self.algorithms: list[Plugin] = []
         self.callbacks: list[Any] = []
         self.device, self.max_duration = device, max_duration
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.train import loaders
 
-FOREIGN_RUNTIME: Slot[Callable[[Any, str | Precision | None], Any]] = Slot("train.accelerator")
+T = TypeVar("T")
+
+FOREIGN_RUNTIME: Slot[Callable[[object, str | Precision | None], "TrainerRuntime"]] = Slot("train.accelerator")
 """Makes a runtime of another library's accelerator."""
 
 
-def as_runtime(given: object, precision: str | Precision | None = None) -> Any:
+def as_runtime(given: object, precision: str | Precision | None = None) -> "TrainerRuntime":
     """Return the runtime for what `_create_accelerator` returned: itself, or one around another library's accelerator."""
     return given if isinstance(given, TrainerRuntime) else FOREIGN_RUNTIME.load()(given, precision)
 
@@ -87,14 +89,14 @@ class TrainerRuntime:
         """Return when all processes have come here."""
         distributed_barrier()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per node."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
     # The model.
 
-    def prepare_model(self, model: object, **ddp_kwargs: object) -> Any:
+    def prepare_model(self, model: T, **ddp_kwargs: object) -> T | nn.Module:
         """Wrap a model for gradient averaging when there are several processes."""
         if not is_distributed() or not isinstance(model, nn.Module) or is_wrapped(model):
             return model
@@ -109,7 +111,7 @@ class TrainerRuntime:
         done = tuple(map(self._prepare_one, objects))
         return done[0] if len(done) == 1 else done
 
-    def _prepare_one(self, given: object) -> Any:
+    def _prepare_one(self, given: object) -> object:
         if isinstance(given, nn.Module):
             return self.prepare_model(given.to(self.device))
         return loaders.deliver(given, self.device) if isinstance(given, DataLoader) else given
@@ -135,12 +137,12 @@ class TrainerRuntime:
     # The step.
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, None where none is needed."""
         return self.stepper.scaler
 
     @scaler.setter
-    def scaler(self, scaler: Any) -> None:
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self.stepper.scaler = scaler
 
     @property

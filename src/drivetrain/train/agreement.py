@@ -7,7 +7,7 @@ process asks nobody.
 
 from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,14 @@ _ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, a
 def is_stop_signal(request: int) -> bool:
     """Return whether a request is a signal that asks the process to end."""
     return request > STOP and is_stop(request)
+
+
+class Ballot(TypedDict):
+    """What a rank sends with its request."""
+
+    seconds: float
+    new_end: bool
+    yes: bool
 
 
 class StopVote:
@@ -155,7 +163,7 @@ class Agreement:
                 "ranks then stop after the step. A callback may raise it."
             ) from stop
 
-    def call(self, hook: Callable[[], Any]) -> None:
+    def call(self, hook: Callable[[], object]) -> None:
         """Call a hook or the plugins of an event; on several processes a stop waits until all ranks can act on it."""
         if self.vote is None:
             hook()
@@ -165,7 +173,7 @@ class Agreement:
         except (StopTrainingError, TrainingStopped) as stop:
             self.stop = self.stop or stop
 
-    def until_signal(self, batches: Iterable[object]) -> Generator[Any, None, bool]:
+    def until_signal(self, batches: Iterable[object]) -> Generator[object, None, bool]:
         """Yield batches, then return whether a signal that asks any rank to end has cut them short.
 
         The ranks agree while a batch computes. One with fewer batches goes on voting until the others are through, so that all leave
@@ -200,7 +208,7 @@ class Agreement:
     def _has_new_end(self) -> bool:
         return self._state.max_duration is not self.limits.planned
 
-    def _seen(self, yes: bool = False) -> dict[str, Any]:
+    def _seen(self, yes: bool = False) -> Ballot:
         return {"seconds": self._state.clock.total_seconds(), "new_end": self._has_new_end(), "yes": yes}
 
     def _follow(self) -> None:

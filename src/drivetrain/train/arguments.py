@@ -38,7 +38,7 @@ FOREIGN_ARGUMENTS: Slot[Mapping[str, str]] = Slot("train.foreign_arguments")
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, Tensor, nn.Module)
 
 
-def reject_unknown(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
+def reject_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> None:
     """Name what to write instead when a keyword is unknown: another library's word, or a misspelt one of ours."""
     if not unknown:
         return
@@ -212,7 +212,7 @@ def check_dataset(name: str, data: object) -> None:
 
 
 def reject_unused(
-    name: str, loader: object, kwargs_name: str, kwargs: Mapping[str, Any] | None, collate_fn: object
+    name: str, loader: object, kwargs_name: str, kwargs: Mapping[str, object] | None, collate_fn: object
 ) -> None:
     """Reject settings that a loader of the user's own does not follow, because it is used as it is."""
     unused = [
@@ -426,7 +426,7 @@ def _check_hidden(trainer: "EvaluationLoop", event: Event, seen: bool, call: str
     )
 
 
-def check_loss(loss: Any, trainer: "EvaluationLoop") -> None:
+def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
     """Reject a loss that cannot be back-propagated, unless a user's own `backward_step` knows what to do with it."""
     if trainer.overrides("backward_step") or trainer.run.units is not None:
         return

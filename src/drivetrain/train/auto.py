@@ -25,6 +25,7 @@ from drivetrain.core.errors import (
     did_you_mean,
 )
 from drivetrain.core.types import Settings
+from drivetrain.module.accumulation import Count
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
@@ -89,7 +90,7 @@ class Options:
     """Seconds for an automatic search."""
     find_unused_parameters: bool = False
     ignore_dryrun_on_load_strategy: bool = False
-    sample_batch: Any = None
+    sample_batch: object = None
     """One sample, or a batch with `expand_sample_batch=False`, where there is no dataset."""
     batch_size: int | None = None
     """The global batch size that goes with `sample_batch`."""
@@ -108,7 +109,7 @@ class Options:
     device: Any = None
     allow_pickle: bool = False
     strict: bool = False
-    count_items: Callable[[Any], Any] | None = None
+    count_items: Callable[..., Count] | None = None
     """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: by samples."""
 
     def __post_init__(self) -> None:
@@ -123,15 +124,15 @@ def auto_accelerate(
     loss_func: LossFunc | None = None,
     prepare_input: PrepareInput | None = None,
     model_input_format: str | None = None,
-    optim_args: Mapping[str, Any] | None = None,
+    optim_args: Mapping[str, object] | None = None,
     optim_param_func: ParameterGroups | None = None,
-    dataloader_args: Mapping[str, Any] | None = None,
+    dataloader_args: Mapping[str, object] | None = None,
     distributed_sampler_cls: object = None,
     excluded: Iterable[str] | None = None,
-    included: Iterable[Any] | None = None,
+    included: Iterable[object] | None = None,
     load_strategy: object = None,
     lr_scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None = None,
-    lr_scheduler_args: Mapping[str, Any] | None = None,
+    lr_scheduler_args: Mapping[str, object] | None = None,
     finetune_strategy: bool = False,
     save_strategy_to_file: str | os.PathLike[str] | None = None,
     **kargs: object,
@@ -230,7 +231,7 @@ def _options(kargs: Mapping[str, Any]) -> Options:
 
 
 def _constraints(
-    options: Options, included: Iterable[Any] | None, excluded: Iterable[str] | None, start: Strategy | None
+    options: Options, included: Iterable[object] | None, excluded: Iterable[str] | None, start: Strategy | None
 ) -> SearchConstraints:
     """Return what is asked of the search, checked."""
     unwanted = frozenset(excluded or ())
@@ -270,12 +271,12 @@ class _Request:
     optim_func: Callable[..., torch.optim.Optimizer] | None
     optim_args: Settings
     optim_param_func: ParameterGroups | None
-    dataset: Any
+    dataset: object
     loader_args: Settings
     loss_func: LossFunc | None
     prepare_input: PrepareInput | None
     input_format: str | None
-    sampler_cls: Any
+    sampler_cls: object
     scheduler_cls: Callable[..., torch.optim.lr_scheduler.LRScheduler] | None
     scheduler_args: Settings
     options: Options
@@ -456,7 +457,7 @@ class _Request:
             return DryRunOutcome(notes=(f"dry run: left out, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
-    def _samples(self) -> Any:
+    def _samples(self) -> object:
         """Return a few samples as a loader yields them, the same on all ranks; reading them disturbs no random state."""
         if self.dataset is not None:
             random_state = capture_rng()
@@ -471,6 +472,6 @@ class _Request:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.unsqueeze(0), self.options.sample_batch)
 
 
-def read_samples(dataset: Any, collate: Any = None, count: int = SAMPLES) -> Any:
+def read_samples(dataset: Any, collate: Callable[..., object] | None = None, count: int = SAMPLES) -> object:
     """Return the first samples of a dataset, collated."""
     return next(iter(DataLoader(dataset, batch_size=count, collate_fn=collate)))

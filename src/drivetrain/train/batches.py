@@ -29,13 +29,17 @@ if TYPE_CHECKING:
     from drivetrain.train.run import Run
 
 
+BatchOutput = dict[str, Any]
+"""What a loss hook returns: `loss`, `model_outputs` and `batch_size`; it may hold `num_items`, `losses` and entries of the user's own."""
+CallArguments = tuple[tuple[object, ...], dict[str, object]]
+"""The positional and the named arguments of a call."""
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 
 
 class PairForm:
     """`(inputs, targets, ...)` with a loss function."""
 
-    def run(self, trainer: "TrainerHooks", batch: Any) -> dict[str, Any]:
+    def run(self, trainer: "TrainerHooks", batch: Any) -> BatchOutput:
         """Compute what a loss hook returns."""
         targets = batch[1]
         outputs = trainer.forward(batch[0])
@@ -44,20 +48,20 @@ class PairForm:
             return {"loss": loss, "model_outputs": outputs, "batch_size": targets.shape[0]}
         return {"loss": loss, "model_outputs": outputs, "batch_size": batch_size_of(targets, batch)}
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: Any) -> CallArguments:
         return (batch[0],), {}
 
-    def targets(self, batch: Any) -> Any:
+    def targets(self, batch: Any) -> object:
         return batch[1]
 
-    def predictions(self, outputs: object) -> Any:
+    def predictions(self, outputs: object) -> object:
         return outputs
 
 
 class OtherForm(PairForm):
     """What the other forms share: any arguments, and targets that may be absent."""
 
-    def run(self, trainer: "TrainerHooks", batch: object) -> dict[str, Any]:
+    def run(self, trainer: "TrainerHooks", batch: object) -> BatchOutput:
         """Compute what a loss hook returns."""
         args, kwargs = self.arguments(batch)
         outputs, targets = trainer.forward(*args, **kwargs), self.targets(batch)
@@ -71,20 +75,20 @@ class SeveralInputsForm(OtherForm):
     def __init__(self, num_inputs: int):
         self.num_inputs = num_inputs
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: Any) -> CallArguments:
         return tuple(batch[: self.num_inputs]), {}
 
-    def targets(self, batch: Any) -> Any:
+    def targets(self, batch: Any) -> object:
         return batch[self.num_inputs] if len(batch) > self.num_inputs else None
 
 
 class UnpackForm(OtherForm):
     """A tuple spread over the arguments of a model that returns its own loss."""
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: Any) -> CallArguments:
         return tuple(batch), {}
 
-    def targets(self, batch: Any) -> Any:
+    def targets(self, batch: Any) -> object:
         return batch[1] if len(batch) > 1 else None
 
 
@@ -94,25 +98,25 @@ class MappingForm(OtherForm):
     def __init__(self, target: str | None, keep_target: bool):
         self.target, self.keep_target = target, keep_target
 
-    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: Any) -> CallArguments:
         if self.keep_target or self.target is None:
             return (), dict(batch)
         return (), {name: value for name, value in batch.items() if name != self.target}
 
-    def targets(self, batch: Any) -> Any:
+    def targets(self, batch: Any) -> object:
         return None if self.target is None else batch[self.target]
 
-    def predictions(self, outputs: object) -> Any:
+    def predictions(self, outputs: object) -> object:
         return logits_of(outputs)
 
 
 class WholeForm(OtherForm):
     """The batch as one argument of a model with its own `loss(outputs, batch)`."""
 
-    def arguments(self, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, batch: object) -> CallArguments:
         return (batch,), {}
 
-    def targets(self, batch: object) -> Any:
+    def targets(self, batch: object) -> object:
         if isinstance(batch, Mapping):
             name = next((name for name in TARGET_NAMES if name in batch), None)
             return None if name is None else batch[name]
@@ -197,22 +201,22 @@ def has_own_loss(model: object) -> bool:
     return len(inspect.signature(loss).parameters) >= 2
 
 
-def _check_entries(entries: Mapping[str, Any], model: Any) -> None:
-    forward = getattr(unwrap(model), "forward", None) if isinstance(model, nn.Module) else None
-    if forward is None:
+def _check_entries(entries: Mapping[str, object], model: object) -> None:
+    if not isinstance(model, nn.Module):
         return
-    parameters = inspect.signature(forward).parameters
+    own = unwrap(model)
+    parameters = inspect.signature(own.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    unknown = [name for name in entries if name not in parameters]
+    unknown = [entry for entry in entries if entry not in parameters]
     if unknown:
         raise TypeError(
-            f"the batch has entries that {type(unwrap(model)).__name__}.forward does not take: {', '.join(unknown)}. "
+            f"the batch has entries that {type(own).__name__}.forward does not take: {', '.join(unknown)}. "
             f"It takes: {', '.join(parameters)}. Drop them in a collate_fn, or override calculate_train_batch_loss."
         )
 
 
-def logits_of(outputs: object) -> Any:
+def logits_of(outputs: object) -> object:
     """Return the logits that outputs carry, or the outputs themselves."""
     logits = getattr(outputs, "logits", None)
     if logits is None and isinstance(outputs, Mapping):
@@ -254,7 +258,7 @@ def first_tensor(value: object) -> Tensor | None:
     return next((found for found in map(first_tensor, values) if found is not None), None)
 
 
-def split_batch(batch: object, size: int) -> list[Any]:
+def split_batch(batch: object, size: int) -> list[object]:
     """Cut a batch into micro-batches of at most `size` rows; entries without that first dimension go to each."""
     rows = batch_size_of(None, batch)
     if rows <= size:
@@ -292,10 +296,10 @@ def join_outputs(parts: list[Any]) -> Any:
     return first
 
 
-def join_batch_outputs(outputs: list[dict[str, Any]], is_sum: bool, joins: bool) -> dict[str, Any]:
+def join_batch_outputs(outputs: list[BatchOutput], is_sum: bool, joins: bool) -> BatchOutput:
     """Return what a loss hook returned for micro-batches as if for the whole batch; the models' outputs only where `joins`."""
     sizes = [output["batch_size"] for output in outputs]
-    whole: dict[str, Any] = {"model_outputs": None, "batch_size": sum(sizes)}
+    whole: BatchOutput = {"model_outputs": None, "batch_size": sum(sizes)}
     weights = sizes
     if "num_items" in outputs[0]:
         weights = [output["num_items"] for output in outputs]
@@ -308,7 +312,7 @@ def join_batch_outputs(outputs: list[dict[str, Any]], is_sum: bool, joins: bool)
     return whole
 
 
-def _like(example: Mapping[str, object], values: dict[str, Any]) -> Any:
+def _like(example: Mapping[str, object], values: dict[str, object]) -> Mapping[str, object]:
     try:
         return type(example)(**values)
     except TypeError:
@@ -326,11 +330,11 @@ def _cat(tensors: list[Tensor]) -> Tensor:
 # of `generate`. A model sharded by `fully_shard` gathers weights in every forward, so its ranks must generate in step: `generate` gets
 # `synced_gpus=True`, as transformers has it.
 
-Generate = bool | Mapping[str, Any]
+Generate = bool | Mapping[str, object]
 """Whether to generate, or with which arguments of the model's `generate`."""
 
 
-def generate_arguments(generate: object, default: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
+def generate_arguments(generate: object, default: Mapping[str, object] | None = None) -> Mapping[str, object] | None:
     """Return the arguments of the model's `generate`, `default` where none are given, or None for no generation."""
     if isinstance(generate, bool):
         return (default or {}) if generate else None
@@ -355,7 +359,7 @@ def check_generates(model: object, is_overridden: bool) -> None:
 
 
 @contextmanager
-def generating(run: "Run", arguments: Mapping[str, Any] | None) -> Iterator[None]:
+def generating(run: "Run", arguments: Mapping[str, object] | None) -> Iterator[None]:
     """Generate with these arguments until the end of the block."""
     before, run.generate = run.generate, arguments
     try:
@@ -364,7 +368,7 @@ def generating(run: "Run", arguments: Mapping[str, Any] | None) -> Iterator[None
         run.generate = before
 
 
-def generation_inputs(form: BatchForm, batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def generation_inputs(form: BatchForm, batch: object) -> CallArguments:
     """Return the arguments for `generate` that a batch holds: its inputs, without targets and what is made of them."""
     if isinstance(batch, Mapping):
         targets = form.targets(batch)
@@ -381,7 +385,7 @@ def _shows_targets(name: str, value: object, targets: object) -> bool:
     return is_decoder_input and isinstance(targets, Tensor) and getattr(value, "shape", None) == targets.shape
 
 
-def call_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_generate(model: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call the `generate` of the model inside its shells; of a result with `sequences`, return those."""
     model = unwrap(model) if isinstance(model, nn.Module) else model
     if isinstance(model, nn.Module) and is_fully_sharded(model):
@@ -393,7 +397,7 @@ def call_generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextmanager
-def _in_step(model: nn.Module, kwargs: dict[str, Any]) -> Iterator[None]:
+def _in_step(model: nn.Module, kwargs: dict[str, object]) -> Iterator[None]:
     """Gather the weights of the root around `generate` too, and let all ranks make as many forwards."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 

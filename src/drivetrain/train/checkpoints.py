@@ -17,6 +17,7 @@ from torch import nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import CheckpointError, DrivetrainWarning, NonFiniteStateError
 from drivetrain.core.time import Interval
+from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.finite import nonfinite_state
 from drivetrain.module.wrapping import clean_state_dict, load_clean_state_dict
@@ -24,10 +25,11 @@ from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.failures import LastGoodState
-from drivetrain.train.settings import TrainSettings, parse_time
+from drivetrain.train.settings import AnyPath, TrainSettings, parse_time
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.checkpointer import Checkpointer
+    from drivetrain.checkpoint.progress import Restored
 
 RESERVED = ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict")
 
@@ -68,7 +70,7 @@ class CheckpointSchedule:
         self._ignores_nonfinite = settings.nonfinite.action == "ignore"
         self._waiting: list[Callable[[], None]] = []
         self._saved_at: tuple[int, int] | None = None
-        self.last: Any = None
+        self.last: AnyPath | None = None
         """The checkpoint that the run was resumed from, or the last that it has written."""
         self.good: LastGoodState | None = None
         """What a state that is not finite is replaced by."""
@@ -178,8 +180,8 @@ def _checkpointer(state: State, **settings: Any) -> "Checkpointer":
 def save_checkpoint(
     state: State,
     runtime: TrainerRuntime,
-    path: Any,
-    custom: Mapping[str, Any] | None,
+    path: AnyPath,
+    custom: Mapping[str, object] | None,
     *,
     optimizer: bool,
     scheduler: bool,
@@ -206,8 +208,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    state: State, runtime: TrainerRuntime, path: Any, *, optimizer: bool, scheduler: bool
-) -> dict[str, Any]:
+    state: State, runtime: TrainerRuntime, path: AnyPath, *, optimizer: bool, scheduler: bool
+) -> StateDict:
     """Load a file into model, optimizer and scheduler; everything is checked before anything is changed."""
     runtime.wait_for_everyone()
     if not Path(path).exists():
@@ -231,7 +233,7 @@ def load_checkpoint(
     return content
 
 
-def _read(path: Path, device: object) -> dict[str, Any]:
+def _read(path: Path, device: object) -> StateDict:
     """Return the entries of a checkpoint file; whatever else is in it, or goes wrong, is one error."""
     if path.is_dir():
         raise CheckpointError(
@@ -250,7 +252,7 @@ def _read(path: Path, device: object) -> dict[str, Any]:
     return content
 
 
-def save_state(state: State, folder: object, custom: Mapping[str, object]) -> None:
+def save_state(state: State, folder: AnyPath, custom: Mapping[str, object]) -> None:
     """Write the whole state to a folder."""
     state.custom_entries = {"current_epoch": state.clock.epoch + 1, **custom}
     try:
@@ -263,7 +265,7 @@ def _warn_unsaved(message: str) -> None:
     warnings.warn(message, DrivetrainWarning, stacklevel=4)
 
 
-def load_state(state: State, folder: Any) -> dict[str, Any]:
+def load_state(state: State, folder: AnyPath) -> StateDict:
     """Restore from a folder what is there already (model, optimizer, counters), and return its entries.
 
     Loader and scheduler are made by `train()`, which restores them then, from the same folder.
@@ -281,7 +283,7 @@ def load_state(state: State, folder: Any) -> dict[str, Any]:
     return dict(saved.get("custom_entries") or {})
 
 
-def restore_from(state: State, folder: Any) -> Any:
+def restore_from(state: State, folder: AnyPath) -> "Restored | None":
     """Restore from a checkpoint folder, or from the newest valid checkpoint in a folder of them."""
     path = Path(folder)
     if not path.exists():
@@ -291,12 +293,12 @@ def restore_from(state: State, folder: Any) -> Any:
     return _checkpointer(state, dir=path, keep=None, async_save=False).restore("last")
 
 
-def plain_scheduler_state(scheduler: Any) -> dict[str, Any]:
+def plain_scheduler_state(scheduler: Any) -> StateDict:
     """Return a scheduler's state without the functions some keep in it; they are made again with the scheduler."""
     return {name: value for name, value in scheduler.state_dict().items() if _is_loadable(value)}
 
 
-def check_entries(custom: Mapping[str, Any] | None) -> None:
+def check_entries(custom: Mapping[str, object] | None) -> None:
     """Reject entries of the user's own that take a name of ours or cannot be loaded safely."""
     for name, value in (custom or {}).items():
         if name in RESERVED:
@@ -308,11 +310,11 @@ def check_entries(custom: Mapping[str, Any] | None) -> None:
             )
 
 
-def _is_loadable(value: Any) -> bool:
+def _is_loadable(value: object) -> bool:
     if value is None or isinstance(
         value, bool | int | float | complex | str | bytes | torch.Tensor | torch.dtype | torch.device
     ):
         return True
     if isinstance(value, Mapping):
         return all(_is_loadable(key) and _is_loadable(item) for key, item in value.items())
-    return type(value) in (list, tuple, set) and all(map(_is_loadable, value))
+    return isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and all(map(_is_loadable, value))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.module.gradient_sync import start_sum_over_ranks
 from drivetrain.module.stepper import Stepper
@@ -209,12 +210,12 @@ class WindowRepeat:
             for name, value in generators.items():
                 state.generators[name].set_state(value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the batches of an open window, so that a run that stops inside one can still evaluate it again."""
         is_open = self.stepper is not None and self.stepper.window.count > 0
         return {"memories": [vars(memory) for memory in self._memories] if is_open else []}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Remember the batches of the window that was open."""
         self._memories = []
         for saved in state["memories"]:

@@ -22,7 +22,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.arguments import check_batch_output
-from drivetrain.train.batches import _like, find_form, find_inputs, join_outputs
+from drivetrain.train.batches import BatchOutput, _like, find_form, find_inputs, join_outputs
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting, without_empty
@@ -147,7 +147,7 @@ class EvaluationLoop(TrainerHooks):
         self.evaluation_run_end()
         self.run.fire.eval_standalone_end()
 
-    def _run_eval_epoch(self, dl: object, is_training: bool = True, is_intermediate: bool = False) -> None:
+    def _run_eval_epoch(self, dl: Iterable[object], is_training: bool = True, is_intermediate: bool = False) -> None:
         """Evaluate once over the data, every sample counted once; what training needs is restored afterwards.
 
         Of several evaluation sets each is evaluated on its own, with its name in those of the metrics: `eval_<set>_loss_epoch`.
@@ -174,7 +174,7 @@ class EvaluationLoop(TrainerHooks):
         else:
             self._evaluate_set(dl, "eval" if is_training else "evaluation", is_intermediate)
 
-    def _evaluate_set(self, dl: Any, prefix: str, is_intermediate: bool) -> None:
+    def _evaluate_set(self, dl: Iterable[object], prefix: str, is_intermediate: bool) -> None:
         """Evaluate once over one evaluation set."""
         run, state, fire = self.run, self.state, self.run.fire
         plan, call = run.evaluation, run.agreement.call
@@ -203,7 +203,7 @@ class EvaluationLoop(TrainerHooks):
                     if run.generate is not None:  # also of padding: ranks of a sharded model generate in step
                         output = {**output, "generated": self.calculate_generation_batch(state.batch)}
                     state.batch_output = output
-                    size = 0 if is_padding else output["batch_size"]
+                    size: int = 0 if is_padding else output["batch_size"]
                     self._update_loss_tracker(output["loss"].detach(), output.get("num_items", size) if size else 0)
                     if self._eval_metrics and size:
                         self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
@@ -217,7 +217,7 @@ class EvaluationLoop(TrainerHooks):
             fire.eval_after_all()
             self._record_means(prefix, is_intermediate)
 
-    def _until_signal(self, batches: Iterable[object]) -> Generator[Any, None, None]:
+    def _until_signal(self, batches: Iterable[object]) -> Generator[object, None, None]:
         self.run.evaluation.was_cut = yield from self.run.agreement.until_signal(batches)
 
     def _evaluate_if_due(self, is_due: Callable[[Clock], bool]) -> None:
@@ -266,9 +266,7 @@ class EvaluationLoop(TrainerHooks):
 
     # ------------------------------------------------------------------ recording
 
-    def _counted(
-        self, counting: LossCounting, output: dict[str, Any], is_padding: bool, is_part: bool
-    ) -> dict[str, Any]:
+    def _counted(self, counting: LossCounting, output: BatchOutput, is_padding: bool, is_part: bool) -> BatchOutput:
         """Return the output of a loss hook with the number of items that its loss is a mean over, unless it says so itself."""
         items = output.get("num_items")
         if items is None:
@@ -295,7 +293,7 @@ class EvaluationLoop(TrainerHooks):
                 self.logbook.record(name, float(value))
 
     def _record_means(
-        self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, Any] | None = None
+        self, prefix: str, is_intermediate: bool = False, metrics: Mapping[str, object] | None = None
     ) -> None:
         """Record metrics and what `log()` has collected since the last time.
 
@@ -334,7 +332,11 @@ class EvaluationLoop(TrainerHooks):
 
 
 def run_prediction(
-    trainer: "Trainer", loader: Any, to_cpu: bool, padding_value: float | None = None, generates: bool = False
+    trainer: "Trainer",
+    loader: Iterable[object],
+    to_cpu: bool,
+    padding_value: float | None = None,
+    generates: bool = False,
 ) -> Any:
     """Run the prediction loop and join its outputs, or what the model generates."""
     state, fire, parts = trainer.state, trainer.run.fire, []
@@ -354,7 +356,7 @@ def run_prediction(
                 fire.predict_batch_start()
                 fire.predict_before_forward()
                 if generates:
-                    output: Any = {"model_outputs": trainer.calculate_generation_batch(state.batch)}
+                    output: BatchOutput = {"model_outputs": trainer.calculate_generation_batch(state.batch)}
                 else:
                     output = trainer.calculate_predict_batch(state.batch)
                 if not isinstance(output, dict) or "model_outputs" not in output:
@@ -380,7 +382,7 @@ def _without_targets(step: LossStep) -> Iterator[None]:
         step.find_form, step.form = find_form, None
 
 
-def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> Any:
+def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> object:
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
@@ -403,7 +405,7 @@ def _leaves(value: object) -> list[Tensor]:
     return [leaf for item in values for leaf in _leaves(item)]
 
 
-def _map_tensors(function: Callable[[Tensor], Any], value: object) -> Any:
+def _map_tensors(function: Callable[[Tensor], object], value: object) -> object:
     return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -428,14 +430,14 @@ def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
     return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
 
 
-def _no_rows(value: object) -> Any:
+def _no_rows(value: object) -> object:
     return _map_leaves(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _with_rows(value: Any, device: Any) -> Any:
+def _with_rows(value: object, device: torch.device) -> object:
     """Give numbers and tensors without dimensions one row, so that a value per batch, such as a loss, is kept for every batch."""
 
-    def row(leaf: Any) -> Any:
+    def row(leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return leaf if leaf.dim() else leaf.reshape(1)
         return torch.tensor([leaf], device=device) if isinstance(leaf, bool | int | float) else leaf
@@ -443,13 +445,13 @@ def _with_rows(value: Any, device: Any) -> Any:
     return _map_leaves(row, value)
 
 
-def _map_leaves(function: Callable[[Any], Any], value: object) -> Any:
+def _map_leaves(function: Callable[[object], object], value: object) -> object:
     """Apply a function to what containers hold; they stay what they are."""
     if isinstance(value, Mapping):
         changed = {name: _map_leaves(function, item) for name, item in value.items()}
         return changed if type(value) is dict else _like(value, changed)
     if isinstance(value, list | tuple):
-        items = [_map_leaves(function, item) for item in value]
+        items: list[Any] = [_map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
 
@@ -489,7 +491,7 @@ def _join_rows(parts: list[Any], padding_value: float | None) -> Tensor | list[T
     return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
 
 
-def _to_cpu(value: object) -> Any:
+def _to_cpu(value: object) -> object:
     from drivetrain.context.moving import move_to_device
 
     return move_to_device("cpu", value)

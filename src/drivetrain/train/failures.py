@@ -8,13 +8,14 @@ import inspect
 import types
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.finite import NONFINITE, REJECTED
 from drivetrain.module.stepper import Stepper
@@ -38,7 +39,7 @@ class StepFailure(NamedTuple):
 
     phase: str
     """`train`, `evaluation` or `prediction`."""
-    batch: Any
+    batch: object
     layer: nn.Module | None
     """The innermost module that was running."""
     given: str
@@ -69,7 +70,7 @@ def explain_failure(error: BaseException, model: object, loss_func: object, batc
 
 
 def _read(error: BaseException, loss_func: object) -> StepFailure | None:
-    batch: Any = None
+    batch: object = None
     phase, layer, given, in_loss, in_data, by_torch = "", None, "", False, False, False
     for frame in _frames(error):
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
@@ -97,7 +98,7 @@ def _frames(error: BaseException) -> Iterator[types.FrameType]:
         trace = trace.tb_next
 
 
-def _arguments(frame: types.FrameType) -> list[Any]:
+def _arguments(frame: types.FrameType) -> list[object]:
     names = inspect.getargvalues(frame)
     return [frame.f_locals.get(name) for name in names.args if name != "self"]
 
@@ -115,16 +116,11 @@ def _describe(failure: StepFailure, model: object, loss_func: object, index: int
     return text + (f", called with {failure.given}." if failure.given else ".")
 
 
-def _layer_name(layer: nn.Module, model: Any) -> str:
-    path = (
-        next((name for name, module in model.named_modules() if module is layer), None) if _is_module(model) else None
-    )
+def _layer_name(layer: nn.Module, model: object) -> str:
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    path = next((name for name, module in modules if module is layer), None)
     shown = repr(layer) if not list(layer.children()) else type(layer).__name__
     return f"layer {path!r} ({shown})" if path else f"the model ({shown})" if layer is model else f"a layer ({shown})"
-
-
-def _is_module(model: object) -> bool:
-    return isinstance(model, nn.Module)
 
 
 def _name(function: object) -> str:
@@ -258,8 +254,8 @@ class LastGoodState:
 
     def __init__(self, state: State, stepper: Stepper):
         self._session, self._stepper = weakref.ref(state), stepper  # the state may hold what holds this
-        self._state: dict[str, Any] = {}
-        self._rng: dict[str, Any] = {}
+        self._state: StateDict = {}
+        self._rng: StateDict = {}
         self.step = 0
         """The number of updates made when the copy was taken."""
 

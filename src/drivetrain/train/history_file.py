@@ -31,6 +31,7 @@ from drivetrain.checkpoint.tree import flatten, parse_structure, unflatten
 from drivetrain.context.codec import pack, unpack
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import open_regular, open_to_read
+from drivetrain.core.types import StateDict
 
 FLOAT, INT, BOOL, OBJECT, TENSOR = 0, 1, 2, 3, 16
 """What a value is; a number in a tensor is TENSOR plus the place of its dtype in this list."""
@@ -55,7 +56,7 @@ class Series:
         self.numbers, self.steps = array("d"), array("q")
         self.kinds: bytearray | None = None
         """What each value is; None while all are floats."""
-        self.objects: dict[int, Any] = {}
+        self.objects: dict[int, object] = {}
         """Values that are not numbers, by position."""
         self.epochs: list[tuple[int, int]] = []
         """The position from which on values belong to an epoch, and the epoch."""
@@ -98,7 +99,7 @@ class Series:
         elif not isinstance(value, float):
             self._mark(position, BOOL if isinstance(value, bool) else INT)
 
-    def value(self, position: int) -> Any:
+    def value(self, position: int) -> object:
         """Return one value."""
         kind = FLOAT if self.kinds is None else self.kinds[position]
         if kind == OBJECT:
@@ -108,10 +109,10 @@ class Series:
             return torch.tensor(number, dtype=DTYPES[kind - TENSOR])
         return number if kind == FLOAT else int(number) if kind == INT else bool(number)
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[object]:
         """Return all values."""
         if self.kinds is None:
-            return self.numbers.tolist()
+            return list(self.numbers)
         kind = self.kinds[0] if self.kinds else FLOAT
         if kind >= TENSOR and self.kinds.count(kind) == len(self):
             return list(torch.tensor(self.numbers, dtype=torch.float64).to(DTYPES[kind - TENSOR]).unbind())
@@ -195,8 +196,8 @@ class HistoryFile:
     _end: int = 0
     _written: int = 0
     _waiting: list[bytes] = field(default_factory=list)
-    _digest: Any = None
-    _lock: Any = field(default_factory=threading.Lock)
+    _digest: "hashlib._Hash | None" = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self, series: Mapping[str, Series]) -> Reference:
         """Encode what the file does not have yet, and return the reference to all of it."""
@@ -208,13 +209,13 @@ class HistoryFile:
                 self._start_over()
             if self._digest is None:
                 self._open()
+            assert self._digest is not None and self.name is not None
             block = self._encode(series)
             if block:
                 self._waiting.append(block)
                 self._digest.update(block)
                 self._end += len(block)
                 self.after = self._end
-            assert self.name is not None
             return Reference(self.name, self._end, self._digest.hexdigest())
 
     def commit(self) -> None:
@@ -280,9 +281,9 @@ class HistoryFile:
         forget = [name for name, (known, _) in self.counts.items() if series.get(name) is not known]
         for name in forget:
             del self.counts[name]
-        listed: list[list[Any]] = []
+        listed: list[list[object]] = []
         data: list[bytes] = []
-        objects: dict[str, Any] = {}
+        objects: dict[str, object] = {}
         for name, values in series.items():
             start, end = self.counts.get(name, (values, 0))[1], len(values)
             if start == end:
@@ -300,7 +301,7 @@ class HistoryFile:
             self.counts[name] = (values, end)
         if not listed and not forget:
             return b""
-        header: dict[str, Any] = {"after": self.after, "forget": forget, "series": listed}
+        header: dict[str, object] = {"after": self.after, "forget": forget, "series": listed}
         if objects:
             flat = flatten(pack(objects))
             tensors = b"".join(bytes(piece) for piece in safetensors_pieces(flat.tensors)) if flat.tensors else b""
@@ -372,7 +373,7 @@ def _blocks(file: BinaryIO, end: int, path: Path) -> list[_Block]:
     return found
 
 
-def _apply(header: Mapping[str, Any], data: bytes, series: dict[str, Series]) -> None:
+def _apply(header: StateDict, data: bytes, series: dict[str, Series]) -> None:
     """Add the values of one block."""
     for name in header["forget"]:
         series.pop(name, None)
@@ -403,7 +404,7 @@ def _apply(header: Mapping[str, Any], data: bytes, series: dict[str, Series]) ->
                     values.objects[position] = objects[f"{index}:{position - start}"]
 
 
-def _whole_digest(path: Path) -> Any:
+def _whole_digest(path: Path) -> "hashlib._Hash | None":
     """Return the digest of a file of whole blocks; None for another file, or one whose end was cut short."""
     with open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -414,7 +415,7 @@ def _whole_digest(path: Path) -> Any:
         return _digest_of(file, size)
 
 
-def _digest_of(file: BinaryIO, size: int) -> Any:
+def _digest_of(file: BinaryIO, size: int) -> "hashlib._Hash":
     digest = hashlib.sha256()
     file.seek(0)
     while size > 0 and (piece := file.read(min(_PIECE, size))):

@@ -4,16 +4,20 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
+from drivetrain.core.types import Settings
+from drivetrain.module.precision import Precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.optim.positions import compile_state_schedule, follows_state
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.batches import (
     BatchForm,
+    BatchOutput,
     WholeForm,
     batch_size_of,
     call_generate,
@@ -27,6 +31,7 @@ from drivetrain.train.items import uncompiled
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import Run
 from drivetrain.train.settings import (
+    AnyPath,
     TrainerOptions,
     TrainerRunConfig,
     TrainSettings,
@@ -36,6 +41,7 @@ from drivetrain.train.tracking import LossTracker, RunHistory
 
 if TYPE_CHECKING:
     from drivetrain.strategy.value import Strategy
+    from drivetrain.train.callbacks import CallbackHandler
 
 
 def part_of_run(path: str) -> Any:
@@ -43,7 +49,7 @@ def part_of_run(path: str) -> Any:
     holder, _, name = f"run.{path}".rpartition(".")
     find = attrgetter(holder)
 
-    def assign(trainer: "TrainerHooks", value: Any) -> None:
+    def assign(trainer: "TrainerHooks", value: object) -> None:
         setattr(find(trainer), name, value)
 
     return property(attrgetter(f"run.{path}"), assign)
@@ -56,10 +62,10 @@ class TrainerHooks:
     state: State
     runtime: TrainerRuntime
     logbook: Logbook
-    callback_handler: Any
-    train_dataset: Any
-    eval_dataset: Any
-    create_scheduler_fn: Any
+    callback_handler: "CallbackHandler"
+    train_dataset: object
+    eval_dataset: object
+    create_scheduler_fn: object
     scale_schedule_ratio: float
     _options: TrainerOptions
     _scheduler_is_ours: bool
@@ -70,12 +76,12 @@ class TrainerHooks:
     # What subclasses written for pytorch-accelerated read or assign.
     _train_dataloader: Any = part_of_run("data.train")
     _eval_dataloader: Any = part_of_run("data.evaluation")
-    _train_dl_kwargs: dict[str, Any] | None = part_of_run("data.train_kwargs")
-    _eval_dl_kwargs: dict[str, Any] | None = part_of_run("data.eval_kwargs")
+    _train_dl_kwargs: Settings | None = part_of_run("data.train_kwargs")
+    _eval_dl_kwargs: Settings | None = part_of_run("data.eval_kwargs")
     _loss_tracker: LossTracker = part_of_run("measures.tracker")
 
     plan: "Strategy | None" = None  # as it was applied to the state
-    _planned_model: Any = None  # the model as the plan left it, in its DDP shell
+    _planned_model: nn.Module | None = None  # the model as the plan left it, in its DDP shell
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -85,7 +91,7 @@ class TrainerHooks:
         return self.state.model
 
     @model.setter
-    def model(self, model: Any) -> None:
+    def model(self, model: object) -> None:
         self.state.model = model
 
     @property
@@ -94,7 +100,7 @@ class TrainerHooks:
         return self.state.loss_fn
 
     @loss_func.setter
-    def loss_func(self, loss_func: Any) -> None:
+    def loss_func(self, loss_func: object) -> None:
         self.state.loss_fn = loss_func
         self.run.loss.form = None  # how a batch is passed to the model depends on it
 
@@ -105,7 +111,7 @@ class TrainerHooks:
         return optimizers[0] if optimizers else None
 
     @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
+    def optimizer(self, optimizer: object) -> None:
         self.state.optimizers = () if optimizer is None else (optimizer,)
 
     @property
@@ -115,7 +121,7 @@ class TrainerHooks:
         return schedulers[0] if schedulers else None
 
     @scheduler.setter
-    def scheduler(self, scheduler: Any) -> None:
+    def scheduler(self, scheduler: object) -> None:
         self.state.schedulers = () if scheduler is None else (scheduler,)
         self._scheduler_is_ours = False
 
@@ -129,7 +135,7 @@ class TrainerHooks:
         self.logbook.history = history
 
     @property
-    def last_checkpoint(self) -> Any:
+    def last_checkpoint(self) -> AnyPath | None:
         """The checkpoint that the run was resumed from, or the last that it has written."""
         return None if self.run.checkpoints is None else self.run.checkpoints.last
 
@@ -152,16 +158,16 @@ class TrainerHooks:
         raise NotImplementedError  # `Trainer` knows its own methods
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """Where the model and the batches live."""
         return self.runtime.device
 
     @property
-    def _requested_device(self) -> Any:
+    def _requested_device(self) -> torch.device | str | None:
         return self._options.device
 
     @property
-    def _requested_precision(self) -> Any:
+    def _requested_precision(self) -> str | Precision | None:
         return self._options.precision
 
     def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
@@ -170,7 +176,7 @@ class TrainerHooks:
             reason = StopTrainingError(str(reason))
         self.run.agreement.stop = self.run.agreement.stop or reason
 
-    def log(self, name: str, value: Any, weight: float | None = None) -> None:
+    def log(self, name: str, value: float | Tensor, weight: float | None = None) -> None:
         """Keep a value on the device and record its weighted mean over the epoch as `train_<name>_epoch` or `eval_<name>_epoch`."""
         output = self.state.batch_output
         if weight is None:  # inside a loss hook its output is not there yet
@@ -178,11 +184,11 @@ class TrainerHooks:
         tracker = self.run.measures.logged.setdefault(name, LossTracker())
         tracker.update(value.detach() if isinstance(value, Tensor) else value, weight)
 
-    def gather(self, tensor: Any, padding_value: Any = None) -> Any:
+    def gather(self, tensor: Any, padding_value: object = None) -> Any:
         """Join tensors of all processes along the first dimension; unequal lengths are exchanged, so nothing is padding."""
         return self.runtime.gather(tensor)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per node."""
         self.runtime.print(*args, **kwargs)
 
@@ -204,7 +210,7 @@ class TrainerHooks:
             self.model.train()
             restore_frozen_modes(self.model)
 
-    def calculate_train_batch_loss(self, batch: Any) -> dict[str, Any]:
+    def calculate_train_batch_loss(self, batch: Any) -> BatchOutput:
         """Return `loss`, `model_outputs` and `batch_size` of one training batch; may hold `num_items`, `losses` and more."""
         step = self.run.loss
         form = step.form if type(batch) is step.form_type and step.form is not None else self._form_of(batch)
@@ -249,7 +255,7 @@ class TrainerHooks:
         if isinstance(self.model, nn.Module):
             self.model.eval()
 
-    def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
+    def calculate_eval_batch_loss(self, batch: Any) -> BatchOutput:
         """Return `loss`, `model_outputs` and `batch_size` of one evaluation batch."""
         return TrainerHooks.calculate_train_batch_loss(self, batch)  # the default, also when training has its own
 
@@ -270,7 +276,7 @@ class TrainerHooks:
         """Unwrap the model."""
         self.model = self.get_model()
 
-    def calculate_predict_batch(self, batch: Any) -> dict[str, Any]:
+    def calculate_predict_batch(self, batch: Any) -> BatchOutput:
         """Return the `model_outputs` of one batch."""
         args, kwargs = self._form_of(batch).arguments(batch)
         return {"model_outputs": self.forward(*args, **kwargs)}
@@ -288,11 +294,11 @@ class TrainerHooks:
 
     # ------------------------------------------------------------------ hooks: loaders and scheduler
 
-    def get_default_train_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_train_dl_kwargs(self, batch_size: int) -> Settings:
         """Return what the training loader gets where the user says nothing."""
         return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
 
-    def get_default_eval_dl_kwargs(self, batch_size: int) -> dict[str, Any]:
+    def get_default_eval_dl_kwargs(self, batch_size: int) -> Settings:
         """Return what the evaluation loader gets where the user says nothing."""
         return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
 
@@ -367,7 +373,7 @@ class TrainerHooks:
         self.state.losses = dict(loss)
         return loss["loss"] if "loss" in loss else sum(loss.values())  # type: ignore[return-value]
 
-    def _form_of(self, batch: Any) -> BatchForm:
+    def _form_of(self, batch: object) -> BatchForm:
         """Return how batches of this type are passed to the model; decided when the type changes."""
         step, model = self.run.loss, self.model
         if type(batch) is step.form_type and step.form is not None:

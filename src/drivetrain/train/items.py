@@ -7,7 +7,7 @@ counted from their labels on the device, and only where the number of samples is
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from drivetrain.module.probing import buffers_copied
 from drivetrain.module.wrapping import is_compiled_shell, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.batches import batch_size_of, carried_loss, slice_rows
+from drivetrain.train.batches import BatchOutput, batch_size_of, carried_loss, slice_rows
 
 if TYPE_CHECKING:
     from drivetrain.train.hooks import TrainerHooks
 
 
-def check_count_items(count_items: object) -> Callable[[Any], Count] | str | None:
+CountItems = Callable[..., Count] | str
+"""A function of the batch that returns a count, or "labels"."""
+
+
+def check_count_items(count_items: object) -> CountItems | None:
     """Return the argument if it says how to count."""
     if count_items is None or (isinstance(count_items, str) and count_items == "labels"):
         return count_items
@@ -41,7 +45,7 @@ def check_count_items(count_items: object) -> Callable[[Any], Count] | str | Non
 class LossCounting:
     """Counts what the losses of one phase, training or evaluation, are means over."""
 
-    def __init__(self, count_items: Callable[[Any], Count] | str | None = None):
+    def __init__(self, count_items: CountItems | None = None):
         self.items = UNKNOWN
         self.is_decided = callable(count_items)
         """Whether no batch has to be watched."""
@@ -78,7 +82,9 @@ class LossCounting:
         """Return how many items the loss of a batch is a mean over."""
         return 1 if self._count is None else self._count(batch)
 
-    def watched(self, trainer: "TrainerHooks", hook: Callable[[Any], Any], batch: object, loader: object) -> Any:
+    def watched(
+        self, trainer: "TrainerHooks", hook: Callable[..., BatchOutput], batch: object, loader: object
+    ) -> BatchOutput:
         """Return what a loss hook makes of a batch, and decide from it how batches are counted."""
         watch = LossWatch(batch, batch_size_of(None, batch))
         is_compiled = _is_compiled(trainer.model) or _is_compiled(trainer.loss_func)
@@ -125,9 +131,7 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def items_of(
-    output: Mapping[str, Any], info: BatchInfo | None, world: int, is_split: bool
-) -> tuple[Count, Count | None]:
+def items_of(output: BatchOutput, info: BatchInfo | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
     """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction can tell.
 
     `info` is what the loader knows of the batch.
@@ -166,7 +170,7 @@ def _has_equal_rows(items: LossItems, loader: object) -> bool:
     return not bool((labels == items.ignore_index).any())  # once per run; this synchronizes the host
 
 
-def _hides_loss(trainer: "TrainerHooks", hook: Callable[[Any], Any]) -> bool:
+def _hides_loss(trainer: "TrainerHooks", hook: Callable[..., object]) -> bool:
     """Whether a user's own code computes the loss, which must not be called twice."""
     return any(trainer.overrides(name) for name in (hook.__name__, "forward", "compute_loss"))
 

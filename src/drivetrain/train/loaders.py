@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.types import Settings
 from drivetrain.data.columns import find_columns
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.workers import guard_workers
@@ -58,7 +59,7 @@ def use_data_ranks(trainer: "Trainer") -> None:
         clear_data_ranks()
 
 
-def is_ready_loader(data: object) -> bool:
+def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
     """Whether this is a loader already, not a dataset to build one for."""
     if isinstance(data, DataLoader | DataLoaderSlice):
         return True
@@ -75,7 +76,7 @@ class EvaluationLoaders:
         """Return the names and loaders, in the user's order."""
         return self._loaders.items()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return itertools.chain.from_iterable(self._loaders.values())
 
     def __len__(self) -> int:
@@ -101,7 +102,7 @@ def map_loaders(function: Callable[[Any], Any], loader: object) -> Any:
     return function(loader)
 
 
-def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: dict[str, Any] | None) -> Any:
+def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: Settings | None) -> Any:
     """Return the loader of the evaluation data, or one for each of several sets given as a mapping of names."""
     data = trainer.eval_dataset
     if not isinstance(data, Mapping) or isinstance(data, Dataset) or find_columns(data) is not None:
@@ -425,7 +426,7 @@ class DataLoaderSlice:
         self.dl = dl
         self.slice_size = slice_size
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return itertools.islice(self.dl, self.slice_size)
 
     def __len__(self) -> int:
@@ -453,7 +454,7 @@ class OwnLoop:
         self.ended = False
         """Whether a limit or a stop has ended the run."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self._steps = self._take()
         return self._steps
 

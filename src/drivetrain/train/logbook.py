@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drivetrain.context.state import State
 from drivetrain.core.time import Clock, Interval
+from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
 from drivetrain.runtime.collectives import all_gather_values, start_agree_any
 from drivetrain.runtime.device import AsyncReadback
@@ -57,7 +59,7 @@ class Logbook:
             self.history.update_metric(name, value.detach() if isinstance(value, Tensor) else value)
         self._send(metrics, step)
 
-    def log_step(self, metrics: Mapping[str, Any]) -> None:
+    def log_step(self, metrics: Mapping[str, Count]) -> None:
         """Send values of one step to the loggers only: a history of every step would grow without end.
 
         A sink reads a device by itself, later. Any other logger gets numbers, with their step, when they have arrived.
@@ -142,7 +144,7 @@ class StepLosses(TrainerCallback):
         self._shared: set[str] = set()  # the names that all ranks know of
         self._has_new_name: Callable[[], bool] = lambda: True
 
-    def after_loss(self, state: Any, logger: Logbook) -> None:
+    def after_loss(self, state: State, logger: Logbook) -> None:
         """Keep the losses of a batch, or of a micro-batch, by name."""
         output = state.batch_output
         size = 0 if self._is_padding is not None and self._is_padding() else output["batch_size"]
@@ -152,17 +154,17 @@ class StepLosses(TrainerCallback):
             if name != "loss" and isinstance(value, Tensor | float | int):
                 self._keep(name, value, weight)
 
-    def batch_end(self, state: Any, logger: Logbook) -> None:
+    def batch_end(self, state: State, logger: Logbook) -> None:
         """Log when it is due."""
         if self._interval.due(state.clock):
-            metrics: dict[str, Any] = {f"train_{name}_step": mean for name, mean in self._take(state).items()}
+            metrics: dict[str, Count] = {f"train_{name}_step": mean for name, mean in self._take(state).items()}
             logger.log_step(metrics | (learning_rates(state.optimizers) if self._logs_rates else {}))
 
-    def epoch_end(self, state: object, logger: Logbook) -> None:
+    def epoch_end(self, state: State, logger: Logbook) -> None:
         """Log when an interval in epochs is due."""
         self.batch_end(state, logger)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what the next mean has of every data rank so far; all ranks must call this."""
         sums = {name: mean.state_dict() for name, mean in self._means.items()}
         return {"interval": self._interval.state_dict(), "logged_at": self._logged_at, "ranks": of_data_ranks(sums)}
@@ -182,7 +184,7 @@ class StepLosses(TrainerCallback):
             mean = self._means[name] = LossTracker()
         mean.update(value, weight)
 
-    def _take(self, state: Any) -> dict[str, Count]:
+    def _take(self, state: State) -> dict[str, Count]:
         """Return the means since the last time by name, on their device, and start again."""
         if num_data_ranks() > 1:
             self._agree_on_names()
@@ -250,7 +252,7 @@ class StepTimes(TrainerCallback):
                 end.record()
                 self._on_its_way, self._begins_on_device = (self._begins_on_device, end), None
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logbook) -> None:
         """Count the step, and record a slow rank that the watch has found."""
         if self._began is not None and self._own is not None:
             if self._on_its_way is not None and self._on_its_way[1].query():  # does not wait

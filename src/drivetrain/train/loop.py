@@ -4,22 +4,23 @@ What can be decided once is decided before the first step (`setup.py`), so these
 `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock
+from drivetrain.module.accumulation import Count
 from drivetrain.runtime.workers import report_failure
 from drivetrain.train import loaders, resuming
 from drivetrain.train.accelerator import overrides_runtime
 from drivetrain.train.agreement import STOP
 from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
-from drivetrain.train.batches import batch_size_of, join_batch_outputs, split_batch
+from drivetrain.train.batches import BatchOutput, batch_size_of, join_batch_outputs, split_batch
 from drivetrain.train.evaluation import EvaluationLoop
 from drivetrain.train.failures import act_on, explain_failure
 from drivetrain.train.items import Part, items_of
@@ -33,12 +34,12 @@ class StepCalls(NamedTuple):
     is_weighted: bool
     """Whether `backward` gets a loss that is weighted and marked where it is not finite; else `admits` tests the loss itself."""
     clip: Callable[[], None] | None
-    step: Callable[[], Any]
+    step: Callable[[], object]
     schedule: Callable[[], None] | None
     is_own_schedule: bool
     """Whether `schedule` is called without a scheduler, too."""
     clear: Callable[[], None]
-    track: Callable[[Tensor, Any], None] | None
+    track: Callable[[Tensor, Count], None] | None
     """The user's own way to track a loss."""
 
 
@@ -168,7 +169,7 @@ class TrainerLoop(EvaluationLoop):
             self._record_epoch_metrics("train")
         return ended
 
-    def _run_train_epoch(self, train_dl: Any) -> bool:
+    def _run_train_epoch(self, train_dl: Iterable[object]) -> bool:
         """Train once over the data, with the hooks and events around it; True means that a limit or a stop ended the run."""
         run, clock = self.run, self.state.clock
         run.agreement.call(self.train_epoch_start)
@@ -195,7 +196,7 @@ class TrainerLoop(EvaluationLoop):
         elif plan.interval is not None and self.state.clock.batch_in_epoch:
             self._evaluate_if_due(plan.interval.due)
 
-    def _run_steps(self, train_dl: Any) -> bool:
+    def _run_steps(self, train_dl: Iterable[object]) -> bool:
         """Run the loop over the batches; True means that a limit or a stop ended the run."""
         run, state = self.run, self.state
         fire, stepper = run.fire, run.stepper
@@ -239,7 +240,7 @@ class TrainerLoop(EvaluationLoop):
             return self._at_boundary()
         return False
 
-    def _perform_forward_and_backward_passes(self, batch: Any, step: int) -> None:
+    def _perform_forward_and_backward_passes(self, batch: object, step: int) -> None:
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
         run = self.run
         if run.repeat.is_wanted:
@@ -252,7 +253,7 @@ class TrainerLoop(EvaluationLoop):
         else:
             self._backward(self._forward_and_loss())
 
-    def _forward_and_loss(self, announce: bool = True) -> dict[str, Any]:
+    def _forward_and_loss(self, announce: bool = True) -> BatchOutput:
         """Run the loss hook on `state.batch` with the events around it, and track the loss."""
         run, state = self.run, self.state
         fire, counting = run.fire, run.measures.train_items
@@ -274,7 +275,7 @@ class TrainerLoop(EvaluationLoop):
         if state.loss is not loss:
             loss = state.loss
             state.batch_output = output = {**output, "loss": loss}
-        size = 0 if is_padding else output["batch_size"]
+        size: int = 0 if is_padding else output["batch_size"]
         assert self._calls is not None
         track = self._calls.track or run.measures.tracker.update
         track(loss, output.get("num_items", size) if size else 0)
@@ -284,7 +285,7 @@ class TrainerLoop(EvaluationLoop):
             fire.step_output()
         return output
 
-    def _watch_first_loss(self) -> Any:
+    def _watch_first_loss(self) -> BatchOutput:
         """Run the loss hook on the first batch, and find what its loss is a mean over."""
         run, batch = self.run, self.state.batch
         counting, window = run.measures.train_items, run.stepper.window
@@ -297,7 +298,7 @@ class TrainerLoop(EvaluationLoop):
         run.measures.tracker.is_sum = counting.is_sum
         return output
 
-    def _backward(self, output: Mapping[str, Any]) -> None:
+    def _backward(self, output: BatchOutput) -> None:
         run, calls, loss = self.run, self._calls, self.state.loss
         assert calls is not None
         run.fire.before_backward()
@@ -308,7 +309,7 @@ class TrainerLoop(EvaluationLoop):
         run.fire.after_backward()
         run.loss.is_first = False
 
-    def _weighted(self, loss: Tensor, output: Mapping[str, Any]) -> Tensor:
+    def _weighted(self, loss: Tensor, output: BatchOutput) -> Tensor:
         """Return the loss weighted by its share of the window's items; its gradients are NaN where it is not finite."""
         run = self.run
         stepper, part, is_split = run.stepper, run.part, run.microbatch_size is not None
@@ -364,7 +365,7 @@ class TrainerLoop(EvaluationLoop):
         state.clock.next_batch(*run.data.count(state.batch, None, run.stepper.window.world), False)
         return self._at_boundary()
 
-    def _batches(self, loader: Any) -> Iterator[tuple[Any, bool]]:
+    def _batches(self, loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
         """Yield each batch with whether it is the epoch's last; loaders without a length are read one batch ahead."""
         state, clock, fire, data = self.state, self.state.clock, self.run.fire, self.run.data
         limit, source = data.batches_per_epoch, data.source if data.reads_index else None
@@ -426,7 +427,7 @@ class TrainerLoop(EvaluationLoop):
         elif settings.gradient_clip_value is not None:
             self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
 
-    def _perform_micro_batches(self, batch: Any) -> None:
+    def _perform_micro_batches(self, batch: object) -> None:
         """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""
         run, state, synchronises = self.run, self.state, self.run.stepper.synchronises
         parts, outputs, whole = split_batch(batch, run.microbatch_size or 1), [], None

@@ -1,17 +1,21 @@
 """The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, put everything back."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.errors import ConfigError, StopTrainingError
+from drivetrain.core.types import Settings
 from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.train.batches import BatchOutput
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.evaluation import discarded_history, restored_modes
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from drivetrain.train.trainer import Trainer
 
 LONGEST_SWEEP = 1_000_000
@@ -28,7 +32,7 @@ class LrFindResult:
     suggestion: float | None
     """The rate where the smoothed loss falls most steeply; None if it never falls."""
 
-    def plot(self, path: str | None = None) -> Any:
+    def plot(self, path: str | None = None) -> "Figure":
         """Draw loss over learning rate; with a path, write it there as PNG."""
         try:
             from matplotlib.figure import Figure
@@ -56,12 +60,12 @@ class _Sweep(TrainerCallback):
         self.losses: list[float] = []
         self._average, self._best = 0.0, float("inf")
 
-    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
         rate = self.rates[min(len(self.losses), len(self.rates) - 1)]
         for group in trainer.optimizer.param_groups:
             group["lr"] = rate
 
-    def on_train_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_train_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
         self._average = self.smoothing * self._average + (1 - self.smoothing) * float(batch_output["loss"].detach())
         smoothed = self._average / (1 - self.smoothing ** (len(self.losses) + 1))
         self.losses.append(smoothed)
@@ -72,13 +76,13 @@ class _Sweep(TrainerCallback):
 
 def find_lr(
     trainer: "Trainer",
-    train_dataset: Any,
+    train_dataset: object,
     min_lr: float,
     max_lr: float,
     num_steps: int,
     smoothing: float,
     diverge_ratio: float,
-    train_kwargs: dict[str, Any],
+    train_kwargs: Settings,
 ) -> LrFindResult:
     """Run the sweep on the trainer's own loop and restore weights, optimizer, counters and generators bit for bit."""
     for name, rate in {"min_lr": min_lr, "max_lr": max_lr}.items():
@@ -129,8 +133,8 @@ class _Keepsake:
 
     def restore(self) -> None:
         trainer = self._trainer
-        trainer.model = trainer.get_model()
-        trainer.model.load_state_dict(self._model)
+        model = trainer.model = trainer.get_model()
+        model.load_state_dict(self._model)
         trainer.optimizer.state.clear()
         trainer.optimizer.load_state_dict(self._optimizer)
         trainer.optimizer.zero_grad()
@@ -141,7 +145,7 @@ class _Keepsake:
         restore_rng(self._rng)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -153,14 +153,15 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
     return outcome.notes
 
 
-def _sample_runner(request: PlanRequest) -> Callable[[nn.Module], Any] | None:
+def _sample_runner(request: PlanRequest) -> Callable[[nn.Module], object] | None:
     """Return what calls a model with a few samples of the training data, or None where they cannot be had without a loader's help."""
     source = request.dataset
-    dataset, collate = getattr(source, "dataset", source), getattr(source, "collate_fn", request.collate)
+    dataset: Any = getattr(source, "dataset", source)
+    collate = getattr(source, "collate_fn", request.collate)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
 
-    def run(model: nn.Module) -> Any:
+    def run(model: nn.Module) -> object:
         random_state, mode = capture_rng(), model.training
         batch = next(iter(DataLoader(dataset, batch_size=min(8, len(dataset)), collate_fn=collate)))
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

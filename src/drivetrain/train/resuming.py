@@ -2,11 +2,11 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from drivetrain.core.display import printable
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
 from drivetrain.core.event import Event
 from drivetrain.core.lazy import Slot
+from drivetrain.core.types import StateDict
 from drivetrain.module.full_state import gather_on_request
 from drivetrain.module.stepper import merge_windows
 from drivetrain.runtime.collectives import broadcast_from_master
@@ -31,7 +32,7 @@ from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, RestoredParts, Run
-from drivetrain.train.settings import TrainerOptions, TrainSettings
+from drivetrain.train.settings import AnyPath, TrainerOptions, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ FOREIGN_STATE: Slot[ForeignState] = Slot("train.foreign_state")
 
 
 def make_state(
-    given: Context | None, model: Any, loss_func: Any, optimizer: Any, device: Any, seed: int | None
+    given: Context | None, model: object, loss_func: object, optimizer: object, device: torch.device, seed: int | None
 ) -> State:
     """Return the State of a trainer: a new one, or the user's Context with what the constructor was given on top."""
     state = given if isinstance(given, State) else State(seed=seed)
@@ -157,7 +158,7 @@ class EpochLoss:
     def __init__(self, measures: Measures, evaluation: EvaluationPlan, restored: RestoredParts, logbook: Logbook):
         self._measures, self._evaluation, self._restored, self._logbook = measures, evaluation, restored, logbook
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the sums of every data rank; all ranks must call this."""
         evaluation, steps = self._evaluation, self._measures.step_losses
         self._logbook.wait_for_steps()
@@ -170,7 +171,7 @@ class EpochLoss:
             "step_losses": None if steps is None else steps.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take this rank's sums back; on another number of data ranks, the first takes them all."""
         evaluation = self._evaluation
         self._restored.evaluations = state.get("evaluations")
@@ -182,17 +183,17 @@ class EpochLoss:
         load_sums(self._measures.tracker, state["ranks"])
 
 
-def _adds_required_algorithms(trainer: "weakref.ref[Trainer]") -> Callable[[dict[str, Any]], None]:
+def _adds_required_algorithms(trainer: "weakref.ref[Trainer]") -> Callable[[StateDict], None]:
     """Return what a load calls first. The state must not keep the Trainer alive, which holds it."""
 
-    def before_load(saved: dict[str, Any]) -> None:
+    def before_load(saved: StateDict) -> None:
         if (owner := trainer()) is not None:
             _add_required_algorithms(owner, saved)
 
     return before_load
 
 
-def _add_required_algorithms(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+def _add_required_algorithms(trainer: "Trainer", saved: StateDict) -> None:
     """Add algorithms that the saved model cannot be loaded without, by registry name, and let them do their surgery."""
     state = trainer.state
     entries = [entry for entry in saved.get("algorithms") or () if entry.get("required")]
@@ -216,7 +217,7 @@ def _add_required_algorithms(trainer: "Trainer", saved: Mapping[str, Any]) -> No
             plugin.apply(Event.INIT, state, trainer.logbook)
 
 
-def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: Any) -> None:
+def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) -> None:
     run, state = trainer.run, trainer.state
     if source in ("auto", "latest"):
         if checkpoints.checkpointer is None:
@@ -243,7 +244,7 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: Any) -> N
     )
 
 
-def _shared_rng(rng: object) -> Any:
+def _shared_rng(rng: StateDict | None) -> StateDict | None:
     """Return the random state to go on with; ranks that share samples take one, also when the saved run had other ranks."""
     if rng is None or num_data_ranks() == get_num_processes():
         return rng

@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.context.codec import pack, unpack
 from drivetrain.core.engine import Engine, Fire
 from drivetrain.core.errors import StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, Interval
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.loss_items import LossWatch
 from drivetrain.module.stepper import Stepper
 from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
-from drivetrain.train.batches import BatchForm, batch_size_of, find_form
+from drivetrain.train.batches import BatchForm, BatchOutput, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
 from drivetrain.train.failures import LastGoodState
 from drivetrain.train.items import WHOLE, LossCounting, Part
@@ -48,20 +49,20 @@ class TrainingData:
     """The training loader."""
     evaluation: Any = None
     """The evaluation loader, or one for each of several evaluation sets."""
-    train_kwargs: dict[str, Any] | None = None
+    train_kwargs: Settings | None = None
     """The arguments that the training loader was built with; None when the user built it."""
-    eval_kwargs: dict[str, Any] | None = None
+    eval_kwargs: Settings | None = None
     batches_per_epoch: int | None = None
     """None for a loader without a length."""
-    source: Any = None
+    source: SmartDataLoader[Any] | None = None
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
     """Whether a batch may only keep this rank in step with others that still have samples."""
     reads_index: bool = False
     """Whether a plugin reads which samples are in a batch."""
-    count_tokens: Callable[[Any], int] | None = None
+    count_tokens: Callable[..., int] | None = None
 
-    def count(self, batch: object, output: Mapping[str, Any] | None, world: int) -> tuple[int, int]:
+    def count(self, batch: object, output: BatchOutput | None, world: int) -> tuple[int, int]:
         """Return the samples and tokens of a batch over all data ranks; `output` is what a loss hook returned, where that is known."""
         tokens = 0 if self.count_tokens is None else self.count_tokens(batch) * world
         source = self.source
@@ -71,7 +72,8 @@ class TrainingData:
 
     def is_padding(self) -> bool:
         """Return whether the batch in hand has no sample of this rank."""
-        return self.may_pad and self.source.batch_info.size == 0
+        info = None if self.source is None else self.source.batch_info
+        return self.may_pad and info is not None and info.size == 0
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -89,10 +91,10 @@ class LossStep:
     """Whether the default loss hook has opened its autocast region, for model and loss together."""
     saw_forward: bool = False
     saw_loss: bool = False
-    find_form: Callable[[Any, Any, bool], BatchForm] = find_form
+    find_form: Callable[[object, object, bool], BatchForm] = find_form
     form: BatchForm | None = None
     form_type: type | None = None
-    own_loss: Callable[..., Any] | None = None
+    own_loss: Callable[..., Tensor] | None = None
     """The model's `loss(outputs, batch)`, where it has one."""
     watch: LossWatch | None = None
     """Follows the loss function of a compiled model's first batch."""
@@ -106,7 +108,7 @@ class EvaluationState:
 
     def __init__(self, evaluation_loader: object = None):
         if isinstance(evaluation_loader, loaders.EvaluationLoaders):
-            self.sets: dict[str, Any] = dict(evaluation_loader.items())
+            self.sets: dict[str, object] = dict(evaluation_loader.items())
         else:
             self.sets = {} if evaluation_loader is None else {"": evaluation_loader}
         self.counts = dict.fromkeys(self.sets, 0)
@@ -133,7 +135,7 @@ class EvaluationState:
         yield
         self.load_state_dict(before)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the counts and the loaders' states."""
         return {
             "counts": dict(self.counts),
@@ -141,7 +143,7 @@ class EvaluationState:
             "loaders": {name: loader_state(loader) for name, loader in self.sets.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Go on from a saved state; sets that are new start from the beginning."""
         self.finished = [name for name in state["finished"] if name in self.sets]
         for name, loader in self.sets.items():
@@ -174,9 +176,9 @@ class EvaluationPlan:
 class RestoredParts:
     """What a checkpoint held for parts of the run that are made after it was loaded."""
 
-    rng: Any = None
-    evaluations: Any = None
-    step_losses: Mapping[str, Any] | None = None
+    rng: StateDict | None = None
+    evaluations: StateDict | None = None
+    step_losses: StateDict | None = None
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -212,7 +214,7 @@ class Run:
     measures: Measures = field(default_factory=Measures)
     checkpoints: CheckpointSchedule | None = None
     restored: RestoredParts = field(default_factory=RestoredParts)
-    generate: Mapping[str, Any] | None = None
+    generate: Mapping[str, object] | None = None
     """The arguments of the model's `generate` in evaluations; None: nothing is generated."""
 
     # The step.
@@ -266,14 +268,21 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _DEPTH, _WIDTH = 5, 64  # a subset, its dataset, transforms, one of them; what is wider holds data
 
 
-def loader_state(loader: Any) -> dict[str, Any] | None:
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> StateDict: ...
+
+    def load_state_dict(self, state: StateDict) -> object: ...
+
+
+def loader_state(loader: object) -> StateDict | None:
     """Return what a loader's next iteration depends on, as far as it can be known."""
     loader = _inner(loader)
-    state: dict[str, Any] = {}
+    state: StateDict = {}
     if isinstance(loader, SmartDataLoader):
         place = loader.state_dict()
         state["smart"] = {name: place[name] for name in ("seed", "sampler") if name in place}
-    elif callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None)):
+    elif isinstance(loader, _Stateful):
         try:
             state["own"] = pack(loader.state_dict())
         except StateError:  # it holds what cannot be saved
@@ -283,7 +292,7 @@ def loader_state(loader: Any) -> dict[str, Any] | None:
     return {**state, "generators": held} if held else state or None
 
 
-def load_loader_state(loader: Any, state: Mapping[str, Any] | None, number: int) -> None:
+def load_loader_state(loader: object, state: StateDict | None, number: int) -> None:
     """Let a loader's next iteration be evaluation `number` of the saved run."""
     loader = _inner(loader)
     _set_number(loader, number)
@@ -293,22 +302,22 @@ def load_loader_state(loader: Any, state: Mapping[str, Any] | None, number: int)
         place = loader.state_dict()
         saved = {name: value for name, value in state["smart"].items() if name in place}
         loader.load_state_dict({**place, **saved, "epoch": number, "position": 0})
-    elif "own" in state and callable(getattr(loader, "load_state_dict", None)):
+    elif "own" in state and isinstance(loader, _Stateful):
         loader.load_state_dict(unpack(state["own"]))
     for name, generator in held_generators(loader).items():
         if name in state.get("generators", {}):
             _set(generator, state["generators"][name])
 
 
-def held_generators(loader: object) -> dict[str, Any]:
+def held_generators(loader: object) -> dict[str, object]:
     """Return the random generators that a loader, its samplers and its dataset hold, by where they are."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name in ("generator", "sampler", "batch_sampler", "dataset"):
         _collect(vars(loader).get(name) if hasattr(loader, "__dict__") else None, name, found, _DEPTH)
     return found
 
 
-def _collect(value: object, path: str, found: dict[str, Any], depth: int) -> None:
+def _collect(value: object, path: str, found: dict[str, object], depth: int) -> None:
     if isinstance(value, _GENERATORS):
         if not any(value is known for known in found.values()):
             found[path] = value
@@ -316,7 +325,7 @@ def _collect(value: object, path: str, found: dict[str, Any], depth: int) -> Non
     if not depth or isinstance(value, torch.Tensor | nn.Module | type | ModuleType | FunctionType):
         return
     if isinstance(value, list | tuple):
-        parts: Iterable[tuple[Any, Any]] = enumerate(value)
+        parts: Iterable[tuple[object, object]] = enumerate(value)
     elif isinstance(value, dict):
         parts = value.items()
     else:
@@ -326,7 +335,7 @@ def _collect(value: object, path: str, found: dict[str, Any], depth: int) -> Non
             _collect(part, f"{path}.{name}", found, depth - 1)
 
 
-def _copied(generator: object) -> Any:
+def _copied(generator: object) -> object:
     if isinstance(generator, torch.Generator):
         return torch.Generator(device=generator.device).set_state(generator.get_state())
     return copy.deepcopy(generator)
@@ -350,7 +359,7 @@ def _set_number(loader: object, number: int) -> None:
         loader.set_epoch(number)
 
 
-def _inner(loader: object) -> Any:
+def _inner(loader: object) -> object:
     while isinstance(loader, DataLoaderSlice):
         loader = loader.dl
     return loader

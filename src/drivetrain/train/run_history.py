@@ -20,10 +20,12 @@ from torch import Tensor
 
 from drivetrain.core.errors import DrivetrainWarning, MissingExtra, unknown_name
 from drivetrain.core.time import Clock
+from drivetrain.core.types import StateDict
 from drivetrain.record.buffer import PLACES, Arrival, BufferSlot, DeviceBuffer
 from drivetrain.train.history_file import DTYPES, HistoryFile, Reference, Series, read_history
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 
@@ -118,7 +120,7 @@ class RunHistory(ABC):
 
         return to_dataframe(self)
 
-    def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
+    def plot(self, metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
         """Draw metrics over steps with matplotlib, those of training and evaluation in one plot; with a path, write it there as PNG."""
 
         return plot(self, metric_names, path)
@@ -247,13 +249,13 @@ class InMemoryRunHistory(RunHistory):
         copied._series = {name: series.copy() for name, series in self._series.items()}
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return what a copy needs; files and buffers belong to this object."""
         self._read(wait=True)
         state = {**self.__dict__, "_buffer": None, "_unread": [], "_on_the_way": None}
         return {**state, "_files": {}, "_reference": None, "_folder": None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return epoch, prefix and values in plain containers; while a checkpoint is saved, a reference to the file of values."""
         state = {
             "current_epoch": self._current_epoch,
@@ -269,7 +271,7 @@ class InMemoryRunHistory(RunHistory):
             "recorded_at": {name: series.moments() for name, series in self._series.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Restore what `state_dict` returned, or what a checkpoint refers to."""
         if "file" in state:
             series = self._referred(Reference.from_state(state["file"]))
@@ -351,7 +353,7 @@ def _is_device_number(value: Tensor) -> bool:
     return not value.is_cpu and value.numel() == 1 and value.dtype in DTYPES and not hasattr(value, "full_tensor")
 
 
-def _series_of(values: Mapping[str, list[Any]], moments: Mapping[str, list[Any]]) -> dict[str, Series]:
+def _series_of(values: Mapping[str, list[object]], moments: Mapping[str, list[Moment]]) -> dict[str, Series]:
     """Return series of plain lists; values without moments are counted."""
     found: dict[str, Series] = {}
     for name, listed in values.items():
@@ -421,7 +423,7 @@ def to_dataframe(history: "RunHistory") -> "DataFrame":
     return pandas.DataFrame(rows, columns=["epoch", "step", *history.get_metric_names()])
 
 
-def plot(history: "RunHistory", metric_names: Iterable[str] | None = None, path: str | None = None) -> Any:
+def plot(history: "RunHistory", metric_names: Iterable[str] | None = None, path: str | None = None) -> "Figure":
     """Return a matplotlib figure with one plot for each quantity, such as the loss in training and in evaluation."""
     try:
         from matplotlib.figure import Figure
@@ -449,9 +451,9 @@ def plot(history: "RunHistory", metric_names: Iterable[str] | None = None, path:
     return figure
 
 
-def _rows(history: "RunHistory") -> list[dict[str, Any]]:
+def _rows(history: "RunHistory") -> list[dict[str, object]]:
     """Return what was recorded, by moment; a metric recorded twice at one moment gets a second row."""
-    table: dict[tuple[int, int, int], dict[str, Any]] = {}
+    table: dict[tuple[int, int, int], dict[str, object]] = {}
     for name in history.get_metric_names():
         seen: Counter[tuple[int, int]] = Counter()
         for moment, value in zip(history._moments(name), history.get_metric_values(name)):
@@ -461,7 +463,7 @@ def _rows(history: "RunHistory") -> list[dict[str, Any]]:
     return [table[key] for key in sorted(table)]
 
 
-def _column(title: str, values: list[Any]) -> list[str]:
+def _column(title: str, values: list[object]) -> list[str]:
     """Return the cells of one column, all of one width, under its title; None means rows left out."""
     cells = [title, *("…" if value is None else format_metric(value) for value in values)]
     width = max(map(len, cells))
@@ -478,5 +480,5 @@ def _quantity(name: str) -> str:
     return name.removeprefix(phase).removesuffix("_epoch")
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -2,11 +2,14 @@
 
 import math
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
 from typing import Any
+
+import torch
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import (
@@ -20,10 +23,13 @@ from drivetrain.core.arguments import (
     naming,
 )
 from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.time import Clock, Time, TimeUnit, ensure_time
+from drivetrain.core.time import Clock, Time, TimeLike, TimeUnit, ensure_time
+from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.finite import NonFinitePolicy
+from drivetrain.module.precision import Precision
 
+AnyPath = str | os.PathLike[str]
 EvalInterval = int | str | Time | Callable[..., bool]
 
 
@@ -31,14 +37,14 @@ EvalInterval = int | str | Time | Callable[..., bool]
 class TrainerOptions:
     """What a Trainer is made with and its runs look up: how they compute, and defaults of `train()`."""
 
-    device: Any = None
-    precision: Any = None
+    device: torch.device | str | None = None
+    precision: str | Precision | None = None
     ddp: Mapping[str, bool] = field(default_factory=dict)
     """Settings of DDP that are switched on."""
-    count_items: Callable[[Any], Count] | str | None = None
-    generate: Mapping[str, Any] | None = None
-    train_dataset: Any = None
-    eval_dataset: Any = None
+    count_items: Callable[..., Count] | str | None = None
+    generate: Mapping[str, object] | None = None
+    train_dataset: object = None
+    eval_dataset: object = None
     max_duration: int | str | Time | None = None
     eval_interval: EvalInterval | None = None
 
@@ -60,8 +66,8 @@ class TrainSettings:
     log_every: int | str | Time | None = 50
     scheduler_interval: str = "step"
     scheduler_metric: str = "eval_loss_epoch"
-    resume_from: Any = None
-    checkpoint_dir: Any = None
+    resume_from: AnyPath | None = None
+    checkpoint_dir: AnyPath | None = None
     checkpoint_every: str | int | None = "1ep"
     keep_checkpoints: int | None = 3
     async_checkpoint: bool = True
@@ -178,7 +184,7 @@ class TrainSettings:
     def scaled(self, ratio: float) -> "TrainSettings":
         """Return settings for a run of `ratio` times the length, in whole epochs, updates, batches, samples or tokens."""
         check_number("scale_schedule_ratio", ratio, above=0, hint=", such as 0.5 for half the run")
-        lengths: dict[str, Any] = {
+        lengths: Settings = {
             name: int(value * ratio)
             for name in ("num_epochs", "max_num_train_steps")
             if (value := getattr(self, name)) is not None
@@ -263,7 +269,7 @@ class RunLimits:
         return next((end for end in self.ends if end.unit is not TimeUnit.EPOCH), None) or self.ends[0]
 
 
-def parse_time(name: str, value: Any, unit: TimeUnit = TimeUnit.EPOCH) -> Time:
+def parse_time(name: str, value: TimeLike, unit: TimeUnit = TimeUnit.EPOCH) -> Time:
     """Read a time the user wrote; an int counts epochs unless another unit is given."""
     try:
         time = ensure_time(value, unit)
@@ -300,10 +306,10 @@ class TrainerRunConfig:
 
     num_epochs: int | None
     train_per_device_batch_size: int | None
-    train_dl_kwargs: dict[str, Any] | None
+    train_dl_kwargs: Settings | None
     """The arguments the training loader was built with; None when the user built it."""
     eval_per_device_batch_size: int | None
-    eval_dl_kwargs: dict[str, Any] | None
+    eval_dl_kwargs: Settings | None
     """The arguments the evaluation loader was built with; None without one."""
     gradient_accumulation_steps: int
     gradient_clip_value: float | None
@@ -326,7 +332,7 @@ class TrainerRunConfig:
     precision: str | None = None
     seed: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all fields; containers are copied, what is in them (a generator, a sampler) is not."""
         return {field.name: _copy_containers(getattr(self, field.name)) for field in fields(self)}
 
@@ -343,7 +349,7 @@ def count_update_steps(num_batches: int, num_processes: int, gradient_accumulati
     )
 
 
-def _copy_containers(value: object) -> Any:
+def _copy_containers(value: object) -> object:
     if isinstance(value, dict):
         return {key: _copy_containers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -357,7 +363,7 @@ def _copy_containers(value: object) -> Any:
 #
 #     create_scheduler_fn = partial(OneCycleLR, max_lr=0.1, total_steps=P.NUM_EPOCHS * P.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH)
 
-_SYMBOLS: dict[str, Callable[[Any, Any], Any]] = {
+_SYMBOLS: dict[str, Callable[..., object]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
@@ -406,7 +412,7 @@ class PlaceholderExpression(_Arithmetic):
     def __init__(self, symbol: str, left: object, right: object):
         self.symbol, self.left, self.right = symbol, left, right
 
-    def evaluate(self, trainer: object) -> Any:
+    def evaluate(self, trainer: object) -> object:
         """Return the number, with the trainer's values in place."""
         return _SYMBOLS[self.symbol](_replace(trainer, self.left), _replace(trainer, self.right))
 
@@ -449,6 +455,10 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
         )
 
 
+RunNumber = int | float | TrainerPlaceholderValues | PlaceholderExpression
+"""A number, or one that is known only when training starts."""
+
+
 def replace_trainer_placeholder_values(trainer: object, instance: object) -> Any:
     """Return a `functools.partial` with every placeholder in its arguments replaced; anything else as it is.
 
@@ -466,7 +476,7 @@ def _replace(trainer: object, value: object) -> Any:
         keywords = {key: _replace(trainer, item) for key, item in value.keywords.items()}
         return partial(_replace(trainer, value.func), *arguments, **keywords)
     if isinstance(value, tuple):
-        items = [_replace(trainer, item) for item in value]
+        items: list[Any] = [_replace(trainer, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
         return [_replace(trainer, item) for item in value]

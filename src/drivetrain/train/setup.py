@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from drivetrain.core.arguments import naming
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.full_state import give_parts_again
 from drivetrain.module.precision import warn_unscaled_float16
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 def prepare_run(
-    trainer: "Trainer", train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None, until_end: ExitStack
+    trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs: Settings | None, until_end: ExitStack
 ) -> None:
     """Fill the trainer's run, up to the first event; `until_end` is closed when the run has ended."""
     run, state = trainer.run, trainer.state
@@ -106,8 +107,25 @@ def prepare_run(
     resuming.restore(trainer)
 
 
+def place_everything(trainer: "Trainer") -> None:
+    """Put model, optimizer and loaders where the run needs them."""
+    run, settings = trainer.run, trainer.run.require_settings()
+    trainer.model = loaders.move_model(trainer.runtime, trainer.model)
+    prepare_precision(trainer)
+    resolve_optimizer(trainer)
+    overfit = settings.overfit_batches or None
+    loader = loaders.prepare(trainer.device, run.data.train, None)
+    loaders.check_training_loader(loader, trainer.train_dataset, settings)
+    run.data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
+    if run.data.evaluation is not None:
+        limit = overfit or settings.limit_eval_batches
+        run.data.evaluation = loaders.prepare(trainer.device, run.data.evaluation, limit)
+        trainer._check_eval_batch_size()
+    trainer.engine.call("on_loaders_made")
+
+
 def prepare_evaluation(
-    trainer: "Trainer", batch_size: int, kwargs: dict[str, Any] | None, limit_batches: int | float | None
+    trainer: "Trainer", batch_size: int, kwargs: Settings | None, limit_batches: int | float | None
 ) -> None:
     """Prepare an evaluation outside a training run: loaders, model, metrics, configuration."""
     run = trainer.run
@@ -191,7 +209,7 @@ def _make_stepper(trainer: "Trainer") -> None:
     run.stepper = runtime.stepper = run.repeat.stepper = stepper
 
 
-def _make_loaders(trainer: "Trainer", train_kwargs: dict[str, Any] | None, eval_kwargs: dict[str, Any] | None) -> None:
+def _make_loaders(trainer: "Trainer", train_kwargs: Settings | None, eval_kwargs: Settings | None) -> None:
     settings, data = trainer.run.require_settings(), trainer.run.data
     batch_size = settings.per_device_batch_size
     data.train = trainer.create_train_dataloader(batch_size, loaders.with_settings(settings, train_kwargs))
@@ -229,7 +247,7 @@ def _prepare_scheduler(trainer: "Trainer") -> None:
     run.schedules_each_step = settings.scheduler_interval == "step"
 
 
-def _make_scheduler(trainer: "Trainer") -> Any:
+def _make_scheduler(trainer: "Trainer") -> object:
     given = trainer.create_scheduler_fn
     try:
         scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
@@ -246,7 +264,7 @@ def _make_scheduler(trainer: "Trainer") -> Any:
 
 
 def _plan_evaluations(
-    plan: EvaluationPlan, settings: TrainSettings, state: State, batches_per_epoch: int | None, made: Any
+    plan: EvaluationPlan, settings: TrainSettings, state: State, batches_per_epoch: int | None, made: StateDict | None
 ) -> None:
     """Decide when to evaluate inside epochs; `made` counts the evaluations that a resumed run has made."""
     decide, every = settings.eval_interval, settings.eval_time
@@ -260,7 +278,7 @@ def _plan_evaluations(
             plan.interval, plan.is_due = interval, interval.due
 
 
-def check_generation(trainer: "Trainer", arguments: Mapping[str, Any] | None) -> None:
+def check_generation(trainer: "Trainer", arguments: Mapping[str, object] | None) -> None:
     """Reject a model that cannot generate where that is asked for."""
     if arguments is not None:
         check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
@@ -302,7 +320,7 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     from drivetrain.optim.plain import as_optim_set
 
     settings = run.require_settings()
-    shared: dict[str, Any] = {"accum_grad": settings.gradient_accumulation_steps}
+    shared: Settings = {"accum_grad": settings.gradient_accumulation_steps}
     if settings.gradient_clip_norm is not None:
         shared["grad_clip"] = settings.gradient_clip_norm
     with naming("optimizer", optimizer):
@@ -393,7 +411,7 @@ def choose_microbatch_size(trainer: "Trainer") -> int | None:
     return find_microbatch_size(trainer)
 
 
-def call_seed_form(create_scheduler: Callable[..., Any], optimizer: object) -> Any:
+def call_seed_form(create_scheduler: Callable[..., object], optimizer: object) -> object:
     """Call the scheduler hook; an override that takes a parameter, as older ones do, receives the optimizer."""
     try:
         wants_optimizer = len(inspect.signature(create_scheduler).parameters) == 1

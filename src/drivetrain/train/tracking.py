@@ -49,7 +49,7 @@ class LossTracker:
     def reset(self) -> None:
         """Forget all losses."""
         self._ring: list[Tensor] = []
-        self._weights: list[Any] = []
+        self._weights: list[Count] = []
         self._sum = 0.0  # weighted losses that are already on the host
         self._device_sum: Tensor | None = None  # weighted losses that are not
         self._count: int | float = 0
@@ -175,18 +175,19 @@ class LossTracker:
             finite = torch.isfinite(losses)
             losses = torch.where(finite, losses, 0.0)
             weights = [_weight_tensor(weight, device, dtype) * kept for weight, kept in zip(weights, finite.unbind())]
-        if any(isinstance(weight, Tensor) for weight in weights):
+        numbers = [weight for weight in weights if not isinstance(weight, Tensor)]
+        if len(numbers) < len(weights):
             # A fill is a kernel with the number in it; a tensor made from a list would be copied, and the host would
             # wait.
             counts = torch.stack([_weight_tensor(weight, device, dtype) for weight in weights])
             folded, counted = torch.where(counts > 0, losses * counts, 0.0).sum(), counts.sum()
             self._device_count = counted if self._device_count is None else self._device_count + counted
         else:
-            self._count += sum(weights)
-            if all(weight == weights[0] for weight in weights):
-                folded = losses.sum() * weights[0]
+            self._count += sum(numbers)
+            if all(number == numbers[0] for number in numbers):
+                folded = losses.sum() * numbers[0]
             else:
-                folded = torch.stack(torch._foreach_mul(losses.unbind(), [float(weight) for weight in weights])).sum()
+                folded = torch.stack(torch._foreach_mul(losses.unbind(), list(map(float, numbers)))).sum()
         self._device_sum = folded if self._device_sum is None else self._device_sum.to(device) + folded
 
 
@@ -324,7 +325,7 @@ def _evaluation_is_to_come(trainer: "EvaluationLoop", metric: str) -> bool:
 # ranks; it can only exist where the user has imported torchmetrics, so that is not imported here. A plain function `f(outputs, targets)`
 # returns the mean over a batch, and batches are weighted by their size.
 
-PlainMetric = Callable[[Any, Any], Tensor | float]
+PlainMetric = Callable[..., Tensor | float]
 
 
 class MetricSet:

@@ -6,22 +6,27 @@ loop; `loop.py` runs it). Here is what users call: the constructor, the public m
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_flag, check_number, naming
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Time
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.workers import ending_workers
 from drivetrain.module.finite import NonFinitePolicy
+from drivetrain.module.precision import Precision
 from drivetrain.runtime.seeds import set_deterministic, set_seed
 from drivetrain.runtime.signals import StopSignals
 from drivetrain.train import arguments, checkpoints, loaders, resuming, setup
@@ -32,12 +37,13 @@ from drivetrain.train.callbacks import DEFAULT_CALLBACKS, CallbackHandler, with_
 from drivetrain.train.callbacks.control import StrictSteps, warnings_as_errors
 from drivetrain.train.closures import WindowRepeat
 from drivetrain.train.evaluation import report_errors, run_prediction
-from drivetrain.train.items import check_count_items
+from drivetrain.train.items import CountItems, check_count_items
 from drivetrain.train.logbook import Logbook, watched_ranks
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.resuming import make_optimizer
 from drivetrain.train.run import Run
 from drivetrain.train.settings import (
+    AnyPath,
     EvalInterval,
     TrainerOptions,
     TrainerPlaceholderValues,
@@ -47,6 +53,9 @@ from drivetrain.train.settings import (
     replace_trainer_placeholder_values,
 )
 from drivetrain.train.tracking import InMemoryRunHistory, MetricSet, RunHistory
+
+if TYPE_CHECKING:
+    from drivetrain.train.lr_finder import LrFindResult
 
 DataLoader = SmartDataLoader  # the name users patch; a torch DataLoader that knows its exact place in the data
 
@@ -106,26 +115,28 @@ class Trainer(TrainerLoop):
     2
     """
 
-    _data_ranks: tuple[int, int, Any] | None = None  # which samples this rank reads by the plan of its own
+    _data_ranks: tuple[int, int, ProcessGroup | None] | None = (
+        None  # which samples this rank reads by the plan of its own
+    )
 
     def __init__(
         self,
-        model: Any,
-        loss_func: Callable[..., Any] | None = None,
-        optimizer: Any = None,
-        callbacks: Iterable[Any] = DEFAULT_CALLBACKS,
+        model: object,
+        loss_func: Callable[..., object] | None = None,
+        optimizer: object = None,
+        callbacks: Iterable[object] = DEFAULT_CALLBACKS,
         run_history: RunHistory | None = None,
         *,
         algorithms: Iterable[Any] = (),
-        loggers: Iterable[Any] = (),
-        strategy: Any = None,
+        loggers: Iterable[object] = (),
+        strategy: object = None,
         strategy_time_limit: float | None = None,
-        precision: Any = None,
-        metrics: Any = None,
-        train_metrics: Any = None,
-        count_items: Any = None,
+        precision: str | Precision | None = None,
+        metrics: object = None,
+        train_metrics: object = None,
+        count_items: CountItems | None = None,
         generate: Generate = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         seed: int | None = None,
         deterministic: bool | Literal["off", "warn", "strict"] = False,
         strict: bool = False,
@@ -133,12 +144,12 @@ class Trainer(TrainerLoop):
         static_graph: bool = False,
         state: Context | None = None,
         scale_schedule_ratio: float = 1.0,
-        optimizers: Any = None,
-        train_dataloader: Any = None,
-        eval_dataloader: Any = None,
+        optimizers: object = None,
+        train_dataloader: object = None,
+        eval_dataloader: object = None,
         max_duration: int | str | Time | None = None,
         eval_interval: EvalInterval | None = None,
-        **unknown: Any,
+        **unknown: object,
     ):
         given = locals()
         arguments.reject_unknown(Trainer.__init__, unknown)
@@ -169,15 +180,15 @@ class Trainer(TrainerLoop):
         history = InMemoryRunHistory() if run_history is None else run_history
         self.logbook = Logbook(history, self.state.clock, tuple(loggers))
         self.run = Run(agreement=Agreement(self.state), generate=options.generate)
-        self.create_scheduler_fn: Any = None
-        self.collate_fn: Any = None
+        self.create_scheduler_fn: object = None
+        self.collate_fn: Callable[..., object] | None = None
         self.train_dataset = self.eval_dataset = None
         self.last_grad_norm: Tensor | None = None
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
         self.run.stepper = self.runtime.stepper
         self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
         self._own_folders: set[Path] = set()
-        self._resume_next: Any = None
+        self._resume_next: AnyPath | None = None
         self._scheduler_is_ours = False
         self._callbacks = tuple(callbacks)
         self._algorithms = tuple(algorithms)
@@ -209,19 +220,19 @@ class Trainer(TrainerLoop):
     @ending_workers()
     def train(
         self,
-        train_dataset: Any = None,
+        train_dataset: object = None,
         num_epochs: int | None = None,
-        eval_dataset: Any = None,
+        eval_dataset: object = None,
         per_device_batch_size: int = 8,
         max_num_train_steps: int | None = None,
         gradient_accumulation_steps: int = 1,
         gradient_clip_value: float | None = None,
-        create_scheduler_fn: Any = None,
-        train_dataloader_kwargs: dict[str, Any] | None = None,
-        eval_dataloader_kwargs: dict[str, Any] | None = None,
+        create_scheduler_fn: object = None,
+        train_dataloader_kwargs: Settings | None = None,
+        eval_dataloader_kwargs: Settings | None = None,
         reset_run_history: bool = True,
-        collate_fn: Any = None,
-        resume_from: Any = None,
+        collate_fn: Callable[..., object] | None = None,
+        resume_from: AnyPath | None = None,
         *,
         max_duration: int | str | Time | None = None,
         global_batch_size: int | None = None,
@@ -230,7 +241,7 @@ class Trainer(TrainerLoop):
         eval_interval: EvalInterval | None = None,
         scheduler_interval: str = "step",
         scheduler_metric: str = "eval_loss_epoch",
-        checkpoint_dir: Any = None,
+        checkpoint_dir: AnyPath | None = None,
         checkpoint_every: str | int | None = "1ep",
         keep_checkpoints: int | None = 3,
         async_checkpoint: bool = True,
@@ -244,7 +255,7 @@ class Trainer(TrainerLoop):
         log_every: int | str | Time | None = 50,
         nonfinite: str | NonFinitePolicy = "skip",
         hang_timeout: int | float | str | Time | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> RunHistory:
         """Train until the first of `num_epochs`, `max_num_train_steps` and `max_duration` is reached; return a copy of the history.
 
@@ -323,15 +334,15 @@ class Trainer(TrainerLoop):
     @ending_workers()
     def evaluate(
         self,
-        dataset: Any = None,
+        dataset: object = None,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Any = None,
+        dataloader_kwargs: Settings | None = None,
+        collate_fn: Callable[..., object] | None = None,
         *,
         reset_run_history: bool = True,
         limit_batches: int | float | None = None,
         generate: Generate | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> dict[str, float]:
         """Evaluate once over a dataset, by default the last evaluation dataset, and return its numbers by name.
 
@@ -370,16 +381,16 @@ class Trainer(TrainerLoop):
     @ending_workers()
     def predict(
         self,
-        dataset: Any,
+        dataset: object,
         per_device_batch_size: int = 8,
-        dataloader_kwargs: dict[str, Any] | None = None,
-        collate_fn: Any = None,
+        dataloader_kwargs: Settings | None = None,
+        collate_fn: Callable[..., object] | None = None,
         *,
         limit_batches: int | float | None = None,
         to_cpu: bool = True,
         padding_value: float | None = None,
         generate: Generate = False,
-        **unknown: Any,
+        **unknown: object,
     ) -> Any:
         """Return the model's outputs for a dataset, in its order, each sample once on any number of processes.
 
@@ -417,7 +428,7 @@ class Trainer(TrainerLoop):
 
     def lr_find(
         self,
-        train_dataset: Any,
+        train_dataset: object,
         *,
         min_lr: float = 1e-7,
         max_lr: float = 1.0,
@@ -426,7 +437,7 @@ class Trainer(TrainerLoop):
         smoothing: float = 0.98,
         diverge_ratio: float = 4.0,
         **train_kwargs: Any,
-    ) -> Any:
+    ) -> "LrFindResult":
         """Sweep the learning rate exponentially over a few steps, restore everything, and suggest one."""
         from drivetrain.train.lr_finder import find_lr
 
@@ -443,8 +454,8 @@ class Trainer(TrainerLoop):
 
     def save_checkpoint(
         self,
-        save_path: Any,
-        checkpoint_kwargs: dict[str, Any] | None = None,
+        save_path: AnyPath,
+        checkpoint_kwargs: Mapping[str, object] | None = None,
         save_optimizer: bool = True,
         save_scheduler: bool = True,
         save_per_node: bool = True,
@@ -462,14 +473,14 @@ class Trainer(TrainerLoop):
         )
 
     def load_checkpoint(
-        self, checkpoint_path: Any, load_optimizer: bool = True, load_scheduler: bool = True
-    ) -> dict[str, Any]:
+        self, checkpoint_path: AnyPath, load_optimizer: bool = True, load_scheduler: bool = True
+    ) -> StateDict:
         """Load a file written by `save_checkpoint`, or by pytorch-accelerated; return its contents."""
         return checkpoints.load_checkpoint(
             self.state, self.runtime, checkpoint_path, optimizer=load_optimizer, scheduler=load_scheduler
         )
 
-    def save_training_state(self, output_dir: Any, checkpoint_kwargs: dict[str, Any] | None = None) -> None:
+    def save_training_state(self, output_dir: AnyPath, checkpoint_kwargs: Mapping[str, object] | None = None) -> None:
         """Save everything a run needs to continue; inside a step, as soon as the step's update is done."""
         checkpoints.check_entries(checkpoint_kwargs)
         if not self.writes_files:
@@ -481,7 +492,7 @@ class Trainer(TrainerLoop):
         else:
             save()
 
-    def load_training_state(self, input_dir: Any) -> dict[str, Any]:
+    def load_training_state(self, input_dir: AnyPath) -> StateDict:
         """Restore what `save_training_state` saved; return its `current_epoch` and custom entries."""
         entries = checkpoints.load_state(self.state, input_dir)
         self._resume_next = Path(input_dir)
@@ -490,31 +501,28 @@ class Trainer(TrainerLoop):
 
     # ------------------------------------------------------------------ hooks: loaders and scheduler
 
-    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Settings | None = None) -> Iterable[object]:
         """Return the loader of the training data."""
         if self.train_dataset is None:
             raise ConfigError("train() has no data: pass train_dataset, a dataset or a loader.")
-        arguments.check_dataset("train_dataset", self.train_dataset)
-        if loaders.is_ready_loader(self.train_dataset):
-            arguments.reject_unused(
-                "train_dataset", self.train_dataset, "train_dataloader_kwargs", train_dl_kwargs, self.collate_fn
-            )
-            return self.train_dataset
-        defaults = self.get_default_train_dl_kwargs(batch_size)
-        kwargs = self._train_dl_kwargs = loaders.merge_kwargs(self.train_dataset, defaults, train_dl_kwargs)
-        with naming("train_dataloader_kwargs", train_dl_kwargs):
-            return DataLoader(dataset=self.train_dataset, collate_fn=self.collate_fn, **kwargs)
+        return self._make_loader("train", self.get_default_train_dl_kwargs, batch_size, train_dl_kwargs)
 
-    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: dict[str, Any] | None = None) -> Iterable[Any]:
+    def create_eval_dataloader(self, batch_size: int, eval_dl_kwargs: Settings | None = None) -> Iterable[object]:
         """Return the loader of the evaluation data."""
-        arguments.check_dataset("eval_dataset", self.eval_dataset)
-        if loaders.is_ready_loader(self.eval_dataset):
-            arguments.reject_unused("eval_dataset", self.eval_dataset, "eval_dataloader_kwargs", eval_dl_kwargs, None)
-            return self.eval_dataset
-        defaults = self.get_default_eval_dl_kwargs(batch_size)
-        kwargs = self._eval_dl_kwargs = loaders.merge_kwargs(self.eval_dataset, defaults, eval_dl_kwargs)
-        with naming("eval_dataloader_kwargs", eval_dl_kwargs):
-            return DataLoader(dataset=self.eval_dataset, collate_fn=self.collate_fn, **kwargs)
+        return self._make_loader("eval", self.get_default_eval_dl_kwargs, batch_size, eval_dl_kwargs)
+
+    def _make_loader(
+        self, phase: str, defaults: Callable[[int], Settings], batch_size: int, given: Settings | None
+    ) -> Iterable[object]:
+        data, name, kwargs_name = getattr(self, f"{phase}_dataset"), f"{phase}_dataset", f"{phase}_dataloader_kwargs"
+        arguments.check_dataset(name, data)
+        if loaders.is_ready_loader(data):
+            arguments.reject_unused(name, data, kwargs_name, given, self.collate_fn if phase == "train" else None)
+            return data
+        kwargs = loaders.merge_kwargs(data, defaults(batch_size), given)
+        setattr(self.run.data, f"{phase}_kwargs", kwargs)
+        with naming(kwargs_name, given):
+            return DataLoader(dataset=data, collate_fn=self.collate_fn, **kwargs)
 
     # ------------------------------------------------------------------ getting ready
 
@@ -524,37 +532,25 @@ class Trainer(TrainerLoop):
     def _create_callback_handler(self) -> CallbackHandler:
         return CallbackHandler(with_limit_from_environment(self._callbacks))
 
-    def _callbacks_changed(self, callbacks: Sequence[Any]) -> None:
+    def _callbacks_changed(self, callbacks: Sequence[object]) -> None:
         if hasattr(self, "engine"):
             self.engine.set_plugins(self._plugins())
 
-    def _plugins(self) -> list[Any]:
+    def _plugins(self) -> list[object]:
         """Return every plugin in order; the state holds them too, so that theirs is saved with it."""
         self.state.algorithms, self.state.callbacks = list(self._algorithms), list(self.callback_handler)
         measures = self.run.measures
         own = [plugin for plugin in (measures.step_losses, measures.step_times) if plugin is not None]
         return [*self._algorithms, *self.callback_handler, *own, *self._strict_steps]
 
-    def add_algorithms(self, algorithms: Iterable[Any]) -> None:
+    def add_algorithms(self, algorithms: Iterable[Plugin]) -> None:
         """Add algorithms that a checkpoint cannot be loaded without."""
         self._algorithms = (*self._algorithms, *algorithms)
         self.engine.set_plugins(self._plugins())
 
     def _prepare_model_optimizer_and_dataloaders(self) -> None:
         """Place model, loss and optimizer; make loaders deliver to the device; wrapping waits until weights are loaded."""
-        run, settings = self.run, self.run.require_settings()
-        self.model = loaders.move_model(self.runtime, self.model)
-        setup.prepare_precision(self)
-        setup.resolve_optimizer(self)
-        overfit = settings.overfit_batches or None
-        loader = loaders.prepare(self.device, run.data.train, None)
-        loaders.check_training_loader(loader, self.train_dataset, settings)
-        run.data.train = loaders.limit(loader, overfit or settings.limit_train_batches)
-        if run.data.evaluation is not None:
-            limit = overfit or settings.limit_eval_batches
-            run.data.evaluation = loaders.prepare(self.device, run.data.evaluation, limit)
-            self._check_eval_batch_size()
-        self.engine.call("on_loaders_made")
+        setup.place_everything(self)
 
     def _prepare_loop(self) -> None:
         setup.prepare_loop(self)

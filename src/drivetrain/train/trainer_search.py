@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
-from drivetrain.core.types import Batch
+from drivetrain.core.types import Batch, Settings
 from drivetrain.module.precision import Precision, parse_precision
 from drivetrain.runtime.ranks import get_num_processes, is_master, num_data_ranks
 from drivetrain.runtime.run import current_run
@@ -35,7 +35,7 @@ from drivetrain.train.resuming import ddp_settings
 from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from drivetrain.core.plugin import Algorithm
+    from drivetrain.core.plugin import Plugin
     from drivetrain.train.trainer import Trainer
 
 SAME_AS_ALGORITHM = {"TorchCompile": "native_dynamo", "ChannelsLast": "channels_last", "FP8Linear": "fp8"}
@@ -56,7 +56,7 @@ class CallByForm:
 
     form: BatchForm
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Any:
+    def __call__(self, model: nn.Module, batch: Batch) -> object:
         args, kwargs = self.form.arguments(batch)
         return model(*args, **kwargs)
 
@@ -66,9 +66,9 @@ class LossByForm:
     """The Trainer's loss as a function of batch and output; without a loss function it is what the output carries."""
 
     form: BatchForm
-    loss_func: Any = None
+    loss_func: Callable[..., Any] | None = None
 
-    def __call__(self, batch: Batch, outputs: Any) -> Any:
+    def __call__(self, batch: Batch, outputs: object) -> Any:
         if self.loss_func is None:
             return carried_loss(outputs)
         loss = self.loss_func(self.form.predictions(outputs), self.form.targets(batch))
@@ -85,19 +85,19 @@ class PlanRequest:
     """Model, loss and optimizer, which the plan changes."""
     settings: TrainSettings | None
     device: torch.device
-    strategy: Any = None
+    strategy: object = None
     """The plan in any form that `Strategy.load` reads, or "auto"."""
     strict: bool = False
     time_limit: float | None = None
     precision: str | Precision | None = None
     """As it was requested; None leaves it to the plan."""
     has_scaler: bool = False
-    dataset: Any = None
+    dataset: object = None
     """What `train()` was given: a dataset, or a loader."""
-    collate: Callable[[list[Any]], Any] | None = None
-    loader: Any = None
+    collate: Callable[..., object] | None = None
+    loader: object = None
     """The training loader, where it was made already."""
-    find_form: Callable[[Any, Any, bool], BatchForm]
+    find_form: Callable[[object, object, bool], BatchForm]
     outputs_are_read: bool = False
     """Whether anything but the loss function reads the model's outputs in training."""
     has_train_metrics: bool = False
@@ -111,7 +111,7 @@ class PlanRequest:
     """Prints how the search goes; None where the Trainer prints nothing."""
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> object:
         """The optimizer as it was given, or None."""
         return self.state.optimizers[0] if self.state.optimizers else None
 
@@ -121,7 +121,7 @@ class PlanRequest:
         return self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None
 
     @property
-    def algorithms(self) -> "Sequence[Algorithm]":
+    def algorithms(self) -> "Sequence[Plugin]":
         """The algorithms of the run."""
         return self.state.algorithms
 
@@ -243,7 +243,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
     form = request.find_form(samples, model, loss_func is not None)
     if obstacle is None and isinstance(form, WholeForm):
         obstacle = "the model computes its own loss(outputs, batch), which a trial's model cannot be asked for"
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     if request.torch_optimizer is not None:
         recipe = recipe_of(request.torch_optimizer, model)
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
@@ -269,7 +269,7 @@ def _global_batch(request: PlanRequest) -> int:
     return size * num_data_ranks()
 
 
-def _samples(request: PlanRequest) -> Any:
+def _samples(request: PlanRequest) -> object:
     """Return a few samples of the training data without touching the loader; random states stay as they are."""
     source = request.dataset
     dataset, collate = (

@@ -10,7 +10,7 @@ Loaders and datasets are the same objects in all runs. Generators that they hold
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_state_dict
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.callbacks import TrainerCallback
@@ -53,7 +54,7 @@ class ResumeVerdict:
 
 
 def verify_resume(
-    build: Callable[[], Any], train_dataset: object, num_steps: int = 8, *, seed: int = 0, **train_kwargs: object
+    build: "Callable[[], Trainer]", train_dataset: object, num_steps: int = 8, *, seed: int = 0, **train_kwargs: Any
 ) -> ResumeVerdict:
     """Check that a run resumes bit for bit.
 
@@ -109,7 +110,7 @@ class _Data:
             load_loader_state(loader, state, 0)
 
 
-def _as_loader(data: object) -> Any:
+def _as_loader(data: object) -> object:
     return data if is_ready_loader(data) else SimpleNamespace(dataset=data)
 
 
@@ -139,14 +140,14 @@ class _Interrupt(TrainerCallback):
 
 
 def _run(
-    build: Callable[[], Any],
+    build: "Callable[[], Trainer]",
     data: object,
     steps: int,
     seed: int,
     folder: str | None,
-    kwargs: dict[str, Any],
+    kwargs: Settings,
     stop_at: int | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     torch.manual_seed(seed)
     trainer = build()
     added: list[TrainerCallback] = [rates := _Rates()]
@@ -154,7 +155,7 @@ def _run(
         added.append(_Interrupt(stop_at))
     for callback in added:
         trainer.callback_handler.add_callback(callback)
-    keeping = (
+    keeping: Settings = (
         {"checkpoint_dir": folder, "checkpoint_every": "1st", "resume_from": "auto", "async_checkpoint": False}
         if folder
         else {}
@@ -188,9 +189,9 @@ def _is_of_evaluation(name: str) -> bool:
     return "eval" in name
 
 
-def _flatten(value: object, path: str = "") -> dict[str, Any]:
+def _flatten(value: object, path: str = "") -> dict[str, object]:
     if isinstance(value, dict):
-        items: Any = value.items()
+        items: Iterable[tuple[object, object]] = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
     else:
@@ -198,7 +199,7 @@ def _flatten(value: object, path: str = "") -> dict[str, Any]:
     return {k: v for key, item in items for k, v in _flatten(item, f"{path}.{key}" if path else str(key)).items()}
 
 
-def _compare(whole: dict[str, Any], resumed: dict[str, Any], steps: int) -> ResumeVerdict:
+def _compare(whole: dict[str, object], resumed: dict[str, object], steps: int) -> ResumeVerdict:
     errors = {name: _error(whole.get(name), resumed.get(name)) for name in dict.fromkeys((*whole, *resumed))}
     wrong = {name: error for name, error in errors.items() if error is not None}
     if not wrong:
@@ -212,7 +213,7 @@ def _compare(whole: dict[str, Any], resumed: dict[str, Any], steps: int) -> Resu
     )
 
 
-def _error(whole: Any, resumed: Any) -> float | None:
+def _error(whole: object, resumed: object) -> float | None:
     """Return by how much two values differ, NaN where that is not a number; None where they are the same."""
     if isinstance(whole, Tensor) and isinstance(resumed, Tensor) and whole.shape == resumed.shape:
         if torch.equal(whole.nan_to_num(), resumed.nan_to_num()):
@@ -220,5 +221,6 @@ def _error(whole: Any, resumed: Any) -> float | None:
         return (whole.double() - resumed.double()).abs().max().item()
     if whole is resumed or repr(whole) == repr(resumed):
         return None
-    are_numbers = isinstance(whole, int | float) and isinstance(resumed, int | float)
-    return abs(whole - resumed) if are_numbers else math.nan
+    if isinstance(whole, int | float) and isinstance(resumed, int | float):
+        return abs(whole - resumed)
+    return math.nan

@@ -23,11 +23,11 @@ class TrainerReference:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"{name}_reference"
 
-    def __get__(self, callback: Any, owner: type | None = None) -> "Trainer | None":
+    def __get__(self, callback: object, owner: type | None = None) -> "Trainer | None":
         reference = vars(callback).get(self._name)
         return None if reference is None else reference()
 
-    def __set__(self, callback: Any, trainer: "Trainer | None") -> None:
+    def __set__(self, callback: object, trainer: "Trainer | None") -> None:
         vars(callback)[self._name] = None if trainer is None else weakref.ref(trainer)
 
 
@@ -134,19 +134,19 @@ class CallbackHandler:
     `call_event`.
     """
 
-    def __init__(self, callbacks: Iterable[Any] = (), on_change: Callable[[Sequence[Any]], None] | None = None):
-        self._callbacks: tuple[Any, ...] = ()
+    def __init__(self, callbacks: Iterable[object] = (), on_change: Callable[[Sequence[object]], None] | None = None):
+        self._callbacks: tuple[object, ...] = ()
         self._is_enabled = True
         self.watch(on_change)
         self.add_callbacks(callbacks)
 
     @property
-    def callbacks(self) -> tuple[Any, ...]:
+    def callbacks(self) -> tuple[object, ...]:
         """The callbacks; add with `add_callback`, or assign another sequence."""
         return self._callbacks
 
     @callbacks.setter
-    def callbacks(self, callbacks: Iterable[Any]) -> None:
+    def callbacks(self, callbacks: Iterable[object]) -> None:
         self._callbacks = ()
         self.add_callbacks(callbacks)
 
@@ -165,18 +165,18 @@ class CallbackHandler:
         self._is_enabled = enabled
         self._changed()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         """Yield the callbacks in force: none while the handler is disabled."""
         return iter(self._callbacks if self._is_enabled else ())
 
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def add_callback(self, callback: Any) -> None:
+    def add_callback(self, callback: object) -> None:
         """Add one callback, or a class of which to make one, at the end."""
         self.add_callbacks([callback])
 
-    def add_callbacks(self, callbacks: Iterable[Any]) -> None:
+    def add_callbacks(self, callbacks: Iterable[object]) -> None:
         """Add callbacks at the end; a second one of a class is rejected unless the class allows it."""
         added = list(self._callbacks)
         for callback in callbacks:
@@ -196,16 +196,16 @@ class CallbackHandler:
         self._callbacks = ()
         self._changed()
 
-    def call_event(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def call_event(self, event: str, *args: object, **kwargs: Any) -> None:
         """Call the method `event` of every callback that has it, with those keyword arguments that it takes."""
         for callback in tuple(self):
             method = _find_method(callback, event)
             if method is not None:
                 method(*args, **_accepted(method, kwargs))
 
-    def watch(self, on_change: Callable[[Sequence[Any]], None] | None) -> None:
+    def watch(self, on_change: Callable[[Sequence[object]], None] | None) -> None:
         """Call a function whenever the callbacks change; the object of a bound method is not kept alive."""
-        find: Callable[[], Callable[[Sequence[Any]], None] | None] = lambda: on_change
+        find: Callable[[], Callable[[Sequence[object]], None] | None] = lambda: on_change
         if on_change is not None and inspect.ismethod(on_change):
             find = weakref.WeakMethod(on_change)
         self._on_change = find
@@ -220,7 +220,7 @@ def is_fresh_run(trainer: "Trainer") -> bool:
     return trainer.state.clock.batch == 0
 
 
-def _find_method(callback: Any, event: str) -> Callable[..., Any] | None:
+def _find_method(callback: object, event: str) -> Callable[..., object] | None:
     """Return the callback's method for an event under whichever spelling it uses."""
     known = EVENT_OF_HOOK.get(event)
     name = event if known is None else method_for(callback, known) or event
@@ -228,7 +228,7 @@ def _find_method(callback: Any, event: str) -> Callable[..., Any] | None:
     return method if callable(method) else None
 
 
-def _accepted(method: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _accepted(method: Callable[..., object], kwargs: Mapping[str, object]) -> Mapping[str, object]:
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.plugin import Logger
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.loaders import DataLoaderSlice, limit_from_environment, map_loaders
@@ -22,11 +24,11 @@ class MoveModulesToDeviceCallback(TrainerCallback):
 
     writes = ("settings",)
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Move before training."""
         self._move(trainer)
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Move before an evaluation outside training."""
         self._move(trainer)
 
@@ -41,7 +43,7 @@ class ConvertSyncBatchNormCallback(TrainerCallback):
 
     writes = ("model",)
 
-    def before_load(self, state: Any, logger: Any) -> None:
+    def before_load(self, state: State, logger: Logger) -> None:
         """Convert while the model is still plain; the optimizer's parameters stay the same objects."""
         if not is_distributed():
             return
@@ -69,7 +71,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
             raise ConfigError(f"eval_every_n_steps={eval_every_n_steps}: expected at least 1.")
         self.eval_every_n_steps = eval_every_n_steps
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Reject a run that has nothing to evaluate on."""
         if trainer.run.data.evaluation is None:
             raise ConfigError(
@@ -78,7 +80,7 @@ class StepBasedEvaluationCallback(TrainerCallback):
             )
         self._trainer = trainer
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Evaluate when the batch that has just ended is an n-th one."""
         if state.clock.batch % self.eval_every_n_steps == 0:
             trainer = self._trainer
@@ -102,24 +104,24 @@ class LimitEvalStepsCallback(TrainerCallback):
         self.limit_intermediate_only = limit_intermediate_only
         self._slices: list[DataLoaderSlice] = []
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Put the loader behind a slice."""
         self._prepare(trainer)
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Put the loader behind a slice."""
         self._prepare(trainer)
 
-    def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
         """Close the slice where this evaluation is limited."""
         if is_intermediate or not self.limit_intermediate_only:
             self._set_size(self.num_eval_steps // num_data_ranks())
 
-    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Open the slice."""
         self._set_size(None)
 
-    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
         """Open the slice also when an evaluation has failed."""
         self.on_eval_epoch_end(trainer)
 
@@ -134,7 +136,7 @@ class LimitEvalStepsCallback(TrainerCallback):
             self._slices = []
             trainer.run.data.evaluation = map_loaders(self._sliced, trainer.run.data.evaluation)
 
-    def _sliced(self, loader: Any) -> DataLoaderSlice:
+    def _sliced(self, loader: Iterable[object]) -> DataLoaderSlice:
         self._slices.append(DataLoaderSlice(loader, None))
         return self._slices[-1]
 
@@ -158,16 +160,16 @@ class LimitBatchesCallback(TrainerCallback):
             raise ConfigError(f"num_batches={num_batches}: expected at least 1.")
         self.num_batches = num_batches
 
-    def on_loaders_made(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_loaders_made(self, trainer: "Trainer", **kwargs: object) -> None:
         """Cut both loaders of a training run."""
         trainer.run.data.train = self._cut(trainer.run.data.train)
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Cut what a trainer made that does not announce its loaders."""
         self.on_loaders_made(trainer)
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Cut the loader of an evaluation outside training."""
         trainer.run.data.evaluation = self._cut(trainer.run.data.evaluation)
 
@@ -183,7 +185,7 @@ class LimitBatchesCallback(TrainerCallback):
         return loader if loader is None or is_cut else DataLoaderSlice(loader, self.num_batches)
 
 
-def with_limit_from_environment(callbacks: Iterable[Any]) -> tuple[Any, ...]:
+def with_limit_from_environment(callbacks: Iterable[object]) -> tuple[object, ...]:
     """Return the callbacks, with a limit in front where the environment sets one and the user has not."""
     callbacks, limit = tuple(callbacks), limit_from_environment()
     has_own = any(isinstance(one, LimitBatchesCallback) or one is LimitBatchesCallback for one in callbacks)
@@ -211,17 +213,17 @@ class StrictSteps(TrainerCallback):
         self._steps_seen = 0
         self._first_window = True
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin again with every run."""
         self._steps_seen, self._first_window = 0, True
 
-    def batch_start(self, state: Any, logger: Any) -> None:
+    def batch_start(self, state: State, logger: Logger) -> None:
         """From here to the end of the batch the host must not wait; float16's scaler is the known exception."""
         self._steps_seen += 1
         if state.device.type == "cuda" and state.scaler is None and self._steps_seen > WARM_UP:
             torch.cuda.set_sync_debug_mode("error")
 
-    def after_train_batch(self, state: Any, logger: Any) -> None:
+    def after_train_batch(self, state: State, logger: Logger) -> None:
         """Look at the first complete gradients."""
         if not self._first_window or not isinstance(state.model, nn.Module):
             return
@@ -234,12 +236,12 @@ class StrictSteps(TrainerCallback):
                 "them? Set requires_grad=False for those it should not reach."
             )
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Allow waiting again between steps, where evaluation and saving happen."""
         if state.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
 
-    def on_exception(self, trainer: "Trainer", exception: BaseException | None = None, **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", exception: BaseException | None = None, **kwargs: object) -> None:
         """Leave the process as it was."""
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")

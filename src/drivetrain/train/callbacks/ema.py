@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
+from drivetrain.core.types import StateDict
 from drivetrain.module.wrapping import unwrap, wrapping_of
 from drivetrain.train.callbacks.base import CallbackHandler
 from drivetrain.train.callbacks.saving import SaveBestModelCallback
@@ -107,8 +110,8 @@ class ModelEmaCallback(SaveBestModelCallback):
         save_path: str | Path = "ema_model.pt",
         watch_metric: str = "ema_model_eval_loss_epoch",
         greater_is_better: bool = False,
-        model_ema: Any = ModelEma,
-        callbacks: Iterable[Any] = (),
+        model_ema: Callable[..., ModelEma] = ModelEma,
+        callbacks: Iterable[object] = (),
         *,
         update_interval: str = "1st",
     ):
@@ -128,11 +131,11 @@ class ModelEmaCallback(SaveBestModelCallback):
         self.model_ema_cls = model_ema
         self.callback_handler = CallbackHandler(callbacks)
         self.update_interval = ensure_time(update_interval, "st")
-        self.ema_model: Any = None
+        self.ema_model: ModelEma | None = None
         self._interval = Interval(self.update_interval)
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: StateDict | None = None
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Copy the model, or continue with the average of a resumed run."""
         super().on_training_run_start(trainer)
         model = trainer.get_model(keep_torch_compile=False)
@@ -150,23 +153,23 @@ class ModelEmaCallback(SaveBestModelCallback):
         self._interval.reset(trainer.state.clock)
         self._trainer = trainer
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Update where the interval counts batches, steps, samples or tokens."""
         if not self._interval.is_per_epoch and self._interval.due(state.clock):
             assert self._trainer is not None
-            self.ema_model.update(self._trainer.get_model(keep_torch_compile=False))
+            self._average().update(self._trainer.get_model(keep_torch_compile=False))
 
-    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Update where the interval counts epochs."""
         if self._interval.is_per_epoch and self._interval.due(trainer.state.clock):
-            self.ema_model.update(trainer.get_model(keep_torch_compile=False))
+            self._average().update(trainer.get_model(keep_torch_compile=False))
 
-    def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
         """Evaluate the average, after an evaluation that belongs to an epoch of training."""
         if self.evaluate_during_training and not is_intermediate and self._trainer is not None:
             self._evaluate_average(trainer, trainer.state.dataloader)
 
-    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Do the same after an evaluation that `eval_interval` asked for inside an epoch, and save the average if it is the best."""
         if not self.evaluate_during_training or not trainer.evaluates_inside_epochs:
             return
@@ -174,7 +177,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         with self._in_place_of_the_model(trainer):
             super().on_intermediate_evaluation_end(trainer)
 
-    def _evaluate_average(self, trainer: "Trainer", loader: Any, is_intermediate: bool = False) -> None:
+    def _evaluate_average(self, trainer: "Trainer", loader: Iterable[object], is_intermediate: bool = False) -> None:
         handler, prefix = trainer.callback_handler, trainer.run_history.metric_name_prefix
         attending = handler.callbacks
         trainer.print("Evaluating the average of the weights")
@@ -187,7 +190,7 @@ class ModelEmaCallback(SaveBestModelCallback):
                 handler.callbacks = attending
                 trainer.run_history.set_metric_name_prefix(prefix)
 
-    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save the average, if it is the best or not compared."""
         with self._in_place_of_the_model(trainer):
             if self.evaluate_during_training:
@@ -195,15 +198,15 @@ class ModelEmaCallback(SaveBestModelCallback):
             else:
                 trainer.save_checkpoint(save_path=self.save_path, save_optimizer=False, save_scheduler=False)
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Leave the trained model as it is."""
         self._trainer = None
 
-    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
         """No run is on any more."""
         self._trainer = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value and the average itself."""
         average = None if self.ema_model is None else self.ema_model.state_dict()
         return {**super().state_dict(), "average": average}
@@ -213,10 +216,14 @@ class ModelEmaCallback(SaveBestModelCallback):
         super().load_state_dict(state)
         self._restored = state["average"]
 
+    def _average(self) -> ModelEma:
+        assert self.ema_model is not None, "no run has begun"
+        return self.ema_model
+
     @contextmanager
     def _in_place_of_the_model(self, trainer: "Trainer") -> Iterator[None]:
         model = trainer.model
-        trainer.model = self.ema_model.module
+        trainer.model = self._average().module
         try:
             yield
         finally:

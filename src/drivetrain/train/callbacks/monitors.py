@@ -4,18 +4,23 @@ They read clocks and counters on the host, never the device, and send their numb
 """
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.plugin import Logger
 from drivetrain.core.time import Interval, ensure_time
 from drivetrain.module.wrapping import wrapping_of
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.train.callbacks.base import TrainerCallback
 
 if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
     from drivetrain.train.trainer import Trainer
 
 GIB = 2**30
@@ -61,22 +66,22 @@ class ThroughputMonitor(TrainerCallback):
         self.peak_flops = peak_flops
         self._flops: float | None = None
         self._peak: float | None = None
-        self._counter: Any = None
+        self._counter: FlopCounterMode | None = None
         self._counts: tuple[int, int, int] = (0, 0, 0)
         self._seconds = 0.0
         self._since = 0.0
 
-    def fit_start(self, state: Any, logger: Any) -> None:
+    def fit_start(self, state: State, logger: Logger) -> None:
         """Find out what is known about the device."""
         self._flops = None if isinstance(self.flops_per_sample, str) else self.flops_per_sample
         self._peak = _peak_of(state.device) if isinstance(self.peak_flops, str) else self.peak_flops
         self._restart(state)
 
-    def epoch_start(self, state: Any, logger: Any) -> None:
+    def epoch_start(self, state: State, logger: Logger) -> None:
         """Let the time run."""
         self._since = time.perf_counter()
 
-    def batch_start(self, state: Any, logger: Any) -> None:
+    def batch_start(self, state: State, logger: Logger) -> None:
         """Count the FLOPs of the first batch."""
         if self._flops is None and self._counter is None and self._peak is not None and _can_be_counted(state.model):
             from torch.utils.flop_counter import FlopCounterMode
@@ -84,7 +89,7 @@ class ThroughputMonitor(TrainerCallback):
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Close the count, and a window that is full."""
         if self._counter is not None and self._flops is None:
             self._close_counter(state)
@@ -92,35 +97,36 @@ class ThroughputMonitor(TrainerCallback):
         elif state.clock.batch - self._counts[0] >= self.window_size:
             self._log(state, logger)
 
-    def eval_start(self, state: Any, logger: Any) -> None:
+    def eval_start(self, state: State, logger: Logger) -> None:
         """Stop the time."""
         self._seconds += time.perf_counter() - self._since
 
-    def eval_end(self, state: Any, logger: Any) -> None:
+    def eval_end(self, state: State, logger: Logger) -> None:
         """Let the time run again."""
         self._since = time.perf_counter()
 
-    def epoch_end(self, state: Any, logger: Any) -> None:
+    def epoch_end(self, state: State, logger: Logger) -> None:
         """Log a run's first numbers after an epoch that is shorter than a window; then stop the time."""
         if state.clock.batch > self._counts[0]:
             self._log(state, logger)
 
-    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
         """Leave no counter behind when the first batch fails."""
         if self._counter is not None and self._flops is None:
             self._counter.__exit__(None, None, None)
             self._counter = None
 
-    def _restart(self, state: Any) -> None:
+    def _restart(self, state: State) -> None:
         clock = state.clock
         self._counts, self._seconds, self._since = (clock.batch, clock.sample, clock.token), 0.0, time.perf_counter()
 
-    def _close_counter(self, state: Any) -> None:
+    def _close_counter(self, state: State) -> None:
+        assert self._counter is not None
         self._counter.__exit__(None, None, None)
         samples = (state.clock.sample - self._counts[1]) / get_num_processes()
         self._flops = self._counter.get_total_flops() / samples if samples else 0.0
 
-    def _log(self, state: Any, logger: Any) -> None:
+    def _log(self, state: State, logger: Logger) -> None:
         seconds = self._seconds + time.perf_counter() - self._since
         now, devices = (state.clock.batch, state.clock.sample, state.clock.token), get_num_processes()
         batches, samples, tokens = ((new - old) / seconds for new, old in zip(now, self._counts))
@@ -147,16 +153,16 @@ class MemoryMonitor(TrainerCallback):
         self.interval = ensure_time(interval, "ba")
         self._interval = Interval(self.interval)
 
-    def fit_start(self, state: Any, logger: Any) -> None:
+    def fit_start(self, state: State, logger: Logger) -> None:
         """Keep the rhythm of a resumed run."""
         self._interval.reset(state.clock)
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Log when it is due."""
         if self._interval.due(state.clock):
             logger.log_metrics(_memory(torch.device(state.device)))
 
-    def epoch_end(self, state: Any, logger: Any) -> None:
+    def epoch_end(self, state: State, logger: Logger) -> None:
         """Log when an interval in epochs is due."""
         self.batch_end(state, logger)
 
@@ -168,16 +174,16 @@ class LRMonitor(TrainerCallback):
         self.interval = ensure_time(interval, "ba")
         self._interval = Interval(self.interval)
 
-    def fit_start(self, state: Any, logger: Any) -> None:
+    def fit_start(self, state: State, logger: Logger) -> None:
         """Keep the rhythm of a resumed run."""
         self._interval.reset(state.clock)
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Log when it is due."""
         if self._interval.due(state.clock):
             logger.log_metrics(learning_rates(state.optimizers))
 
-    def epoch_end(self, state: Any, logger: Any) -> None:
+    def epoch_end(self, state: State, logger: Logger) -> None:
         """Log when an interval in epochs is due."""
         self.batch_end(state, logger)
 
@@ -185,7 +191,7 @@ class LRMonitor(TrainerCallback):
 LearningRateMonitor = LRMonitor
 
 
-def _can_be_counted(model: Any) -> bool:
+def _can_be_counted(model: object) -> bool:
     """Whether the operations of a step pass where a counter sees them; those of a compiled model do not."""
     if not isinstance(model, nn.Module):
         return False
@@ -214,9 +220,9 @@ def _memory(device: torch.device) -> dict[str, float]:
     }  # Linux counts KiB
 
 
-def learning_rates(optimizers: Any) -> dict[str, Any]:
+def learning_rates(optimizers: Sequence[Any] | None) -> dict[str, float | Tensor]:
     """Return the rate of every parameter group by name; one on a device is copied there."""
-    rates: dict[str, Any] = {}
+    rates: dict[str, float | Tensor] = {}
     for optimizer in optimizers or ():
         for index, group in enumerate(optimizer.param_groups):
             name = group.get("unit", f"group{index}")

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.plugin import Logger
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
@@ -20,6 +22,9 @@ from drivetrain.train.run import Measures
 from drivetrain.train.run_history import format_metric
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
     from drivetrain.train.trainer import Trainer
 
 
@@ -44,7 +49,7 @@ class ProgressBarCallback(TrainerCallback):
         self._next = float("inf")
         self._readback = AsyncReadback()
 
-    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin a training epoch, where a resumed run left it."""
         clock, epoch, config = trainer.state.clock, trainer.run_history.current_epoch, trainer.run.config
         epochs = None if config is None else config.num_epochs
@@ -53,7 +58,7 @@ class ProgressBarCallback(TrainerCallback):
         self._epoch_began = clock.batch - clock.batch_in_epoch
         self._begin(trainer, _Phase(name, _length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Count a training batch, and show it when it is time."""
         if time.perf_counter() < self._next:
             return
@@ -61,20 +66,20 @@ class ProgressBarCallback(TrainerCallback):
         phase.done, phase.samples = state.clock.batch - self._epoch_began, state.clock.sample
         self._show(phase)
 
-    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """End a training epoch."""
         if self._phases:
             phase, clock = self._phases[-1], trainer.state.clock
             phase.done, phase.samples = clock.batch - self._epoch_began, clock.sample
             self._end(phase)
 
-    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin an evaluation."""
         state = trainer.state
         name = "evaluation" if state.dataloader_label == "eval" else f"evaluation on {state.dataloader_label}"
         self._begin(trainer, _Phase(name, _length(state.dataloader), 0, 0, trains=False))
 
-    def eval_batch_end(self, state: Any, logger: Any) -> None:
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Count an evaluation batch, and show it when it is time."""
         if not self._phases:
             return
@@ -85,24 +90,24 @@ class ProgressBarCallback(TrainerCallback):
         if time.perf_counter() >= self._next:
             self._show(phase)
 
-    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """End an evaluation."""
         if self._phases:
             self._end(self._phases[-1])
 
-    def on_stop_training_error(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_stop_training_error(self, trainer: "Trainer", **kwargs: object) -> None:
         """Leave the terminal as it was."""
         self._close()
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Leave the terminal as it was."""
         self._close()
 
-    def on_exception(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
         """Leave the terminal as it was, also after an error."""
         self._close()
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         """Leave the terminal as it was."""
         self._close()
 
@@ -151,7 +156,7 @@ class ProgressBarCallback(TrainerCallback):
         if unread is not None and self._readback.is_idle:
             self._readback.push(unread)
 
-    def _hear(self, values: list[tuple[Any, float]]) -> None:
+    def _hear(self, values: list[tuple[object, float]]) -> None:
         for _, value in values:
             self._measures.tracker.latest_known = value
 
@@ -214,7 +219,7 @@ class _Display:
 class _BarDisplay(_Display):
     """One live display of `rich` with a bar for each phase that is open."""
 
-    def __init__(self, console: Any):
+    def __init__(self, console: "Console"):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
@@ -227,7 +232,7 @@ class _BarDisplay(_Display):
             auto_refresh=False,  # no second thread: a step redraws when it is time
             expand=True,
         )
-        self._tasks: dict[int, Any] = {}
+        self._tasks: dict[int, TaskID] = {}
         self._progress.start()
 
     def begin(self, phase: _Phase) -> None:
@@ -311,15 +316,15 @@ class LogMetricsCallback(TrainerCallback):
 
     _recorded_before: Mapping[str, int] = {}
 
-    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Log the metrics whose names begin with `train`."""
         self._log(trainer, [name for name in trainer.run_history.get_metric_names() if name.startswith("train")])
 
-    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Note what was recorded before this evaluation."""
         self._recorded_before = trainer.run_history._counts()
 
-    def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
         """Log the other metrics; of an evaluation inside an epoch, or of one of several evaluation sets, only its own."""
         counts = {name: count for name, count in trainer.run_history._counts().items() if not name.startswith("train")}
         if is_intermediate or trainer.state.dataloader_label != "eval":
@@ -327,7 +332,7 @@ class LogMetricsCallback(TrainerCallback):
         else:
             self._log(trainer, [name for name in counts if "intermediate_eval_" not in name])
 
-    def log_metrics(self, trainer: "Trainer", metrics: Mapping[str, Any]) -> None:
+    def log_metrics(self, trainer: "Trainer", metrics: Mapping[str, object]) -> None:
         """Print each metric once per node."""
         for name, value in metrics.items():
             trainer.print(f"{name}: {format_metric(value)}")
@@ -339,27 +344,27 @@ class LogMetricsCallback(TrainerCallback):
 class PrintProgressCallback(TrainerCallback):
     """Prints when runs and epochs begin and end."""
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say that training begins."""
         trainer.print("Starting training run")
 
-    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say which epoch begins."""
         trainer.print(f"\nStarting epoch {trainer.run_history.current_epoch}")
 
-    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say that an evaluation begins."""
         label = trainer.state.dataloader_label
         trainer.print("Starting evaluation" if label == "eval" else f"Starting evaluation on {label}")
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say that training is over."""
         trainer.print("\nFinishing training run")
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say that `evaluate()` begins."""
         trainer.print("Starting evaluation run")
 
-    def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Say that `evaluate()` is over."""
         trainer.print("Finishing evaluation run")

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.plugin import Logger
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.collectives import agree_any
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.run_history import format_metric
@@ -62,15 +65,15 @@ class SaveBestModelCallback(TrainerCallback):
         """The best value so far; None until something was saved."""
         return self._watch.best
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Forget earlier runs where that was asked for, unless this one is resumed."""
         self._watch.start(trainer.run_history, forget=self.reset_on_train and is_fresh_run(trainer))
 
-    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save if the latest value is the best; on several processes rank 0's value counts, because all of them save."""
         self._save_if_best(trainer, self._watch.agreed_value(trainer))
 
-    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Do the same after an evaluation inside an epoch."""
         self._save_if_best(trainer, self._watch.agreed_value(trainer, inside_epoch=True))
 
@@ -86,7 +89,7 @@ class SaveBestModelCallback(TrainerCallback):
             save_scheduler=self.save_scheduler,
         )
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Load the best model."""
         if not self.load_saved_checkpoint or self.best_metric is None or not trainer.writes_files:
             return
@@ -103,7 +106,7 @@ class SaveBestModelCallback(TrainerCallback):
         )
         trainer.load_checkpoint(self.save_path)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value, its epoch and its step."""
         return {
             "watch": self._watch.state_dict(),
@@ -154,31 +157,33 @@ class SaveTrainingStateCallback(TrainerCallback):
         self.max_checkpoints = max_checkpoints
         self._saved_checkpoints: list[Path] = []
 
-    def on_train_step_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_step_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Remove what a state saved after the last step has made superfluous."""
         if self.max_checkpoints is not None and len(self._saved_checkpoints) > self.max_checkpoints:
             self._remove_old(trainer)
 
-    def on_train_step_end(self, trainer: "Trainer", batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
+    ) -> None:
         """Ask for a state after this step's update, where one is due."""
         update = update_in_progress(trainer)
         if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
             self._save(trainer, f"step_{update}")
 
-    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save a finished epoch, where one is due."""
         epoch = trainer.state.clock.epoch
         if self.save_every_n_epochs is not None and epoch and epoch % self.save_every_n_epochs == 0:
             self._save(trainer, f"epoch_{epoch}")
         self._remove_old(trainer)
 
-    def on_training_run_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Save the end."""
         if self.save_at_end:
             trainer.save_training_state(self.save_dir / "final")
         self._remove_old(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return which states are there, so that a resumed run removes the right ones."""
         return {"saved": [str(path) for path in self._saved_checkpoints]}
 
@@ -225,7 +230,7 @@ class WSDCheckpointCallback(TrainerCallback):
         self.pre_decay_steps: set[int] = set()
         self._post_decay_step: int | None = None
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Read the steps from the schedule and load the checkpoint to continue from."""
         scheduler = trainer.scheduler
         if not hasattr(scheduler, "get_checkpoint_steps"):
@@ -239,7 +244,9 @@ class WSDCheckpointCallback(TrainerCallback):
         self.checkpoint_steps = set(scheduler.get_checkpoint_steps())
         self.pre_decay_steps = {info["pre_decay_step"] for info in scheduler.get_decay_info() if info["decay_steps"]}
 
-    def on_train_step_end(self, trainer: "Trainer", batch: Any = None, batch_output: Any = None, **kwargs: Any) -> None:
+    def on_train_step_end(
+        self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
+    ) -> None:
         """Ask for what is due after this step's update."""
         update = update_in_progress(trainer)
         if update in self.pre_decay_steps:
@@ -248,7 +255,7 @@ class WSDCheckpointCallback(TrainerCallback):
         if update in self.checkpoint_steps:
             self._post_decay_step = update
 
-    def batch_end(self, state: Any, logger: Any) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         """Save a model whose decay is complete."""
         if self._post_decay_step is None:
             return
@@ -273,7 +280,7 @@ class WSDCheckpointCallback(TrainerCallback):
         trainer.print(f"Continuing from {path}")
 
 
-def _load_weights(state: Any, folder: Path) -> None:
+def _load_weights(state: State, folder: Path) -> None:
     """Load model, optimizers and schedulers of a saved state, and nothing of its position: the new run has its own."""
     from drivetrain.checkpoint.store import load_checkpoint
     from drivetrain.context.context import Context

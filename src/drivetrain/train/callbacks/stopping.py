@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_count, check_number
 from drivetrain.core.errors import ConfigError, NonFiniteLossError, StopTrainingError, unknown_name
+from drivetrain.core.plugin import Logger
+from drivetrain.core.types import StateDict
 from drivetrain.module.finite import StepGuard
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import is_distributed
+from drivetrain.train.batches import BatchOutput
 from drivetrain.train.callbacks.base import TrainerCallback, is_fresh_run
 from drivetrain.train.run_history import format_metric
 from drivetrain.train.tracking import MetricWatch
@@ -66,18 +70,18 @@ class EarlyStoppingCallback(TrainerCallback):
         """The best value so far."""
         return self._watch.best
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Count from zero, unless the run is resumed."""
         forget = self.reset_on_train and is_fresh_run(trainer)
         self._watch.start(trainer.run_history, forget)
         if forget:
             self.early_stopping_patience_counter = 0
 
-    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Compare the latest value and stop when patience is at its end."""
         self._compare(trainer, self._watch.new_value(trainer))
 
-    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Do the same with the value of an evaluation inside an epoch."""
         self._compare(trainer, self._watch.new_value(trainer, inside_epoch=True))
 
@@ -99,7 +103,7 @@ class EarlyStoppingCallback(TrainerCallback):
                 f"evaluations; the best value was {best}."
             )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the best value and the count."""
         return {"watch": self._watch.state_dict(), "counter": self.early_stopping_patience_counter}
 
@@ -123,32 +127,32 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.triggered = False
         self._readback = AsyncReadback()
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin with nothing on its way."""
         self._begin(trainer)
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin with nothing on its way."""
         self._begin(trainer)
 
-    def after_loss(self, state: Any, logger: Any) -> None:
+    def after_loss(self, state: State, logger: Logger) -> None:
         """Test the loss that is trained on."""
         self.check_for_nan_after_batch({"loss": state.loss}, step=_TRAINING)
 
-    def on_eval_step_end(self, trainer: "Trainer", batch: Any, batch_output: Any, **kwargs: Any) -> None:
+    def on_eval_step_end(self, trainer: "Trainer", batch: object, batch_output: BatchOutput, **kwargs: object) -> None:
         """Test the loss of an evaluation batch."""
         self._trainer = trainer
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
 
-    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Hear of the last steps; the epoch's loss has just been read, so nothing is waited for."""
         self._inspect(self._readback.drain())
 
-    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
         """Hear of the last batches of an evaluation."""
         self._inspect(self._readback.drain())
 
-    def check_for_nan_after_batch(self, batch_output: Mapping[str, Any], step: str | None = None) -> None:
+    def check_for_nan_after_batch(self, batch_output: BatchOutput, step: str | None = None) -> None:
         """Send the loss to be tested, and test those that have arrived."""
         loss = batch_output["loss"]
         if isinstance(loss, Tensor):
@@ -235,14 +239,14 @@ class LossSpike(TrainerCallback):
         """Whether a spike returns the run to the last good state."""
         return self.action == "rollback"
 
-    def on_training_run_start(self, trainer: "Trainer", **kwargs: Any) -> None:
+    def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Start without pending losses; a resumed run keeps its statistics."""
         self._trainer, self._readback = trainer, AsyncReadback()
         if trainer.state.clock.batch == 0:
             self.losses.clear()
         self._limit = self._find_limit()
 
-    def after_loss(self, state: Any, logger: Any) -> None:
+    def after_loss(self, state: State, logger: Logger) -> None:
         """Compare the loss with the limit before its backward pass; on an accelerator nothing is waited for."""
         if self.guard is None:
             return
@@ -258,7 +262,7 @@ class LossSpike(TrainerCallback):
         for (limit, batch), value in self._readback.overdue():
             self._take(value, limit, batch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the losses that the next one is compared with."""
         for (limit, batch), value in self._readback.drain():
             self._take(value, limit, batch)

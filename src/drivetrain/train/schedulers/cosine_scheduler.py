@@ -3,13 +3,15 @@
 k-decay (Zhang and Li, 2020) raises the position to a power before the cosine is taken.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
+from torch.optim import Optimizer
+
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.optim.schedules import between, cosine
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_numbers
-from drivetrain.train.settings import TrainerPlaceholderValues
+from drivetrain.train.settings import RunNumber, TrainerPlaceholderValues
 
 
 class CosineLrScheduler(StatefulSchedulerBase):
@@ -50,7 +52,7 @@ class CosineLrScheduler(StatefulSchedulerBase):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         total_num_epochs: int,
         num_update_steps_per_epoch: int,
         k_decay: float = 1.0,
@@ -72,10 +74,8 @@ class CosineLrScheduler(StatefulSchedulerBase):
             at_least=0,
             lr_min=lr_min,
             min_lr_ratio=min_lr_ratio,
-            num_warmup_epochs=num_warmup_epochs,
             warmup_starting_lr=warmup_starting_lr,
             warmup_starting_lr_ratio=warmup_starting_lr_ratio,
-            num_cooldown_epochs=num_cooldown_epochs,
         )
         for name, ratio in (("min_lr_ratio", min_lr_ratio), ("warmup_starting_lr_ratio", warmup_starting_lr_ratio)):
             require(ratio is None or ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1.")
@@ -111,30 +111,33 @@ class CosineLrScheduler(StatefulSchedulerBase):
     @classmethod
     def create_scheduler_fn(
         cls,
-        total_num_epochs: Any = TrainerPlaceholderValues.NUM_EPOCHS,
-        num_update_steps_per_epoch: Any = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        total_num_epochs: RunNumber = TrainerPlaceholderValues.NUM_EPOCHS,
+        num_update_steps_per_epoch: RunNumber = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
         k_decay: float = 1.0,
         lr_min: float = 1e-6,
         min_lr_ratio: float | None = None,
-        num_warmup_epochs: Any = 0,
+        num_warmup_epochs: RunNumber = 0,
         warmup_starting_lr: float = 1e-6,
         warmup_starting_lr_ratio: float | None = None,
-        num_cooldown_epochs: Any = 0,
-    ) -> "Callable[[Any], CosineLrScheduler]":
+        num_cooldown_epochs: RunNumber = 0,
+    ) -> "Callable[[Optimizer], CosineLrScheduler]":
         """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
+        lengths: Settings = {
+            "total_num_epochs": total_num_epochs,
+            "num_update_steps_per_epoch": num_update_steps_per_epoch,
+            "num_warmup_epochs": num_warmup_epochs,
+            "num_cooldown_epochs": num_cooldown_epochs,
+        }
         return partial(
             cls,
-            total_num_epochs=total_num_epochs,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
+            **lengths,
             k_decay=k_decay,
             lr_min=lr_min,
             min_lr_ratio=min_lr_ratio,
-            num_warmup_epochs=num_warmup_epochs,
             warmup_starting_lr=warmup_starting_lr,
             warmup_starting_lr_ratio=warmup_starting_lr_ratio,
-            num_cooldown_epochs=num_cooldown_epochs,
         )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the curve and the count."""
         super().load_state_dict({name: state_dict[name] for name in self.saved})

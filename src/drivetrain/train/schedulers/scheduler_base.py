@@ -6,13 +6,15 @@ It is stepped after every update, never per epoch, so there is one count and no 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import ClassVar
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.types import StateDict
 
 Values = None | float | Iterable[float]
 
@@ -24,7 +26,7 @@ class SchedulerArgumentError(ConfigError, AssertionError):
 class SchedulerBase(ABC):
     """Keeps no count: `step_update(num_updates)` is given it."""
 
-    def __init__(self, optimizer: Any, param_group_field: str = "lr"):
+    def __init__(self, optimizer: Optimizer, param_group_field: str = "lr"):
         self.optimizer = optimizer
         self.param_group_field = param_group_field
         self._initial_param_group_field = f"initial_{param_group_field}"
@@ -65,11 +67,11 @@ class SchedulerBase(ABC):
             else:
                 group[self.param_group_field] = value
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return all attributes except the optimizer, which is saved on its own."""
         return {name: value for name, value in vars(self).items() if name != "optimizer"}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the attributes."""
         vars(self).update(state_dict)
 
@@ -80,7 +82,7 @@ class StatefulSchedulerBase(SchedulerBase):
     saved: ClassVar[tuple[str, ...] | None] = None
     """The attributes to save, where those are not all; `num_updates` is the count. Base rates belong to the optimizer."""
 
-    def __init__(self, optimizer: Any, param_group_field: str = "lr"):
+    def __init__(self, optimizer: Optimizer, param_group_field: str = "lr"):
         super().__init__(optimizer, param_group_field)
         self._num_updates = -1
 
@@ -89,13 +91,13 @@ class StatefulSchedulerBase(SchedulerBase):
         self._num_updates += 1
         self.step_update(self._num_updates)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the attributes to save, without the optimizer; the count is called `num_updates`."""
         state = super().state_dict()
         state["num_updates"] = state.pop("_num_updates")
         return state if self.saved is None else {name: state[name] for name in self.saved}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the attributes and the count."""
         state = dict(state_dict)
         num_updates = state.pop("num_updates", None)
@@ -117,7 +119,7 @@ def require(condition: bool, message: str) -> None:
         raise SchedulerArgumentError(message)
 
 
-def require_numbers(at_least: float | None = None, above: float | None = None, **values: Any) -> None:
+def require_numbers(at_least: float | None = None, above: float | None = None, **values: object) -> None:
     """Reject arguments that are not finite numbers within the limits; None means not set."""
     for name, value in values.items():
         try:
@@ -127,7 +129,7 @@ def require_numbers(at_least: float | None = None, above: float | None = None, *
             raise SchedulerArgumentError(str(error)) from None
 
 
-def require_flags(**values: Any) -> None:
+def require_flags(**values: object) -> None:
     """Reject arguments that are not True or False."""
     for name, value in values.items():
         require(isinstance(value, bool), f"{name}={value!r}: expected True or False.")

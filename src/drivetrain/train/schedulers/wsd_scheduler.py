@@ -5,14 +5,16 @@ Checkpoints double in distance and the last one is the end: 2 of 100 000 updates
 run can continue from the weights before a decay (WSD) or after it (WSD-S): it has a length of its own and no warm-up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+
+from torch.optim import Optimizer
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.optim.schedules import between, decay
 from drivetrain.train.schedulers.scheduler_base import StatefulSchedulerBase, require, require_flags, require_numbers
-from drivetrain.train.settings import TrainerPlaceholderValues
+from drivetrain.train.settings import RunNumber, TrainerPlaceholderValues
 
 _SHAPE = (
     "num_warmup_steps",
@@ -31,7 +33,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         num_epochs: int | None = None,
         num_update_steps_per_epoch: int | None = None,
         total_steps: int | None = None,
@@ -161,22 +163,25 @@ class WSDLrScheduler(StatefulSchedulerBase):
     @classmethod
     def create_scheduler_fn(
         cls,
-        total_num_epochs: Any = TrainerPlaceholderValues.NUM_EPOCHS,
-        num_update_steps_per_epoch: Any = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
-        num_warmup_epochs: Any = None,
+        total_num_epochs: RunNumber = TrainerPlaceholderValues.NUM_EPOCHS,
+        num_update_steps_per_epoch: RunNumber = TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH,
+        num_warmup_epochs: RunNumber | None = None,
         decay_phase_ratio: float = 0.1,
         lr_min: float = 1e-6,
         warmup_starting_lr: float = 1e-6,
         use_inverse_sqrt_decay: bool = True,
         num_checkpoints: int = 1,
         is_continuation_from_checkpoint: bool = False,
-    ) -> "Callable[[Any], WSDLrScheduler]":
+    ) -> "Callable[[Optimizer], WSDLrScheduler]":
         """Return a function of the optimizer for `train(create_scheduler_fn=...)`, which fills in the length."""
+        lengths: Settings = {
+            "num_epochs": total_num_epochs,
+            "num_update_steps_per_epoch": num_update_steps_per_epoch,
+            "num_warmup_steps": None if num_warmup_epochs is None else num_warmup_epochs * num_update_steps_per_epoch,
+        }
         return partial(
             cls,
-            num_epochs=total_num_epochs,
-            num_update_steps_per_epoch=num_update_steps_per_epoch,
-            num_warmup_steps=None if num_warmup_epochs is None else num_warmup_epochs * num_update_steps_per_epoch,
+            **lengths,
             decay_phase_ratio=decay_phase_ratio,
             lr_min=lr_min,
             warmup_starting_lr=warmup_starting_lr,
@@ -190,7 +195,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
         self._num_updates = -1
         self.step_update(0)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore the curve. A continuation keeps its own length and starts from 0, unless the state is its own."""
         state = {name: state_dict[name] for name in self.saved if name in state_dict}
         is_own = state.get("is_continuation_from_checkpoint") and state.get("total_steps") == self.total_steps
