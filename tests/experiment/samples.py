@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -104,3 +105,19 @@ def sleeps(x: int = 0, pid_file: str = ""):
         Path(pid_file).write_text(str(child.pid))
         child.wait()
     return float(x)
+
+
+_calls = 0
+
+
+@experiment
+def speaks(x: int = 0):
+    """Print to both streams, also a bar and half a line, and count the calls in this process."""
+    global _calls
+    _calls += 1
+    print(f"{x} says {os.environ.get('SAMPLE_WORD')}")
+    print(f"{x} warns", file=sys.stderr)
+    print("\r10%\r100%")
+    sys.stdout.write("half a line")
+    Path(output_dir, "loaded.txt").write_text(str("wave" in sys.modules))
+    return float(_calls)

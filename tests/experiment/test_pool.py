@@ -8,6 +8,7 @@ import pytest
 
 from drivetrain.core.errors import ConfigError, ExperimentError, SweepError
 from drivetrain.experiment import PoolExecutor, find_runs, param_matrix, read_sweep, run_parameter_sweep, sweep
+from drivetrain.experiment.sweeps import pool
 from drivetrain.experiment.sweeps.executors import visible_gpus
 from tests.experiment import samples
 
@@ -44,15 +45,13 @@ def test_more_gpus_than_there_are_is_a_value_error(monkeypatch):
 
 
 def test_a_start_that_fails_leaves_environment_and_gpus_as_they_were(tmp_path, monkeypatch):
-    import multiprocessing.context
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
-    def fail(self):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    def fail(self, share):
+        assert share.gpus == "3" and os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
         raise OSError("no more processes")
 
-    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", fail)
+    monkeypatch.setattr(pool.ProcessStarter, "start", fail)
     executor = PoolExecutor(2, gpus_per_trial=1)
     with pytest.raises(OSError, match="no more processes"):
         sweep(samples.on_gpu, {"x": [1]}, executor=executor, params={"output_dir": str(tmp_path)})
@@ -72,8 +71,7 @@ def test_a_killed_trial_is_failed_and_says_by_what(tmp_path):
 
 
 def test_trials_that_take_too_long_are_ended_and_recorded_and_stop_no_other(tmp_path):
-    points = param_matrix(x=[1, 2], output_dir=str(tmp_path), cuda=False)
-    # Too short for an interpreter to start, so that no trial ever gets to its work.
+    points = param_matrix(x=[1, 1], output_dir=str(tmp_path), cuda=False, pid_file=str(tmp_path / "pid"))
     with pytest.raises(SweepError, match=r"2 of 2 trials failed") as caught:
         sweep(samples.sleeps, points, executor="pool", num_processes=2, trial_timeout=0.05, retries=3)
     result = caught.value.result
@@ -104,3 +102,41 @@ def test_a_time_limit_that_is_none_is_rejected_by_name(junk):
 def test_trials_in_this_process_cannot_be_ended(tmp_path):
     with pytest.raises(ConfigError, match="executor='pool'"):
         sweep(samples.sleeps, {"x": [1]}, trial_timeout=5, params={"output_dir": str(tmp_path)})
+
+
+def test_processes_start_loaded_print_behind_their_number_and_share_no_state(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("SAMPLE_WORD", "given")
+    pids = []
+    starter = pool.ProcessStarter.__init__
+
+    def remember(self, preload=()):
+        starter(self, preload)
+        pids.append(pool._servers[self._key]._forkserver_pid)
+
+    monkeypatch.setattr(pool.ProcessStarter, "__init__", remember)
+    points = param_matrix(x=[1, 2], output_dir=str(tmp_path), cuda=False)
+    executor = PoolExecutor(2, preload=["wave"])
+    result = sweep(samples.speaks, points, executor=executor)
+    out, err = capfd.readouterr()
+    assert sorted(line for line in out.splitlines() if "says" in line) == [
+        "trial 0 | 1 says given",
+        "trial 1 | 2 says given",
+    ]
+    assert "trial 1 | 2 warns\n" in err and "trial 0 | half a line\n" in out and "trial 0 | 100%\n" in out
+    assert [trial.value for trial in result] == [1.0, 1.0]  # calls counted in each process
+    for trial in result:
+        assert Path(trial.run_dir, "loaded.txt").read_text() == "True"
+    assert not Path(f"/proc/{pids[0]}").exists() and not pool._servers
+
+
+@pytest.mark.slow
+def test_without_a_server_every_trial_is_a_new_interpreter(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(pool, "CAN_PRELOAD", False)
+    result = sweep(samples.speaks, [{"x": 5, "output_dir": str(tmp_path), "cuda": False}], executor="pool")
+    assert result.best.value == 1.0 and "trial 0 | 5 says" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("junk", ["torch", [1], (None,)])
+def test_what_is_preloaded_is_a_list_of_names(junk):
+    with pytest.raises(ConfigError, match="preload"):
+        PoolExecutor(1, preload=junk)

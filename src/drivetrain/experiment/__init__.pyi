@@ -41,7 +41,7 @@ from drivetrain.experiment.sweeps.samplers import RandomSampler as RandomSampler
 from drivetrain.experiment.sweeps.samplers import OptunaSampler as OptunaSampler
 from drivetrain.experiment.sweeps.executors import Executor as Executor
 from drivetrain.experiment.sweeps.executors import InlineExecutor as InlineExecutor
-from drivetrain.experiment.sweeps.executors import PoolExecutor as PoolExecutor
+from drivetrain.experiment.sweeps.pool import PoolExecutor as PoolExecutor
 from drivetrain.experiment.sweeps.submitit_executor import SubmititConfig as SubmititConfig
 from drivetrain.experiment.sweeps.submitit_executor import SubmititExecutor as SubmititExecutor
 from drivetrain.experiment.sweeps.ray_executor import RayConfig as RayConfig

@@ -255,9 +255,12 @@ class LiveTable:
         self._kept: dict[int, int] = {}
 
     def __enter__(self) -> Self:
+        from multiprocessing.resource_tracker import ensure_running
+
         from rich.console import Console
         from rich.live import Live
 
+        ensure_running()  # now, because it lives as long as this process and would hold the pipe below open
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._kept = {descriptor: os.dup(descriptor) for descriptor in (STDOUT, STDERR)}

@@ -16,7 +16,7 @@ from drivetrain.core.secret import hide, masked
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
-from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, PoolExecutor, TrialWork, visible_gpus
+from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
 from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.samplers import NAMES, Sampler, make_sampler
@@ -196,6 +196,8 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     if not isinstance(executor, str):
         return executor
     if executor == "pool":
+        from drivetrain.experiment.sweeps.pool import PoolExecutor
+
         return PoolExecutor(
             num_processes or (1 if gpus_per_trial is None else len(visible_gpus()) or 1), gpus_per_trial
         )
