@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import context, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.experiment.processes import END_SECONDS, ExperimentReference, leave_launched_world, reference_to
@@ -293,19 +293,18 @@ class ProcessStarter:
 
     def start(self, share: TrialShare) -> BaseProcess:
         """Start the process of a trial."""
-        name = f"trial {share.trial.index}"
-        if self._key not in _servers:
-            process: BaseProcess = multiprocessing.get_context("spawn").Process(
-                target=run_trial, args=(share,), name=name
-            )
+        process: BaseProcess
+        if self._key in _servers:
+            process = ServedProcess(self._key, share)
         else:
-            process = ServedProcess(self._key, target=run_trial, args=(share,), name=name)
+            name = f"trial {share.trial.index}"
+            process = multiprocessing.get_context("spawn").Process(target=run_trial, args=(share,), name=name)
         process.start()
         return process
 
     def close(self) -> None:
         """End the server; by a signal, because what trials have left running would keep it alive."""
-        server = _servers.pop(self._key, None)
+        server: Any = _servers.pop(self._key, None)  # what follows has no public name
         if server is not None and server._forkserver_pid is not None:
             os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
@@ -315,31 +314,39 @@ _keys = itertools.count()
 _servers: "dict[int, ForkServer]" = {}
 
 
-class ServedProcess(context.ForkServerProcess):
-    """A process of `multiprocessing` that is forked from a server of our own, not from the one that a program may use."""
+if sys.platform != "win32":
+    from multiprocessing import forkserver, popen_forkserver
 
-    def __init__(self, key: int, **options: object):
-        super().__init__(**options)
-        self.key = key
+    class ServedProcess(context.ForkServerProcess):
+        """A process of `multiprocessing` that is forked from a server of our own, not from the one that a program may use."""
 
-    @staticmethod
-    def _Popen(process_obj: "ServedProcess") -> object:
-        from multiprocessing import forkserver, popen_forkserver
+        def __init__(self, key: int, share: TrialShare):
+            super().__init__(target=run_trial, args=(share,), name=f"trial {share.trial.index}")
+            self.key = key
 
-        class Popen(popen_forkserver.Popen):
-            def _launch(self, process_obj: ServedProcess) -> None:
-                data = io.BytesIO()
-                context.set_spawning_popen(self)
-                try:
-                    reduction.dump(spawn.get_preparation_data(process_obj.name), data)
-                    reduction.dump(process_obj, data)
-                finally:
-                    context.set_spawning_popen(None)
-                self.sentinel, sink = _servers[process_obj.key].connect_to_new_process(self._fds)
-                kept = os.dup(sink)  # its end tells the process that this one is gone
-                self.finalizer = util.Finalize(self, util.close_fds, (kept, self.sentinel))
-                with open(sink, "wb") as stream:
-                    stream.write(data.getbuffer())
-                self.pid = forkserver.read_signed(self.sentinel)
+        @staticmethod
+        def _Popen(process_obj: BaseProcess) -> popen_forkserver.Popen:
+            return _ServedPopen(process_obj)
 
-        return Popen(process_obj)
+    class _ServedPopen(popen_forkserver.Popen):
+        _fds: list[int]
+
+        def _launch(self, process_obj: ServedProcess) -> None:
+            data = io.BytesIO()
+            context.set_spawning_popen(self)
+            try:
+                reduction.dump(spawn.get_preparation_data(process_obj.name), data)
+                reduction.dump(process_obj, data)
+            finally:
+                context.set_spawning_popen(None)
+            self.sentinel, sink = _servers[process_obj.key].connect_to_new_process(self._fds)
+            kept = os.dup(sink)  # its end tells the process that this one is gone
+            self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
+            with open(sink, "wb") as stream:
+                stream.write(data.getbuffer())
+            self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
