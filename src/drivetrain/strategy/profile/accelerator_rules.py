@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.strategy.profile.torch_private import operation_rules
 
@@ -77,6 +78,32 @@ def accelerator_rules() -> AbstractContextManager[None]:
         ("rms_norm", "AutogradCPU", _rms_norm),
     ]
     return operation_rules(rules)
+
+
+class StandIns(TorchDispatchMode):
+    """Answers where fake tensors cannot: conditions on values are taken as false, and products of experts have a shape."""
+
+    def __torch_dispatch__(
+        self, func: "Operation", types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name == "aten::_local_scalar_dense" and args[0].dtype is torch.bool:
+            return False  # such as a layer that is skipped at random, or a value that is out of range
+        if name == "aten::_grouped_mm":
+            return _grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the shape of a product of groups in any type; torch's own rule asks for 16 bits."""
+    groups = () if offs is None or left.ndim != right.ndim else (offs.shape[0],) if left.ndim == 2 else (left.shape[0],)
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
 
 
 def _in_float32(operation: "Operation", *args: Any, **kwargs: Any) -> Any:

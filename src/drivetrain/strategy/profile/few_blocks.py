@@ -258,6 +258,7 @@ class DeeperTimeline:
 
     def __init__(self, timeline: StepMemory, marks: BlockMarks, more: int):
         self.events, self._labels, self._more = timeline.events, timeline.kinds, more
+        self.operations = timeline.operations
         self._second = range(*marks.forward[1:3])
         self._third = range(*marks.forward[2:4])
         self._third_back = range(*marks.backward[1:3])

@@ -17,7 +17,7 @@ from drivetrain.module.blocks import BlockGroup
 from drivetrain.strategy.profile.few_blocks import DeeperTimeline
 from drivetrain.strategy.profile.step_memory import StepMemory
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, UnitTotals
-from drivetrain.strategy.profile.values import ARITHMETICS, ModelProfile, UnitProfile, counts_of
+from drivetrain.strategy.profile.values import ARITHMETICS, Line, ModelProfile, UnitProfile, Work, counts_of
 from drivetrain.strategy.task import TrainingTask
 
 ROUNDING = 512
@@ -36,6 +36,7 @@ class Findings:
     lines: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     parts: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     compiled: dict[str, tuple[float, float]] = field(default_factory=dict)
+    work: dict[str, tuple[Work, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def profile(
@@ -65,6 +66,7 @@ class Findings:
             optimizer_temporary_bytes=optimizer_temporaries,
             has_dropout=recorder.has_dropout,
             cross_entropy_head=recorder.cross_entropy_head,
+            work=self.work,
             notes=tuple(self.notes),
             **counts_of(model),
         )
@@ -138,10 +140,6 @@ def bytes_behind(tensors: list[Tensor]) -> int:
 def tensors_of(values: object) -> list[Tensor]:
     """Return the tensors inside nested values."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-Line = tuple[float, float]
-"""Fixed part and part per sample."""
 
 
 def line_through(sizes: Sequence[int], values: Sequence[float]) -> Line:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from drivetrain.runtime.device import usable_cpus
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.strategy.device_spec import DeviceSpec, preset_named_like
-from drivetrain.strategy.profile.values import Link, MachineProfile
+from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable
 from drivetrain.strategy.trial.report import TrialResult
 
 EFFICIENCY = 0.55
@@ -228,6 +229,7 @@ def _as_machine(device: torch.device, found: dict[str, Any], ranks: int) -> Mach
         capability=(capability[0], capability[1]) if capability else None,
         host_bandwidth=found.get("host_bandwidth", presumed.host_bandwidth),
         threads=found["threads"],
+        times=timetable_from_plain(found["times"]),
         evidence="measured",
     )
 
@@ -330,7 +332,7 @@ def _processor() -> str:
 
 
 _FILE_LIMIT = 2**20
-_VERSION = 2
+_VERSION = 3
 """Of the measurement and of the formulas that corrections belong to; a change of either starts again."""
 
 
@@ -370,6 +372,25 @@ def write_machine(path: Path, machine: MachineProfile) -> bool:
     return True
 
 
+def timetable_from_plain(held: Mapping[str, Any]) -> Timetable:
+    """Return a table of times from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
+    grids = {}
+    for name, grid in dict(held["grids"]).items():
+        axes = tuple(tuple(map(float, axis)) for axis in grid["axes"])
+        values = tuple(map(float, grid["values"]))
+        is_rising = all(a < b for axis in axes for a, b in pairwise(axis)) and all(
+            axis and axis[0] > 0 for axis in axes
+        )
+        if (
+            len(values) != math.prod(map(len, axes))
+            or not is_rising
+            or not all(0 < value < math.inf for value in values)
+        ):
+            raise ValueError(f"the times of {name} are not a grid")
+        grids[str(name)] = Grid(axes, values)
+    return Timetable(grids, {str(name): float(value) for name, value in dict(held["host"]).items()})
+
+
 def machine_from_plain(held: Mapping[str, Any]) -> MachineProfile:
     """Return a machine from its fields as JSON gives them; wrong ones are a TypeError or ValueError."""
     values = dict(held)
@@ -380,6 +401,7 @@ def machine_from_plain(held: Mapping[str, Any]) -> MachineProfile:
         values["capability"] = (int(first), int(second))
     values["flops"] = {str(name): float(rate) for name, rate in dict(values["flops"]).items()}
     values["corrections"] = {str(name): float(rate) for name, rate in dict(values["corrections"]).items()}
+    values["times"] = None if values.get("times") is None else timetable_from_plain(values["times"])
     machine = MachineProfile(**values)
     if not (machine.flops.get("float32", 0) > 0 and machine.bandwidth > 0 and machine.memory > 0):
         raise ValueError("a machine without a rate")

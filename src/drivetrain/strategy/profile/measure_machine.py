@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from drivetrain.strategy.profile.measure_operators import measure_operators
+
 _SHAPES = {
     "cuda": ((16384, 768, 3072), (8192, 4096, 4096), (4096, 4096, 4096)),
     "cpu": ((512, 512, 512), (1024, 256, 1024)),
@@ -22,7 +24,7 @@ _SIZES = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**14, 2**18, 2**22)}
 
 def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "") -> dict[str, Any]:
     """Return the figures of one device, taking about so many seconds."""
-    share = seconds / 8
+    end, share = time.perf_counter() + seconds, min(seconds / 16, 0.5)
     _warm_up(device, share)
     found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
     found["bandwidth"] = _bandwidth(device, share)
@@ -35,6 +37,8 @@ def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1,
         found["host_bandwidth"] = _host_bandwidth(device)
     if world > 1:
         found["link"] = _link(device, rank, world, store)
+    if rank == 0:
+        found["times"] = measure_operators(device, end - time.perf_counter())
     return found
 
 

@@ -15,7 +15,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
+from drivetrain.strategy.profile.accelerator_rules import StandIns, accelerator_rules
 from drivetrain.strategy.profile.closed_form import closed_form_profile
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.fake_world import fake_model, prepared_inputs
@@ -51,10 +51,11 @@ from drivetrain.strategy.profile.findings import (
     tensors_of,
     upper_lines,
 )
+from drivetrain.strategy.profile.operations import OperationList, fused, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
 from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, saving_hooks
-from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, PARTS, ModelProfile
+from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
 
 MOST_CAPTURED = 3
@@ -206,7 +207,7 @@ class _FakeRuns:
         recorder = UnitRecorder(members, len(self.groups), known, self.deadline.check)
         handles = recorder.watch(self.model)
         try:
-            with self.mode, _autocast(arithmetic), recorder, saving_hooks(recorder):
+            with self.mode, StandIns(), _autocast(arithmetic), recorder, saving_hooks(recorder):
                 outputs = self.task.call(self.model, self.inputs[size])
                 recorder.is_in_loss = True
                 loss_of(self.task, self.inputs[size], outputs)
@@ -242,6 +243,8 @@ class _FakeRuns:
         timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
         if self._is_regular != was_regular:  # both sizes in the same way
             timelines = {size: self._timeline(arithmetic, self.inputs[size]) for size in SIZES}
+        if name in ARITHMETICS:
+            self._record_work(name, timelines)
         lines, parts = upper_lines(SIZES, [timelines[size] for size in SIZES])
         if not parts:
             self.found.notes.append(
@@ -250,6 +253,16 @@ class _FakeRuns:
         extra = 0.0 if self.optimizer is not None else float(self.optimizer_bytes)
         self.found.lines[name] = tuple((fixed + extra, each) for fixed, each in lines)
         self.found.parts[name] = parts | ({"optimizer": (extra, 0.0)} if extra else {})
+
+    def _record_work(self, name: str, timelines: Mapping[int, StepMemory | DeeperTimeline]) -> None:
+        """Write the operators of both runs down, as they are and as a compiler runs them; few blocks stand for all."""
+        lists = [timelines[size].operations for size in SIZES]
+        small, large = ([] if one is None else one.calls for one in lists)
+        container = self._container()
+        is_deep = isinstance(timelines[SIZES[0]], DeeperTimeline)
+        more = len(container) / BLOCKS_RUN if is_deep and container is not None else 1.0
+        self.found.work[name] = work_of(SIZES, [small, large], more)
+        self.found.work[name + FUSED] = work_of(SIZES, [fused(small), fused(large)], more)
 
     def _timeline(self, arithmetic: str, inputs: Batch) -> StepMemory | DeeperTimeline:
         """Return the allocations of one step, of a deep model found from four of its blocks."""
@@ -272,17 +285,21 @@ class _FakeRuns:
         """Write down the allocations of a step that begins with optimizer state and without gradients."""
         started = time.monotonic()
         parameters, buffers = list(self.model.parameters()), list(self.model.buffers())  # of the whole model
-        with shortened, self.mode, timeline:
+        operations = timeline.operations = OperationList()
+        handles = operations.watch(member for group in self.groups if group.repeats for member in group.members)
+        with shortened, self.mode, StandIns(), timeline:
             timeline.register(parameters, "parameters")
             timeline.register(buffers, "buffers")
             timeline.register(state_tensors(self.optimizer) if self.optimizer is not None else [], "optimizer")
             timeline.register(tensors_of(inputs), "inputs")
             with _autocast(arithmetic):
                 loss = loss_of(self.task, inputs, self.task.call(self.model, inputs))
-            timeline.phase = "temporary"
+            timeline.phase, operations.phase, operations.in_block = "temporary", "backward", False
             loss.backward()
             timeline.register([parameter.grad for parameter in parameters if parameter.grad is not None], "gradients")
             timeline.freeze()
+        for handle in handles:
+            handle.remove()
         self.model.zero_grad(set_to_none=True)
         self._step_seconds = time.monotonic() - started
         return timeline

@@ -27,6 +27,7 @@ from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
 from drivetrain.strategy.profile.fake_world import GradientBuckets
+from drivetrain.strategy.profile.operations import OperationList
 from drivetrain.strategy.stepping import PlannedOptimizer
 from drivetrain.strategy.task import TrainingTask
 
@@ -107,6 +108,8 @@ class StepMemory(TorchDispatchMode):
         self._count = 0
         self._collectives: dict[str, dict[str, tuple[int, float]]] = {}
         self._fake_mode: FakeTensorMode | None = None
+        self.operations: OperationList | None = None
+        """Where every operator is written down, if anybody asks for it."""
 
     # Who is who.
 
@@ -182,6 +185,8 @@ class StepMemory(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, "gathered" if gathers else self.phase)
+        if self.operations is not None:
+            self.operations.add(func, args, kwargs or {}, result, self._number)
         hold_as_torch_does(func, args, result)
         self._borrow(borrowed_bytes(func, args, result))
         if gathers:
@@ -210,6 +215,9 @@ class StepMemory(TorchDispatchMode):
         number = self._see(tensor, "gathered")
         if number is not None and self.kinds[number] in ("activations", "temporary"):
             self.kinds[number] = "gathered"
+
+    def _number(self, tensor: Tensor) -> int | None:
+        return self._see(tensor, self.phase)
 
     def _see(self, tensor: Tensor, kind: str) -> int | None:
         if hasattr(type(tensor), "__tensor_flatten__"):

@@ -3,7 +3,9 @@
 All sizes are bytes, all times seconds. What grows with the batch is given per sample: activations are linear in the batch.
 """
 
-from collections.abc import Mapping
+import bisect
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -12,7 +14,7 @@ from torch import nn
 ARITHMETICS = ("float32", "bfloat16")
 """In what a forward pass computes: as the parameters are, or under 16-bit autocast."""
 
-COMPILED = "/compiled"
+COMPILED, FUSED = "/compiled", "/fused"
 PARTS = (
     "bfloat16/compiled", "float32/full", "bfloat16/full", "float32/selective", "bfloat16/selective", "float32/compiled",
 )  # fmt: skip
@@ -21,6 +23,29 @@ checkpointed; each in one arithmetic."""
 
 CUDA_WORKSPACE_BYTES = 2 * 32 * 2**20
 """What matrix products allocate on recent CUDA devices in addition to tensors, once for the forward and once for the backward thread."""
+
+
+Line = tuple[float, float]
+"""Fixed part and part per sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Operators of a step that are alike, or one kernel that a compiler makes of several; sizes are lines in the batch."""
+
+    key: str
+    """The kind, and what else decides which kernel runs: "product", "norm/layer/backward"."""
+    dtype: str
+    phase: str
+    """"forward" (with the loss) or "backward"."""
+    in_block: bool
+    """Whether it is a part of a repeated block."""
+    flops: Line
+    moved: Line
+    """Bytes that are read and written."""
+    dims: tuple[Line, ...] = ()
+    """The sizes that decide the time of a product, a convolution or attention."""
+    count: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +115,10 @@ class ModelProfile:
     """Name of the final Linear whose output goes into a cross entropy, or None."""
     evidence: str = "simulated"
     """"simulated" from a run on fake tensors, "modelled" from closed forms."""
+    work: Mapping[str, tuple[Work, ...]] = field(default_factory=dict)
+    """By arithmetic, and with "/fused" as a compiler runs them: the operators of forward, loss and backward."""
+    tensors: int = 0
+    """Trainable parameters, counted as tensors."""
     notes: tuple[str, ...] = ()
     """Why something could not be found out."""
 
@@ -108,6 +137,53 @@ class ModelProfile:
     def saved_bytes(self, arithmetic: str) -> float:
         """Return what an eager forward pass keeps for one sample."""
         return sum(unit.count * unit.saved_bytes[arithmetic] for unit in self.units)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Seconds over some sizes, on a grid; between its points time is a straight line in logarithms.
+
+    >>> grid = Grid(((1.0, 4.0),), (1.0, 2.0))
+    >>> round(grid.seconds((2.0,)), 3), grid.seconds((8.0,)), grid.seconds((0.5,))
+    (1.414, 4.0, 1.0)
+    """
+
+    axes: tuple[tuple[float, ...], ...]
+    values: tuple[float, ...]
+    """Seconds, the last axis fastest."""
+
+    def seconds(self, sizes: Sequence[float]) -> float:
+        """Return the time at some sizes; beyond the last point it grows in proportion, below the first it stays."""
+        corners, beyond = [(0, 1.0)], 1.0
+        for axis, size in zip(self.axes, sizes, strict=True):
+            beyond *= max(1.0, size / axis[-1])
+            size = min(max(size, axis[0]), axis[-1])
+            upper = min(max(1, bisect.bisect_left(axis, size)), len(axis) - 1)
+            lower = max(0, upper - 1)
+            span = math.log(axis[upper] / axis[lower]) if upper > lower else 1.0
+            share = math.log(size / axis[lower]) / span
+            ends = ((lower, 1 - share), (upper, share)) if share > 0 else ((lower, 1.0),)
+            corners = [(place * len(axis) + index, weight * part) for place, weight in corners for index, part in ends]
+        return beyond * math.exp(sum(weight * math.log(self.values[place]) for place, weight in corners))
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What operators take on a device, by kind and type, and what the host pays to start them."""
+
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    """By "key/dtype", or by key alone: over the sizes of `Work.dims`, or over the bytes moved."""
+    host: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the host for one operator: "forward", "backward", "view", "compiled", "graphed"."""
+
+    def grid(self, key: str, dtype: str) -> Grid | None:
+        """Return the grid of an operator, or of the nearest kind that was measured."""
+        while key:
+            for name in (f"{key}/{dtype}", key):
+                if name in self.grids:
+                    return self.grids[name]
+            key = key.rpartition("/")[0]
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +219,8 @@ class MachineProfile:
     host_bandwidth: float = 20e9
     """Bytes per second between device and host memory."""
     threads: int = 1
+    times: "Timetable | None" = None
+    """What operators take, measured over sizes; None for a data sheet."""
     reserve_bytes: float = float(2**30)
     """What a process needs in addition to its tensors: context, workspaces, communication buffers."""
     reserve_share: float = 0.04
@@ -163,6 +241,7 @@ class ModelCounts(TypedDict):
 
     parameters: int
     trainable: int
+    tensors: int
     parameter_bytes: int
     buffer_bytes: int
     has_batchnorm: bool
@@ -175,6 +254,7 @@ def counts_of(model: nn.Module) -> ModelCounts:
     return {
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "tensors": sum(p.requires_grad for p in parameters),
         "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         "has_batchnorm": any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules),

@@ -1,0 +1,460 @@
+"""Measure what operators take on a device, over sizes: products, attention, convolutions, norms, reductions, traffic, and the host's part.
+
+Each kind is a grid of a few sizes a factor of four or eight apart. On an accelerator the device's own time counts: a pause keeps it busy
+until all calls are in its queue, so that the host has no part in it. A point that is too large for the device, or fails, is left out
+and filled in from its nearest neighbour with the same efficiency.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Call = Callable[[], object]
+Axes = tuple[tuple[float, ...], ...]
+_PAUSE = 2_000_000
+"""Cycles that keep an accelerator busy while calls are put into its queue: about a millisecond."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One kind of operator: the grid's axes, and what to run at a point (None: it is too large)."""
+
+    key: str
+    axes: Axes
+    build: Callable[..., Call | None]
+
+
+def measure_operators(device: torch.device, seconds: float, known: Sequence[str] = ()) -> dict[str, dict[str, object]]:
+    """Return grids (axes and seconds) and host costs, as JSON holds them; the most useful first, until the time is up.
+
+    Keys that are known already are left out.
+    """
+    end = time.perf_counter() + seconds
+    grids: dict[str, object] = {}
+    for question in _questions(device):
+        if question.key in known:
+            continue
+        if time.perf_counter() > end:
+            break
+        values = []
+        for point in itertools.product(*question.axes):
+            call, taken = None, None
+            with suppress(RuntimeError, ValueError, NotImplementedError, torch.cuda.OutOfMemoryError):
+                call = question.build(*point)
+                taken = None if call is None else _device_seconds(call, device)
+            del call
+            values.append(taken)
+        if any(value is not None for value in values):
+            filled = fill_in(question.axes, values)
+            grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    host = {} if known else _host_seconds(device)
+    return {"grids": grids, "host": host}
+
+
+def fill_in(axes: Axes, values: Sequence[float | None]) -> list[float]:
+    """Return values with each missing one from its nearest measured neighbour, in proportion to the sizes.
+
+    >>> fill_in(((1.0, 4.0, 16.0),), [1.0, 2.0, None])
+    [1.0, 2.0, 8.0]
+    """
+    points = [tuple(map(math.log, point)) for point in itertools.product(*axes)]
+    have = [(point, value) for point, value in zip(points, values) if value is not None]
+    found = []
+    for point, value in zip(points, values):
+        if value is None:
+            near, value = min(have, key=lambda one: sum(abs(a - b) for a, b in zip(one[0], point)))
+            value *= math.exp(max(0.0, sum(point) - sum(near)))
+        found.append(value)
+    return found
+
+
+def _device_seconds(call: Call, device: torch.device) -> float:
+    call()
+    if device.type != "cuda":
+        call()
+        best, begin = float("inf"), time.perf_counter()
+        for _ in range(5):
+            start = time.perf_counter()
+            call()
+            best = min(best, time.perf_counter() - start)
+            if time.perf_counter() - begin > 4e-3:
+                break
+        return best
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize(device)
+    count = int(min(max(2e-3 / (time.perf_counter() - start), 2), 12))
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(_PAUSE)
+    before.record()
+    for _ in range(count):
+        call()
+    after.record()
+    torch.cuda.synchronize(device)
+    return max(before.elapsed_time(after) * 1e-3 / count, 1e-7)
+
+
+def _questions(device: torch.device) -> Iterator[Question]:
+    """Yield what to measure, the most useful first."""
+    is_gpu = device.type == "cuda"
+    half = "bfloat16" if not is_gpu or torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    make = _Tensors(device)
+    sizes: Axes = (
+        ((2.0**14, 2.0**18, 2.0**22, 2.0**25, 2.0**28, 2.0**30),) if is_gpu else ((2.0**12, 2.0**16, 2.0**20, 2.0**23),)
+    )
+    for name in ("float32", half):
+        yield from _traffic(make, name, sizes, first=True)
+    for name in (half, "float32", *(("tf32",) if is_gpu else ())):
+        yield Question(f"product/{name}", _PRODUCTS[is_gpu], _product(make, name))
+    for name in ("float32", half):
+        yield from _traffic(make, name, sizes, first=False)
+    for name in (half, "float32"):
+        for kind, way in itertools.product(("full", "causal", "masked"), ("forward", "backward")):
+            yield Question(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], _attention(make, name, kind, way))
+    for name in (half, "float32"):
+        yield Question(f"batched/{name}", _BATCHED[is_gpu], _batched(make, name))
+    layouts = ("last", "first") if is_gpu else ("first", "last")
+    for name, layout, way in itertools.product((half, "float32"), layouts, ("forward", "backward")):
+        for kernel in (1, 3):
+            axes = _CONVOLUTION[is_gpu]
+            yield Question(f"conv/{kernel}/{layout}/{way}/{name}", axes, _dense(make, name, layout, way, kernel))
+        axes = ((32.0, 64.0), _CONVOLUTION[is_gpu][1])
+        yield Question(f"conv/few/{layout}/{way}/{name}", axes, _few(make, name, layout, way))
+        yield Question(f"depthwise/{layout}/{way}/{name}", _DEPTHWISE[is_gpu], _depthwise(make, name, layout, way))
+        yield Question(f"grouped/{layout}/{way}/{name}", _GROUPED[is_gpu], _grouped(make, name, layout, way))
+
+
+_STEPS = (64.0, 256.0, 1024.0, 4096.0, 16384.0)
+_PRODUCTS: dict[bool, Axes] = {True: ((*_STEPS, 65536.0), _STEPS, _STEPS), False: ((16.0, 128.0, 1024.0),) * 3}
+_BATCHED: dict[bool, Axes] = {
+    True: ((16.0, 128.0, 1024.0), (32.0, 128.0, 512.0, 2048.0), (32.0, 128.0, 512.0)),
+    False: ((4.0, 64.0), (16.0, 128.0), (16.0, 128.0)),
+}
+_ATTENTION: dict[bool, Axes] = {
+    True: ((16.0, 128.0, 1024.0), (64.0, 256.0, 1024.0, 4096.0), (32.0, 64.0, 128.0)),
+    False: ((4.0, 32.0), (16.0, 128.0), (16.0, 64.0)),
+}
+_CONVOLUTION: dict[bool, Axes] = {
+    True: ((16.0, 64.0, 256.0, 1024.0), (2.0**12, 2.0**15, 2.0**18, 2.0**20)),
+    False: ((8.0, 64.0), (2.0**8, 2.0**12)),
+}
+_DEPTHWISE: dict[bool, Axes] = {
+    True: ((3.0, 5.0, 7.0), (32.0, 128.0, 512.0), (2.0**12, 2.0**15, 2.0**18)),
+    False: ((3.0, 7.0), (16.0, 128.0), (2.0**8, 2.0**12)),
+}
+_GROUPED: dict[bool, Axes] = {
+    True: ((8.0, 32.0, 64.0), (64.0, 256.0, 1024.0), (2.0**12, 2.0**15, 2.0**18)),
+    False: ((8.0, 32.0), (64.0, 128.0), (2.0**8, 2.0**12)),
+}
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Makes tensors on the device, and says what is too large for it."""
+
+    device: torch.device
+
+    def __call__(self, *shape: float, dtype: str = "float32", grad: bool = False) -> Tensor:
+        kind = getattr(torch, "float32" if dtype == "tf32" else dtype)
+        return torch.randn(*map(int, shape), device=self.device).to(kind).requires_grad_(grad)
+
+    def allows(self, flops: float, dtype: str = "bfloat16", elements: float = 0.0) -> bool:
+        """Return whether one call is short enough, and small enough."""
+        if self.device.type != "cuda":
+            return flops <= (2e7 if dtype == "bfloat16" else 2e8) and elements <= 2**24
+        return flops <= {"float32": 1.5e11, "tf32": 5e11}.get(dtype, 1.2e12) and elements <= 2**30
+
+
+def _way(function: Callable[..., Tensor], inputs: Sequence[Tensor], way: str) -> Call:
+    """Return the forward call of a function, or the backward one alone."""
+    if way == "forward":
+        return lambda: function(*inputs)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    result = function(*inputs)
+    gradient = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+
+
+def _product(make: _Tensors, dtype: str) -> Callable[..., Call | None]:
+    def build(rows: float, columns: float, depth: float) -> Call | None:
+        if not make.allows(2 * rows * columns * depth, dtype, rows * columns):
+            return None
+        left, right = make(rows, depth, dtype=dtype), make(columns, depth, dtype=dtype).t()
+
+        def call() -> Tensor:
+            torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+            return left @ right
+
+        return call
+
+    return build
+
+
+def _batched(make: _Tensors, dtype: str) -> Callable[..., Call | None]:
+    def build(batch: float, side: float, depth: float) -> Call | None:
+        if not make.allows(2 * batch * side * side * depth, dtype, batch * side * max(side, depth)):
+            return None
+        left, right = make(batch, side, depth, dtype=dtype), make(batch, depth, side, dtype=dtype)
+        return lambda: torch.bmm(left, right)
+
+    return build
+
+
+def _attention(make: _Tensors, dtype: str, kind: str, way: str) -> Callable[..., Call | None]:
+    def build(rows: float, length: float, width: float) -> Call | None:
+        flops = (10 if way == "backward" else 4) * rows * length * length * width
+        if not make.allows(flops, dtype, rows * length * width) or (kind == "masked" and length > 1024):
+            return None
+        heads = 4 if rows < 16 else 16
+        shape = rows // heads, heads, length, width
+        inputs = [make(*shape, dtype=dtype) for _ in range(3)]
+        mask = make(rows // heads, 1, length, length, dtype=dtype) if kind == "masked" else None
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal")
+
+        return _way(attend, inputs, way)
+
+    return build
+
+
+def _images(make: _Tensors, dtype: str, layout: str, channels: float, pixels: float, stride: int = 1) -> Tensor:
+    """Return pictures with so many pixels in all after a stride; the more channels, the smaller they are."""
+    side = min(
+        int(math.sqrt(pixels)), 128 if channels <= 16 else 64 if channels <= 64 else 32 if channels <= 256 else 16
+    )
+    x = make(max(1, pixels // side**2), channels, stride * side, stride * side, dtype=dtype)
+    return x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
+
+
+def _convolved(x: Tensor, weight: Tensor, way: str, **settings: int) -> Call:
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    return _way(lambda x, weight: F.conv2d(x, weight, padding=weight.shape[-1] // 2, **settings), [x, weight], way)
+
+
+def _dense(make: _Tensors, dtype: str, layout: str, way: str, kernel: int) -> Callable[..., Call | None]:
+    def build(channels: float, pixels: float) -> Call | None:
+        flops = 2 * channels * channels * kernel**2 * pixels * (2 if way == "backward" else 1)
+        if not make.allows(flops, "tf32" if dtype == "float32" else dtype, channels * pixels * 4):
+            return None
+        x = _images(make, dtype, layout, channels, pixels)
+        return _convolved(x, make(channels, channels, kernel, kernel, dtype=dtype), way)
+
+    return build
+
+
+def _few(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
+    def build(channels: float, pixels: float) -> Call | None:
+        kernel = 7 if channels > 32 else 3
+        if not make.allows(2 * 3 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
+            return None
+        x = _images(make, dtype, layout, 3, pixels, stride=2)
+        weight = make(channels, 3, kernel, kernel, dtype=dtype)
+        if way == "forward":
+            return _convolved(x, weight, way, stride=2)
+        if layout == "last":
+            weight = weight.contiguous(memory_format=torch.channels_last)
+        result = F.conv2d(x, weight.requires_grad_(), padding=kernel // 2, stride=2)  # pictures have no gradient
+        gradient = torch.ones_like(result)
+        return lambda: torch.autograd.grad(result, weight, gradient, retain_graph=True)
+
+    return build
+
+
+def _depthwise(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
+    def build(kernel: float, channels: float, pixels: float) -> Call | None:
+        if not make.allows(2 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
+            return None
+        x = _images(make, dtype, layout, channels, pixels)
+        return _convolved(x, make(channels, 1, kernel, kernel, dtype=dtype), way, groups=int(channels))
+
+    return build
+
+
+def _grouped(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
+    def build(width: float, channels: float, pixels: float) -> Call | None:
+        if not make.allows(2 * channels * width * 9 * pixels, dtype, channels * pixels * 4) or width > channels:
+            return None
+        x = _images(make, dtype, layout, channels, pixels)
+        return _convolved(x, make(channels, width, 3, 3, dtype=dtype), way, groups=int(channels // width))
+
+    return build
+
+
+def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterator[Question]:
+    """Yield what is bound by memory, over the bytes that are moved."""
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+
+    def rows(moved: float, times: float, columns: int = 1024) -> int:
+        count = int(moved / times / width / columns)
+        if count == 0:
+            raise ValueError("too small for its shape")
+        return count
+
+    def elementwise(moved: float) -> Call:
+        x, y = (make(rows(moved, 3), 1024, dtype=dtype) for _ in range(2))
+        return lambda: x + y
+
+    def turned(moved: float) -> Call:
+        x = make(rows(moved, 2, 65536), 64, 16, 64, dtype=dtype)
+        return lambda: x.transpose(1, 2).contiguous()
+
+    def cast(moved: float) -> Call:
+        x = make(rows(moved, 6 / width), 1024, dtype=dtype)
+        return lambda: x.to(torch.bfloat16 if dtype == "float32" else torch.float32)
+
+    def layer_norm(way: str) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            x, weight, bias = (
+                make(rows(moved, 2 if way == "forward" else 3), 1024, dtype=dtype),
+                make(1024, dtype=dtype),
+                make(1024, dtype=dtype),
+            )
+            return _way(lambda x, weight, bias: F.layer_norm(x, (1024,), weight, bias), [x, weight, bias], way)
+
+        return build
+
+    def batch_norm(way: str, layout: str) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            count = rows(moved, 2 if way == "forward" else 3, 128 * 28 * 28)
+            x = make(count, 128, 28, 28, dtype=dtype)
+            x = x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
+            weight, bias = make(128), make(128)
+            return _way(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), [x, weight, bias], way)
+
+        return build
+
+    def group_norm(way: str) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            x = make(rows(moved, 2 if way == "forward" else 3, 128 * 28 * 28), 128, 28, 28, dtype=dtype)
+            return _way(
+                lambda x, w, b: F.group_norm(x, 32, w, b), [x, make(128, dtype=dtype), make(128, dtype=dtype)], way
+            )
+
+        return build
+
+    def softmax(way: str) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            x = make(rows(moved, 2 if way == "forward" else 3), 1024, dtype=dtype)
+            return _way(lambda x: x.softmax(-1), [x], way)
+
+        return build
+
+    def reduced(dim: int | None) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            x = make(rows(moved, 1), 1024, dtype=dtype)
+            return (lambda: x.sum()) if dim is None else (lambda: x.sum(dim))
+
+        return build
+
+    def gathered(moved: float) -> Call:
+        table, index = make(8192, 768, dtype=dtype), torch.randint(8192, (rows(moved, 2, 768),), device=make.device)
+        return lambda: F.embedding(index, table)
+
+    def scattered(moved: float) -> Call:
+        count = max(1, rows(moved, 1, 768) - 2048)
+        index, gradient = torch.randint(2048, (count,), device=make.device), make(count, 768, dtype=dtype)
+        return lambda: torch.ops.aten.embedding_dense_backward(gradient, index, 2048, -1, False)
+
+    def pooled(way: str) -> Callable[[float], Call]:
+        def build(moved: float) -> Call:
+            x = make(rows(moved, 1.25 if way == "forward" else 2.5, 64 * 56 * 56), 64, 56, 56, dtype=dtype)
+            return _way(lambda x: F.max_pool2d(x, 3, 2, 1), [x], way)
+
+        return build
+
+    def scanned(moved: float) -> Call:
+        x = make(rows(moved, 2), 1024, dtype=dtype)
+        return lambda: x.cumsum(-1)
+
+    def ordered(moved: float) -> Call:
+        x = make(rows(moved, 2), 1024, dtype=dtype)
+        return lambda: x.sort(-1)
+
+    if first:
+        yield Question(f"elementwise/{dtype}", sizes, elementwise)
+        yield Question(f"copy/{dtype}", sizes, cast)
+        yield Question(f"reduction/outer/{dtype}", sizes, reduced(0))
+        yield Question(f"norm/layer/forward/{dtype}", sizes, layer_norm("forward"))
+        yield Question(f"norm/layer/backward/{dtype}", sizes, layer_norm("backward"))
+        return
+    yield Question(f"copy/turned/{dtype}", sizes, turned)
+    for way, layout in itertools.product(("forward", "backward"), ("first", "last")):
+        name = "/last" if layout == "last" else ""
+        yield Question(f"norm/batch{name}/{way}/{dtype}", sizes, batch_norm(way, layout))
+    for way in ("forward", "backward"):
+        yield Question(f"norm/group/{way}/{dtype}", sizes, group_norm(way))
+        yield Question(f"softmax/{way}/{dtype}", sizes, softmax(way))
+        yield Question(f"pool/{way}/{dtype}", sizes, pooled(way))
+    yield Question(f"reduction/inner/{dtype}", sizes, reduced(-1))
+    yield Question(f"reduction/all/{dtype}", sizes, reduced(None))
+    yield Question(f"gather/{dtype}", sizes, gathered)
+    yield Question(f"scatter/{dtype}", sizes, scattered)
+    yield Question(f"scan/{dtype}", sizes, scanned)
+    yield Question(
+        f"sort/{dtype}", sizes[:1] if len(sizes[0]) < 5 else ((2.0**14, 2.0**18, 2.0**22, 2.0**25),), ordered
+    )
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not func.is_view and func._schema.name != "aten::detach"
+        return func(*args, **(kwargs or {}))
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.up(self.norm(x)))
+
+
+def _host_seconds(device: torch.device) -> dict[str, float]:
+    """Return what the host pays for an operator of a small model in both directions, and for a view."""
+    model = nn.Sequential(*[_Residual() for _ in range(25)]).to(device)
+    x = torch.ones(8, 8, device=device)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    with _Counting() as forward:
+        loss = model(x).sum()
+    with _Counting() as backward:
+        loss.backward()
+    best = {"forward": float("inf"), "backward": float("inf"), "view": float("inf")}
+    for _ in range(12):
+        wait()
+        start = time.perf_counter()
+        loss = model(x).sum()
+        middle = time.perf_counter()
+        wait()
+        begin = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        views = time.perf_counter()
+        for _ in range(100):
+            x.view(64)
+        best["view"] = min(best["view"], (time.perf_counter() - views) / 100)
+        best["forward"] = min(best["forward"], (middle - start) / forward.count)
+        best["backward"] = min(best["backward"], (end - begin) / max(1, backward.count))
+    return best

@@ -1,0 +1,179 @@
+"""How long the operators of a step take: each by its kind and shape on this machine, all together by host and device.
+
+A measured machine has a `Timetable`. For a machine that is not there, a roofline takes its place: arithmetic at a rate that small products
+do not reach, or memory traffic, and never less than a kernel takes to begin and end.
+
+An accelerator works on a queue that the host fills. In each stretch of a step the slower of the two decides, and what the host is ahead
+by when a stretch ends helps the next one. So small batches take what the host takes, whatever the arithmetic. A CPU is host and device in
+one: times add up.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from drivetrain.strategy.profile.operations import VIEW
+from drivetrain.strategy.profile.values import Line, MachineProfile, Work
+
+How = Literal["eager", "compiled", "graphed"]
+PHASES = ("forward", "backward")
+
+_PRODUCT_LIKE = frozenset({"product", "batched", "attention", "conv", "grouped", "patch"})
+_ALIASES = {"other": "elementwise", "fused": "elementwise", "scan": "reduction/inner"}
+_HOST = {"forward": 1.0, "backward": 0.7, "view": 0.35, "compiled": 0.8, "graphed": 0.0}
+"""What the host pays for an operator, over what one small call of eager mode costs, until it is measured."""
+_CALL = {"eager": 0.0, "compiled": 60e-6, "graphed": 60e-6}
+"""Seconds of the host to enter a compiled graph and leave it, once for forward and once for backward."""
+_FLOOR = {"cuda": 2.5e-6}
+"""Seconds that the smallest kernel takes on a device."""
+_TILES = 132.0
+"""Tiles of a product that fill a device."""
+
+
+def at(line: Line, batch: float) -> float:
+    """Return a line's value at a batch size."""
+    return max(0.0, line[0] + batch * line[1])
+
+
+def operator_seconds(work: Work, batch: float, machine: MachineProfile, rate: str | None = None) -> float:
+    """Return what one operator takes on the device at a batch size; `rate` replaces the type that products compute in."""
+    if work.key == VIEW:
+        return 0.0
+    kind = work.key.partition("/")[0]
+    dtype = _computed_in(work.dtype, rate) if kind in _PRODUCT_LIKE else work.dtype
+    dims = [max(1.0, at(line, batch)) for line in work.dims]
+    flops, moved = at(work.flops, batch), at(work.moved, batch)
+    if kind == "recurrent":
+        return _recurrent(work, dims, machine, dtype)
+    ideal = _roofline(kind, dims, flops, moved, dtype, machine)
+    if machine.times is None:
+        return ideal
+    key = _ALIASES.get(kind, work.key)
+    grid = machine.times.grid(key, dtype)
+    if kind == "patch":
+        grid = machine.times.grid("product", dtype)
+    if grid is None:
+        return ideal
+    if len(grid.axes) == len(dims) and dims:
+        return grid.seconds(dims)
+    return grid.seconds([max(moved, 1.0)]) if len(grid.axes) == 1 else ideal
+
+
+def _recurrent(work: Work, dims: Sequence[float], machine: MachineProfile, dtype: str) -> float:
+    """Return the time of a recurrent layer: one product for all its input, and one after the other for each step."""
+    steps, batch, gates, inputs, hidden = dims
+
+    def product(rows: float, depth: float) -> float:
+        one = replace(
+            work, key="product", dims=((rows, 0.0), (gates, 0.0), (depth, 0.0)), flops=(2 * rows * gates * depth, 0.0)
+        )
+        return operator_seconds(one, 0.0, machine, dtype)
+
+    times = 2 if work.key.endswith("backward") else 1
+    return times * (product(steps * batch, inputs) + steps * product(batch, hidden))
+
+
+def _computed_in(dtype: str, rate: str | None) -> str:
+    """Return the type of a product: a plan's own, where it is as wide as what was recorded."""
+    if rate is None or (dtype == "float32") != (rate in ("float32", "tf32")):
+        return dtype
+    return rate
+
+
+def _roofline(
+    kind: str, dims: Sequence[float], flops: float, moved: float, dtype: str, machine: MachineProfile
+) -> float:
+    """Return the time of an operator from rates alone."""
+    rate = machine.flops.get(dtype, machine.flops["float32"])
+    filled = 1.0
+    if kind == "product" and machine.kind != "cpu":
+        rows, columns, depth = dims
+        filled = min(1.0, max(rows * columns / 128**2, 1.0) / _TILES) * depth / (depth + 128)
+        filled = max(filled, 0.02)
+    arithmetic = flops / (rate * filled)
+    return max(arithmetic, moved / machine.bandwidth, _FLOOR.get(machine.kind, machine.launch))
+
+
+@dataclass
+class PassTime:
+    """What one forward and backward pass takes, by phase and by whether a block does it: on the device, and on the host."""
+
+    device: dict[tuple[str, bool], float] = field(default_factory=lambda: defaultdict(float))
+    host: dict[tuple[str, bool], float] = field(default_factory=lambda: defaultdict(float))
+
+    def seconds(self, phase: str, in_block: bool) -> float:
+        """Return the longer of both."""
+        return max(self.device[phase, in_block], self.host[phase, in_block])
+
+
+def pass_time(
+    works: Iterable[Work], batch: float, machine: MachineProfile, *, rate: str | None = None, how: How = "eager"
+) -> PassTime:
+    """Return what a pass of so many samples takes, part by part."""
+    found = PassTime()
+    is_cpu = machine.kind == "cpu"
+    for work in works:
+        place = work.phase, work.in_block
+        (found.device if is_cpu else found.host)[place] += work.count * host_seconds(work, machine, how)
+        found.device[place] += work.count * operator_seconds(work, batch, machine, rate)
+    if not is_cpu:
+        for phase in PHASES:
+            found.host[phase, False] += _CALL[how]
+    return found
+
+
+def host_seconds(work: Work, machine: MachineProfile, how: How) -> float:
+    """Return what the host pays to start an operator; a CPU pays it in addition to the operator's own time."""
+    what = ("view" if work.key == VIEW else work.phase) if how == "eager" else how
+    measured = {} if machine.times is None else machine.times.host
+    seconds = measured.get(what, _HOST[what] * machine.launch)
+    if machine.kind != "cpu" or work.key == VIEW or machine.times is None:
+        return seconds
+    smallest = machine.times.grid("elementwise", "float32")
+    return max(0.0, seconds - (0.0 if smallest is None else smallest.values[0]))
+
+
+def queued(stretches: Sequence[tuple[float, float]]) -> float:
+    """Return the time of a step, given what the host and the device need for each stretch of it; the step after it begins at once.
+
+    >>> queued([(1.0, 2.0), (2.0, 1.0)])  # the host is ahead when the first stretch ends
+    3.0
+    >>> queued([(2.0, 1.0), (2.0, 1.0)])
+    4.0
+    """
+    host = device = before = 0.0
+    for _ in range(3):
+        before = device
+        for host_part, device_part in stretches:
+            start = max(device, host)
+            host += host_part
+            device = max(start + device_part, host)
+    return device - before
+
+
+def step_seconds(passes: PassTime, update: tuple[float, float] = (0.0, 0.0), accumulation: int = 1) -> float:
+    """Return the time of one update: all its passes, then the optimizer, which takes (host, device) seconds."""
+    order = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
+    stretches = [(passes.host[place], passes.device[place]) for place in order] * accumulation
+    return queued([*stretches, update])
+
+
+def update_seconds(moved: float, tensors: int, passes: float, machine: MachineProfile) -> tuple[float, float]:
+    """Return what the optimizer costs host and device: traffic over all its state, and a little for each tensor."""
+    table = machine.times
+    grid = None if table is None else table.grid("elementwise", "float32")
+    device = passes * (moved / machine.bandwidth if grid is None else grid.seconds([moved]))
+    if machine.kind == "cpu":
+        return 0.0, device
+    return passes * tensors * 0.2 * machine.launch + 20 * machine.launch, device
+
+
+def by_kind(
+    works: Iterable[Work], batch: float, machine: MachineProfile, rate: str | None = None
+) -> Mapping[str, float]:
+    """Return the device's time of a pass by kind of operator, the longest first."""
+    found: dict[str, float] = defaultdict(float)
+    for work in works:
+        found[work.key] += work.count * operator_seconds(work, batch, machine, rate)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
