@@ -201,3 +201,19 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.lstrip("_"), []).append(path)
     assert {name for name, paths in homes.items() if len(paths) > 1} <= SHARED_NAMES
+
+
+def test_no_module_gives_one_name_to_two_things():
+    """Joining two files can do that, and the second silently replaces the first."""
+    wrong = []
+    for path, text in sources().items():
+        names = []
+        for node in ast.parse(text).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "overload" not in map(
+                ast.unparse, node.decorator_list
+            ):
+                names.append(node.name)
+        wrong += [f"{path}: {name}" for name in set(names) if names.count(name) > 1]
+    assert not wrong, "\n".join(wrong)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from drivetrain.compat.doorway import open_doorway
+from drivetrain.compat.registry import open_doorway
 
 if TYPE_CHECKING:
     from drivetrain.train.settings import *  # noqa: F403

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.algorithms.alibi import Alibi, AlibiBias, alibi_slopes, apply_alibi, policy_registry, register_attention
 from drivetrain.algorithms.alibi.algorithm import scale_sequences
-from drivetrain.compat.composer_gpt2_alibi import _attn, enlarge_mask
+from drivetrain.compat.composer_types import _attn, enlarge_mask
 from drivetrain.train.trainer import Trainer
 from drivetrain.train.verification import verify_resume
 from tests.algorithms.surgery_models import Attention, TextNet

@@ -513,3 +513,20 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match="dense"):
         Lion(table.parameters()).step()
+
+
+def test_wrappers_around_one_optimizer_count_their_steps_apart():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = SAMOptimizer(Lookahead(torch.optim.SGD([weight], lr=0.1), k=5), interval=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.pow(2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        closure()
+        optimizer.step(closure)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group["sam_step"] == group["lookahead_step"] == 3

@@ -66,9 +66,7 @@ def test_a_server_that_is_not_there_does_not_stop_training(tmp_path, caplog, mon
             recorder.scalar("x", value)
             recorder.flush()
         assert recorder.last("x") == 2.0
-    assert [record.name for record in caplog.records if "mlflow failed" in record.message] == [
-        "drivetrain.record.outlet"
-    ]
+    assert [record.name for record in caplog.records if "mlflow failed" in record.message] == ["drivetrain.record.sink"]
 
 
 def test_all_runs_of_an_experiment_share_one_store_under_its_name_with_their_parameters(tmp_path):

@@ -38,7 +38,7 @@ OFFERED: dict[str, dict[str, str]] = {
     "core.event": {_CORE: "Event"},
     "core.passes": {
         _CORE: "AlgorithmPass",
-        "drivetrain.compat.composer_passes": (
+        "drivetrain.compat.composer_types": (
             "T sort_to_front sort_to_back sort_selective_backprop_first sort_low_precision_layernorm_last set_filo_order "
             "warn_if_multiple_loss_interpolation"
         ),

@@ -1,14 +1,18 @@
 """Composer's small types: loaders with their settings, evaluation sets, precision names, loggers, and helpers for collections."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 
-from drivetrain.core.errors import ConfigError, ConfigTypeError
-from drivetrain.core.plugin import Callback, Phase
+from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning
+from drivetrain.core.event import Event
+from drivetrain.core.ordering import refers_to
+from drivetrain.core.plugin import Callback, Phase, PluginReference, plugin_name
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device
 
@@ -205,3 +209,83 @@ class InMemoryLogger(LoggerDestination):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Keep the settings of the run."""
         self.hyperparameters.update(hyperparameters)
+
+
+# ---------------------------------------------------------------------- passes: an event's algorithms, arranged by name
+#
+# The engine needs none of them: it sorts by what plugins declare. A pass takes `(algorithms, event)` and returns the algorithms as they
+# shall run; it has the last word, on the list the engine has sorted.
+
+T = TypeVar("T")
+
+
+def sort_to_front(list_to_sort: Sequence[T], cls: PluginReference) -> list[T]:
+    """Return the list with instances of `cls` first, otherwise in the same order."""
+    return sorted(list_to_sort, key=lambda item: not refers_to(cls, item))
+
+
+def sort_to_back(list_to_sort: Sequence[T], cls: PluginReference) -> list[T]:
+    """Return the list with instances of `cls` last, otherwise in the same order."""
+    return sorted(list_to_sort, key=lambda item: refers_to(cls, item))
+
+
+def sort_selective_backprop_first(algorithms: Sequence[T], event: Event) -> list[T]:
+    """Let selective backprop choose samples before others change them."""
+    return sort_to_front(algorithms, "SelectiveBackprop")
+
+
+def sort_low_precision_layernorm_last(algorithms: Sequence[T], event: Event) -> list[T]:
+    """Let low-precision norms replace layers after other surgery."""
+    return sort_to_back(algorithms, "LowPrecisionLayerNorm")
+
+
+def set_filo_order(algorithms: Sequence[T], event: Event) -> list[T]:
+    """Reverse the list at every `after_*` and `*_end` event: first in, last out."""
+    return list(reversed(algorithms)) if event.is_after_event else list(algorithms)
+
+
+def warn_if_multiple_loss_interpolation(algorithms: Sequence[T], event: Event) -> list[T]:
+    """Warn when more than one algorithm interpolates the loss."""
+    several = [plugin_name(plugin) for plugin in algorithms if refers_to("#interpolates_loss", plugin)]
+    if len(several) > 1:
+        warnings.warn(
+            f"{' and '.join(several)} all interpolate the loss at {event.name}; use one of them.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
+    return list(algorithms)
+
+
+# ---------------------------------------------------------------------- ALiBi for GPT-2 layers with attention in a method of their own
+
+
+def _attn(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    head_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the past with the penalty of `self.attention_bias`; in place of `GPT2Attention._attn`."""
+    scores = query @ key.transpose(-1, -2) * value.shape[-1] ** -0.5
+    queries, keys = scores.shape[-2:]
+    past = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
+    scores = (scores + self.attention_bias(queries, keys, scores.dtype)).masked_fill(
+        ~past, torch.finfo(scores.dtype).min
+    )
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = self.attn_dropout(scores.softmax(dim=-1).to(value.dtype))
+    if head_mask is not None:
+        weights = weights * head_mask
+    return weights @ value, weights
+
+
+def enlarge_mask(module: nn.Module, max_sequence_length: int) -> nn.Module:
+    """Let the causal mask that a layer keeps as its buffer `bias`, if it does, cover longer sequences."""
+    old = module._buffers.get("bias")
+    if old is not None:
+        mask = torch.ones(max_sequence_length, max_sequence_length, dtype=torch.bool, device=old.device).tril()
+        module._buffers["bias"] = mask.to(old.dtype)[None, None]
+    return module

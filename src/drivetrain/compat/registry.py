@@ -3,14 +3,53 @@
 Everything is text, so that reading the tables loads nothing.
 """
 
+import importlib
 import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-from drivetrain.compat.doorway import DoorwayFinder
+
+def open_doorway(public: str, home: str) -> None:
+    """Make `public` mean the module `home`, and `public.x` each submodule `home.x`: patching either reaches the code that runs.
+
+    Submodules are bound here too: imported through the public name they would otherwise be loaded a second time.
+    """
+    import pkgutil
+
+    module = importlib.import_module(home)
+    sys.modules[public] = module
+    for entry in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        sys.modules[f"{public}.{entry.name}"] = importlib.import_module(f"{home}.{entry.name}")
+
+
+class DoorwayFinder:
+    """Opens a doorway for each path of a table that has no file of its own.
+
+    It derives from nothing: `importlib.abc` would double the time of `import drivetrain`.
+    """
+
+    def __init__(self, homes: Mapping[str, str]):
+        self.homes = homes
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Answer for the paths of the table only."""
+        return ModuleSpec(fullname, self) if fullname in self.homes else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make the module that `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the home into the place of the new module, which Python then returns."""
+        open_doorway(module.__name__, self.homes[module.__name__])
+
 
 SLOTS = {
     "strategy.legacy_plan": "drivetrain.compat.atorch_plans:read_legacy_pickle",
-    "train.accelerator": "drivetrain.compat.accelerate_runtime:wrap_accelerator",
-    "train.foreign_state": "drivetrain.compat.accelerate_state",
+    "train.accelerator": "drivetrain.compat.accelerate:wrap_accelerator",
+    "train.foreign_state": "drivetrain.compat.accelerate",
     "train.foreign_arguments": "drivetrain.compat.trainer_arguments:INSTEAD",
 }
 
@@ -64,11 +103,11 @@ _SCHEDULE_FILES = (
 
 MODULES = {
     "drivetrain.algorithms.alibi.attention_surgery_functions": "drivetrain.algorithms.alibi.algorithm",
-    "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_gpt2_alibi",
+    "drivetrain.algorithms.alibi.gpt2_alibi": "drivetrain.compat.composer_types",
     "drivetrain.algorithms.warnings": "drivetrain.core.errors",
     "drivetrain.context.params": "drivetrain.module.params",
     "drivetrain.context.surgery": "drivetrain.module.surgery",
-    "drivetrain.core.passes": "drivetrain.compat.composer_passes",
+    "drivetrain.core.passes": "drivetrain.compat.composer_types",
     "drivetrain.experiment.core": "drivetrain.compat.pystematic_core",
     "drivetrain.experiment.parametric": "drivetrain.compat.pystematic_core",
     "drivetrain.optim.composer_schedulers": "drivetrain.compat.composer_schedulers",

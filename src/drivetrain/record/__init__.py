@@ -1,7 +1,7 @@
 """Recorder and sinks: what a run measured, kept in files and sent to trackers without stalling the device.
 
 `recorder` is what a program calls, `stream` keeps the rows in order until their values have left the device (`buffer`), and
-`outlet` hands them to the sinks, of which there is one per file.
+`sink` passes them to the sinks, of which there is one per file.
 """
 
 from drivetrain.core.lazy import lazy_exports
@@ -11,12 +11,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".recorder": ["Recorder"],
         ".jsonl": ["read_metrics", "JsonlSink"],
-        ".sink": ["Sink", "Resume"],
+        ".sink": ["Sink", "Resume", "ConsoleSink"],
         ".histogram": ["Histogram"],
         ".images": ["Picture"],
         ".csv_files": ["CsvSink"],
         ".tensorboard": ["TensorBoardSink"],
-        ".console": ["ConsoleSink"],
         ".wandb": ["WandbSink"],
         ".mlflow": ["MlflowSink"],
     },

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from drivetrain.core.display import spreadsheet_cell
 from drivetrain.core.files import make_inner_folder, replace_bytes, replacing
-from drivetrain.record.append_file import AppendFile, FileSink
 from drivetrain.record.images import Picture
 from drivetrain.record.jsonl import FILE_NAME as JOURNAL
-from drivetrain.record.jsonl import iterate_metrics
+from drivetrain.record.jsonl import AppendFile, FileSink, iterate_metrics
 from drivetrain.record.sink import Resume
 
 FILE_NAME = "scalars.csv"

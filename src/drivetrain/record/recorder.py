@@ -20,14 +20,12 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, ExperimentError
 from drivetrain.core.secret import masked
 from drivetrain.core.time import Time
 from drivetrain.core.types import StateDict
-from drivetrain.record.console import ConsoleSink
 from drivetrain.record.csv_files import CsvSink
 from drivetrain.record.histogram import count_values
 from drivetrain.record.images import check_figure, check_image, encode_figure
 from drivetrain.record.jsonl import JsonlSink
 from drivetrain.record.mlflow import MlflowSink
-from drivetrain.record.outlet import Outlet
-from drivetrain.record.sink import Resume, Row, plain
+from drivetrain.record.sink import ConsoleSink, Outlet, Resume, Row, plain
 from drivetrain.record.stream import Stream, check_tag, kept
 from drivetrain.record.tensorboard import TensorBoardSink, is_installed
 from drivetrain.record.wandb import WandbSink

@@ -23,8 +23,7 @@ from drivetrain.record.buffer import Arrival, BufferSlot, DeviceBuffer
 from drivetrain.record.histogram import read_histogram
 from drivetrain.record.images import Picture, encode_image
 from drivetrain.record.jsonl import FILE_NAME, JsonlSink
-from drivetrain.record.outlet import Outlet
-from drivetrain.record.sink import Resume, Row
+from drivetrain.record.sink import Outlet, Resume, Row
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.ranks import get_rank, is_distributed
 

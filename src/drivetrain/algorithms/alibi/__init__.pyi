@@ -7,7 +7,7 @@ from drivetrain.algorithms.alibi.algorithm import apply_alibi as apply_alibi
 from drivetrain.algorithms.alibi.algorithm import policy_registry as policy_registry
 from drivetrain.module.attention import register_attention as register_attention
 from drivetrain.algorithms.alibi import algorithm as attention_surgery_functions
-from drivetrain.compat import composer_gpt2_alibi as gpt2_alibi
+from drivetrain.compat import composer_types as gpt2_alibi
 
 __all__ = [
     "Alibi",

@@ -128,7 +128,7 @@ class WrappedOptimizer(Optimizer):
         return f"{type(self).__name__}({self.base_optimizer!r})"
 
 
-_COUNT = "lookahead_step"
+_LOOKAHEAD_STEPS = "lookahead_step"
 
 
 class Lookahead(WrappedOptimizer):
@@ -159,9 +159,9 @@ class Lookahead(WrappedOptimizer):
             if parameter.grad is not None and parameter not in self._kept:
                 self._kept[parameter]["slow"] = copy_of(parameter)
         self.base_optimizer.step()
-        count = self.param_groups[0].get(_COUNT, 0) + 1
+        count = self.param_groups[0].get(_LOOKAHEAD_STEPS, 0) + 1
         for group in self.param_groups:  # counted in the groups, which are saved
-            group[_COUNT] = count
+            group[_LOOKAHEAD_STEPS] = count
         if count % self.k == 0 and self._kept:
             fast = local_parts(self._kept)
             slow = local_parts(kept["slow"] for kept in self._kept.values())
@@ -234,7 +234,7 @@ class Cautious(WrappedOptimizer):
         return {"eps": self.eps}
 
 
-_COUNT = "sam_step"
+_SAM_STEPS = "sam_step"
 
 
 class SAMOptimizer(WrappedOptimizer):
@@ -272,7 +272,7 @@ class SAMOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update; a sharpness-aware step needs the closure and returns the loss at the perturbed weights."""
-        count = self.param_groups[0].get(_COUNT, 0) + 1
+        count = self.param_groups[0].get(_SAM_STEPS, 0) + 1
         loss = None
         if count % self.interval == 0:
             if closure is None:
@@ -287,7 +287,7 @@ class SAMOptimizer(WrappedOptimizer):
                 self.put_back(before)
         self.base_optimizer.step()
         for group in self.param_groups:  # counted in the groups, which are saved; a step that failed does not count
-            group[_COUNT] = count
+            group[_SAM_STEPS] = count
         return loss
 
     @torch.no_grad()

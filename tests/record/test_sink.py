@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from drivetrain.record import Recorder, outlet, read_metrics
+from drivetrain.record import ConsoleSink, Recorder, read_metrics
 
 
 class Broken:
@@ -57,7 +57,7 @@ def test_a_remote_sink_warns_once_and_rests(tmp_path, caplog, at):
 
 
 def test_it_is_tried_again_after_its_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(outlet, "_FIRST_REST", 0.0)
+    monkeypatch.setattr("drivetrain.record.sink._FIRST_REST", 0.0)
     sink = Broken(at="open")
     with Recorder(tmp_path, tensorboard=False, sinks=[sink], flush_every=0.0) as recorder:
         recorder.scalar("x", 1.0)
@@ -83,7 +83,7 @@ def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     with caplog.at_level(logging.WARNING), Recorder(tmp_path, tensorboard=False, flush_every="1h") as recorder:
-        monkeypatch.setattr(outlet, "_FIRST_REST", 0.0)
+        monkeypatch.setattr("drivetrain.record.sink._FIRST_REST", 0.0)
         recorder._stream.outlets[0]._rest = recorder._stream.outlets[1]._rest = 0.0
         recorder.scalar("x", 1.0)
         recorder.flush()
@@ -103,3 +103,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_run(tmp_path):
     with pytest.raises(OSError, match="file"):
         recorder.flush()
     recorder.silence()
+
+
+def test_a_line_appears_at_each_step_that_recorded_something(tmp_path, capsys):
+    with Recorder(tmp_path, tensorboard=False, console=True, flush_every="1h") as recorder:
+        recorder.scalars({"loss": 0.123456789, "acc": 1})
+        assert capsys.readouterr().out == ""
+        recorder.step()
+        assert capsys.readouterr().out == "step 0  loss 0.123457  acc 1\n"
+        recorder.step()
+        recorder.count = 7
+        assert capsys.readouterr().out == ""
+        recorder.scalar("loss", 0.1)
+        recorder.count = 9
+        assert capsys.readouterr().out == "step 7  loss 0.1\n"
+        assert not (tmp_path / "metrics.jsonl").read_text()  # showing does not write
+
+
+def test_a_console_can_write_elsewhere(tmp_path):
+    with (
+        (tmp_path / "out.txt").open("w") as file,
+        Recorder(tmp_path / "run", tensorboard=False, sinks=[ConsoleSink(file)]) as recorder,
+    ):
+        recorder.text("note", "hello")
+        recorder.step()
+    assert (tmp_path / "out.txt").read_text() == "step 0  note: hello\n"
