@@ -210,7 +210,8 @@ def test_no_module_gives_one_name_to_two_things():
         names = []
         for node in ast.parse(text).body:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            names += [target.id for target in targets if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and "overload" not in map(
                 ast.unparse, node.decorator_list
             ):

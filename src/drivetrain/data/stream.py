@@ -172,8 +172,10 @@ class FilterReader(StreamReader):
         offset, size = share_of(len(samples), share.rank, share.world)
         own = samples[offset : offset + size] or samples[-1:]
         first, end = position + offset, position + len(samples)
-        info = BatchInfo(self.start.epoch, position // whole, first, size, len(samples), int(size == 0), end, None)
-        info.stream = self.place(ended=len(samples) < whole)
+        place, index = self.place(ended=len(samples) < whole), position // whole
+        info = BatchInfo(
+            self.start.epoch, index, first, size, len(samples), int(size == 0), end, last=None, stream=place
+        )
         return info, self.collated(own, first) if wanted else None
 
 
@@ -305,9 +307,8 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
         first = position + sum(size for other, size in sizes.items() if other < rank)
         position += total
         assert last is not None
-        info = BatchInfo(start.epoch, index, first, size, total, 0 if size else last[0], position, None)
-        info.stream = {"workers": dict(workers), "turn": turn, "batches": index + 1}
-        yield info, last[1]
+        state, pad = {"workers": dict(workers), "turn": turn, "batches": index + 1}, 0 if size else last[0]
+        yield BatchInfo(start.epoch, index, first, size, total, pad, position, last=None, stream=state), last[1]
 
 
 def _sharded_steps(
