@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from drivetrain.core.errors import ConfigError, ConflictError, DistributedError
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks
-from drivetrain.strategy.trial.checking import TOLERANCES
+from drivetrain.strategy.trial.checking import NOT_EXACT, TOLERANCES
 from drivetrain.train.auto import auto_accelerate
 
 ROWS, LENGTH, VOCAB = 8, 12, 64
@@ -38,6 +38,10 @@ CONFIGS = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_TEXT, **_KV, "head_dim": 8}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_TEXT, **_KV}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_TEXT, **_KV, "num_local_experts": 4}),
+    "mixtral with router loss": (
+        "MixtralForCausalLM", "MixtralConfig",
+        {**_TEXT, **_KV, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 5.0},
+    ),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_TEXT, **_KV, "head_dim": 8}),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {**_TEXT, **_KV}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_TEXT, **_KV, "pad_token_id": 0}),
@@ -90,6 +94,11 @@ DENSE = ("llama", "gpt2", "bert")
 """Three architectures of different structure, on which all pairs of methods are tried."""
 
 
+SINGLES = ("mixtral with router loss",)
+"""Only single methods are tried on these. Their losses cannot be divided exactly, which the check of a plan warns of."""
+IGNORED = -100
+
+
 def make_model(name):
     import transformers
 
@@ -111,13 +120,19 @@ def make_rows(name, rows=ROWS, seed=1):
         pixels = torch.randn(rows, 3, side, side, generator=generator)
         return {"pixel_values": pixels, "labels": torch.randint(0, 4, (rows,), generator=generator)}
     if name == "whisper":
-        return {"input_features": torch.randn(rows, 8, 16, generator=generator), "labels": tokens()}
+        return {"input_features": torch.randn(rows, 8, 16, generator=generator), "labels": with_ignored(tokens())}
     if name in ("t5", "bart", "bert"):
-        return {"input_ids": tokens(), "labels": tokens()}
+        return {"input_ids": tokens(), "labels": with_ignored(tokens())}
     if name == "roberta":
         return {"input_ids": tokens(), "labels": torch.randint(0, 2, (rows,), generator=generator)}
     ids = tokens()
-    return {"input_ids": ids, "labels": ids}
+    return {"input_ids": ids, "labels": with_ignored(ids)}
+
+
+def with_ignored(labels):
+    """Return labels of which rows ignore very different numbers, so that a mean over tokens is none over samples."""
+    ignored = torch.arange(len(labels)).mul(5).remainder(LENGTH - 3).unsqueeze(1)
+    return labels.masked_fill(torch.arange(LENGTH) >= LENGTH - ignored, IGNORED)
 
 
 class Rows(Dataset):
@@ -193,10 +208,13 @@ def whole(value):
 
 def planned_movement(name, plan, **kwargs):
     """Return this rank's parameters, whole, at the beginning and after each step of a plan; and its passes by step."""
+    loss, skips_check = own_loss, name not in SINGLES
+    if not skips_check:  # a loss that cannot be sent to other processes is checked in these ones
+        loss = lambda batch, outputs: outputs.loss
     status, result, applied = auto_accelerate(
-        make_model(name), torch.optim.SGD, Rows(make_rows(name, ROWS * STEPS)), own_loss, None, "unpack_dict", SGD,
+        make_model(name), torch.optim.SGD, Rows(make_rows(name, ROWS * STEPS)), loss, None, "unpack_dict", SGD,
         dataloader_args={"batch_size": ROWS, "num_workers": 0}, load_strategy=plan, device="cpu", strict=False,
-        **{"ignore_dryrun_on_load_strategy": True, **kwargs},
+        **{"ignore_dryrun_on_load_strategy": skips_check, **kwargs},
     )  # fmt: skip
     assert status, applied.failure
     inner = getattr(result.optim, "inner", None)
@@ -274,8 +292,9 @@ def try_cell(name, plan, **kwargs):
             planned, passes, applied = planned_movement(name, copy.deepcopy(plan), **kwargs)
             windows = all_passes(name, passes) if has_batch_statistics(name) else None
             key, error, allowed = compare(name, plan, planned, windows)
+        warned = [reason for reason in applied.reasons if NOT_EXACT in reason]
         if not error <= allowed:
-            return f"wrong: {key} is off by {error:.3g}"
+            return f"warned: {warned[0]}" if warned else f"wrong: {key} is off by {error:.3g}"
         if applied.dropped:
             return "warned: left out: " + "; ".join(f"{method}: {reason}" for method, reason in applied.dropped)
         return f"ok ({error:.1e})"

@@ -1,12 +1,16 @@
 """Clipping and counting in the loop that people write around what `auto_accelerate` returns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import default_collate
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.train.auto import auto_accelerate
 from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model
 
@@ -109,49 +113,146 @@ def token_loss(batch, logits):
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
+def shifted_loss(batch, logits):
+    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=IGNORED)
+
+
+def weighted_loss(batch, logits):
+    weight = torch.linspace(0.2, 3.0, logits.shape[-1], dtype=logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), weight, ignore_index=IGNORED)
+
+
+def sum_over_a_number(batch, logits):
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+    return losses / 64
+
+
+def hidden_mean(batch, logits):
+    """A masked mean that cannot be followed."""
+    kept = batch["labels"] != IGNORED
+    losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"].clamp(min=0), reduction="none")
+    return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+def loss_with_balance(batch, logits):
+    """As of a mixture of experts: a mean over tokens, and a product of means over all of them."""
+    share = logits.softmax(-1).mean((0, 1))
+    return token_loss(batch, logits) + 5.0 * (share * share).sum()
+
+
 def count_labels(batch):
     return (batch["labels"] != IGNORED).sum()
 
 
-def counted(plan):
+LOSSES = {loss.__name__: loss for loss in (token_loss, shifted_loss, sum_over_a_number, hidden_mean)}
+
+
+def trained(plan, name, **kwargs):
+    """Train two steps in float64; return this rank's parameters."""
+    kwargs = {"count_items": count_labels if name == "hidden_mean" else None, **kwargs}
+    kwargs.setdefault("ignore_dryrun_on_load_strategy", True)
     status, result, applied = auto_accelerate(
-        make_model(tied=False), torch.optim.SGD, masked_data(), token_loss, None, "unpack_dict", SGD,
-        dataloader_args={"batch_size": 8, "num_workers": 0, "shuffle": False}, load_strategy=plan, device="cpu",
-        ignore_dryrun_on_load_strategy=True, count_items=count_labels,
+        make_model(tied=False).double(), torch.optim.SGD, masked_data(), LOSSES[name], None, "unpack_dict", SGD,
+        dataloader_args={"batch_size": 8, "num_workers": 0, "shuffle": False}, load_strategy=plan, device="cpu", **kwargs,
     )  # fmt: skip
     assert status, applied.failure
+    losses = []
     for batch in result.dataloader:
         batch = result.prepare_input(batch, result.context.device)
-        result.loss_func(batch, result.model(**batch)).backward()
+        loss = result.loss_func(batch, result.model(**batch))
+        loss.backward()
+        losses.append(loss.item())
         result.optim.step()
         result.optim.zero_grad()
     values = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in result.model.named_parameters()}
     clear_data_ranks()
-    return {name.removeprefix("module."): value.detach().clone() for name, value in values.items()}
+    return losses, {name.removeprefix("module."): value.detach().clone() for name, value in values.items()}
 
 
-def plain_counted():
-    model, rows = make_model(tied=False), masked_data()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+def trained_with_all(plan):
+    return {name: trained(plan, name) for name in LOSSES}
+
+
+def plain_trained(name):
+    model, rows = make_model(tied=False).double(), masked_data()
+    optimizer, losses = torch.optim.SGD(model.parameters(), **SGD), []
     for first in (0, 8):
         batch = {name: torch.stack([row[name] for row in rows[first : first + 8]]) for name in rows[0]}
-        token_loss(batch, model(**batch)).backward()
+        loss = LOSSES[name](batch, model(**batch))
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.named_parameters())
+    return losses, dict(model.named_parameters())
 
 
-def check_counted(ours):
-    for name, value in plain_counted().items():
-        torch.testing.assert_close(ours[name], value.detach(), rtol=1e-5, atol=1e-6)
+def check_trained(ours, name, compares_losses=False):
+    losses, parameters = plain_trained(name)
+    if compares_losses:
+        assert ours[0] == pytest.approx(losses, rel=1e-6)
+    assert ours[1]
+    for key, value in ours[1].items():
+        torch.testing.assert_close(value, parameters[key].detach(), rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
 
 
-def test_micro_batches_of_losses_over_tokens_are_weighted_by_their_items():
-    check_counted(counted([("micro_batch", 2)]))
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_of_a_loss_that_is_not_a_mean_over_samples_are_weighted_by_its_items(name):
+    check_trained(trained([("micro_batch", 2)], name), name)
 
 
-def test_ranks_of_losses_over_tokens_are_weighted_by_their_items(world2):
-    for ours in world2(counted, ["parallel_mode"]):
-        check_counted(ours)
-    for ours in world2(counted, ["parallel_mode", ("micro_batch", 2)]):
-        check_counted(ours)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ["parallel_mode"],
+        ["fsdp", ("micro_batch", 2)],
+        [("parallel_mode", [("tensor", 2)]), ("tensor_parallel", {"plan": TENSOR_PLAN}), ("micro_batch", 4)],
+        [("parallel_mode", [("pipe", 2)]), ("pipeline_parallel", {"chunks": 2})],
+        [("parallel_mode", [("pipe", 2)]), ("pipeline_parallel", {"chunks": 2}), ("micro_batch", 4)],
+    ],
+    ids=str,
+)
+def test_ranks_and_pipelines_weight_losses_by_their_items(world2, plan):
+    has_whole_loss = "pipe" in str(plan) and "micro_batch" not in str(plan)
+    for rank in world2(trained_with_all, plan):
+        for name, found in rank.items():
+            check_trained(found, name, compares_losses=has_whole_loss)
+
+
+def test_a_pipeline_beside_data_ranks_weights_losses_by_their_items(world4):
+    plan = [("parallel_mode", [("pipe", 2), ("data", 2)]), ("pipeline_parallel", {"chunks": 2})]
+    for rank in world4(trained_with_all, plan):
+        for name, found in rank.items():
+            check_trained(found, name, compares_losses=True)
+
+
+@pytest.mark.parametrize("name", ["token_loss", "sum_over_a_number"])
+def test_the_check_of_a_plan_passes_for_losses_whose_items_are_known(name):
+    check_trained(trained([("micro_batch", 2)], name, ignore_dryrun_on_load_strategy=False), name)
+
+
+def test_a_loss_whose_parts_do_not_add_up_is_trained_with_a_warning_of_the_measured_error(monkeypatch):
+    monkeypatch.setitem(LOSSES, "loss_with_balance", loss_with_balance)
+    with pytest.warns(
+        DrivetrainWarning, match=r"not exact: the loss is not a mean over samples.*relative error 0\.\d+"
+    ):
+        trained([("micro_batch", 2)], "loss_with_balance", ignore_dryrun_on_load_strategy=False)
+
+
+def test_class_weights_and_factors_that_depend_on_the_batch_are_told_apart():
+    task = TrainingTask(
+        model=make_model(tied=False),
+        call=CallModel("unpack_dict"),
+        loss_func=weighted_loss,
+        samples=default_collate(masked_data()),
+    )
+    assert task.follow().items.kind == "unknown"  # the weights are made again in each call
+    assert replace(task, loss_func=times_rows).follow().items.kind == "unknown"
+    items = replace(task, loss_func=shifted_loss).follow().items
+    assert (items.kind, items.path, items.cut) == ("labels", ("labels",), (1, None))
+    on_meta = replace(task, model=make_model(tied=False).to("meta"), loss_func=shifted_loss)
+    assert on_meta.follow().items.same_as(items)
+
+
+def times_rows(batch, logits):
+    return token_loss(batch, logits) * len(logits)

@@ -127,7 +127,7 @@ def share_of(items: Count, total: Count, world: int = 1) -> Count:
     """Return `items` over the items of all ranks, times the ranks, over which gradients are averaged; zero where there are none."""
     if isinstance(total, Tensor):
         return widened(items) * world / widened(total).clamp(min=_LEAST)
-    return items * world / total if total else 0.0
+    return widened(items) * world / total if total else 0.0
 
 
 def widened(count: object) -> Any:

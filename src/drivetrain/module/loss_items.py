@@ -7,17 +7,19 @@ not. The result is a `LossItems`, which counts every later batch from its labels
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.module.accumulation import Count
+from drivetrain.module.probing import buffers_copied
+from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 Kind = Literal["samples", "labels", "elements", "sum", "unknown"]
 Path = tuple[Any, ...]
@@ -68,7 +70,7 @@ class LossItems:
 
     def same_as(self, other: "LossItems") -> bool:
         """Return whether two losses count alike."""
-        mine, theirs = (vars(items) | {"weight": id(items.weight)} for items in (self, other))
+        mine, theirs = (vars(items) | {"weight": _place_of(items.weight)} for items in (self, other))
         return mine == theirs
 
     def count(self, batch: object) -> Count:
@@ -93,6 +95,8 @@ class LossItems:
 SAMPLES = LossItems(kind="samples")
 SUM = LossItems(kind="sum")
 UNKNOWN = LossItems(kind="unknown")
+DIVIDED_SUM = LossItems(kind="unknown")
+"""A sum over a number that is neither that of its samples nor that of its elements: a sum, if the number is the same for all batches."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class LossWatch(TorchFunctionMode):
         self._scalars: list[Tensor] = []
         self._sizes: Any = WeakIdKeyDictionary()  # of sums, how many elements they have
         self._picked: Any = WeakIdKeyDictionary()  # their sizes depend on values
+        self.factors: list[object] = []
+        """The numbers that losses were multiplied with or divided by."""
 
     def items_of(self, loss: object) -> LossItems:
         """Return what a loss, computed while the watch was active, is a mean over."""
@@ -317,18 +323,61 @@ class LossWatch(TorchFunctionMode):
     def _scaled(self, name: str, args: tuple[Any, ...], tensor: Tensor, items: LossItems) -> LossItems:
         """Return what a loss times or over a number counts: a sum over the number of its elements is a mean."""
         is_division = "div" in name
-        if items.kind != "sum" or not is_division:
-            return items
         number = next((value for value in args if not isinstance(value, Tensor)), None)
+        if items.kind != "sum" or not is_division:
+            self.factors.append(number)
+            return items
         if id(number) in self._numbers:
             return SUM
         if number == self.rows:
             return SAMPLES
-        return self._of_size(int(number)) if number == self._sizes.get(tensor) else UNKNOWN
+        if number == self._sizes.get(tensor):
+            return self._of_size(int(number))
+        self.factors.append(number)
+        return DIVIDED_SUM
+
+
+FollowedLoss = tuple[LossItems, list[object]]
+"""What a loss is a mean over, and the numbers it was multiplied with or divided by."""
+
+
+def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[], object]) -> FollowedLoss:
+    """Follow the loss that `compute` makes of a batch.
+
+    Buffers and random states are as before afterwards. Code that does not run on this batch gives nothing to follow.
+    """
+    watch, generators = LossWatch(batch, rows), capture_rng()
+    try:
+        with torch.no_grad(), buffers_copied(model), watch:
+            loss = compute()
+        return watch.items_of(loss), watch.factors
+    except (RuntimeError, ValueError, TypeError):
+        return UNKNOWN, []
+    finally:
+        restore_rng(generators)
+
+
+def agreed_items(first: FollowedLoss, second: FollowedLoss) -> LossItems:
+    """Return what `follow_loss` found in two batches of different size, or `UNKNOWN` where a factor depends on the batch."""
+    (items, factors), (others, other_factors) = first, second
+    if factors != other_factors:
+        return UNKNOWN
+    if items is DIVIDED_SUM and others is DIVIDED_SUM:
+        return SUM
+    return items if items.same_as(others) else UNKNOWN
+
+
+def without_empty(loss: Tensor, items: Count) -> Tensor:
+    """Return a loss that is zero where it is a mean over nothing, which is not a number: it counts for nothing in the whole."""
+    if isinstance(items, Tensor):
+        return torch.where(items > 0, loss, torch.zeros_like(loss))
+    return loss if items else torch.nan_to_num(loss, nan=0.0)
 
 
 def _added(first: LossItems, second: LossItems) -> LossItems:
     """Return what the sum of two losses counts."""
+    if "unknown" in (first.kind, second.kind):
+        return first if first is second else UNKNOWN
     if first.same_as(second):
         return first
     is_by_row = [items.kind in ("samples", "elements") or items.is_one_per_row for items in (first, second)]
@@ -364,6 +413,10 @@ def _is_masked(name: str, args: tuple[object, ...]) -> bool:
         return False
     parts = args[1] if isinstance(args[1], tuple) else (args[1],)
     return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def _place_of(weight: Tensor | None) -> tuple[int, torch.Size] | None:
+    return None if weight is None else (_storage(weight), weight.shape)
 
 
 def _storage(tensor: Tensor) -> int:

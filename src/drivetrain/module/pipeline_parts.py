@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from drivetrain.module.accumulation import Count, as_factor
+from drivetrain.module.loss_items import without_empty
 from drivetrain.module.probing import buffers_copied
 
 COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
@@ -109,12 +111,17 @@ class FlatCall:
         leaves = [self._output_rest[i] if i in self._output_rest else next(tensors) for i in range(count)]
         return tree_unflatten(leaves, self._output_form)
 
-    def joined_output(self) -> Any:
-        """Return the output of all micro-batches: rows one below the other, single numbers averaged."""
+    def joined_output(self, shares: Sequence[Count]) -> Any:
+        """Return the output of all micro-batches: rows one below the other, single numbers averaged by their shares."""
         columns = list(zip(*self._collected))
-        joined = [torch.cat(column) if column[0].dim() else torch.stack(column).mean(0) for column in columns]
+        joined = [torch.cat(column) if column[0].dim() else _weighted_sum(column, shares) for column in columns]
         self._collected = []
         return self.unflatten_output(joined)
+
+
+def _weighted_sum(numbers: Sequence[Tensor], shares: Sequence[Count]) -> Tensor:
+    parts = [without_empty(number, share) * as_factor(share, number) for number, share in zip(numbers, shares)]
+    return torch.stack(parts).sum(0)
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -8,18 +8,51 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.core.errors import BatchSizeError, ConfigError, unknown_name
+from drivetrain.module.accumulation import Count, as_factor, share_of
+from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline import Split
 from drivetrain.module.pipeline_parts import FlatCall, is_batched, mount
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
+
+
+class LossWeights(Protocol):
+    """How much the losses of parts of a batch count."""
+
+    is_sum: bool
+    """Whether the losses of parts add up to that of the whole, instead of being averaged."""
+
+    def items_of(self, inputs: object) -> Count | None:
+        """Return how many items the loss of a model's input is a mean over; None: its samples."""
+
+    def gradient_weight(self, items: Count | None) -> Count:
+        """Return what the gradient of a rank's batch is multiplied by."""
+
+    def amount(self, items: Count | None) -> Count:
+        """Return how much a rank's loss counts in the mean over all data ranks."""
+
+
+class _BySamples:
+    """Every sample counts the same."""
+
+    is_sum = False
+
+    def items_of(self, inputs: object) -> Count | None:
+        return None
+
+    def gradient_weight(self, items: Count | None) -> Count:
+        return 1.0
+
+    def amount(self, items: Count | None) -> Count:
+        return 1
 
 
 class PipelineOutput:
@@ -60,8 +93,7 @@ class PipelinedModel(nn.Module):
     _runs: dict[Any, "_ScheduleRun"]
     _full_size: int | None
     _loss_func: Callable[[Any, Any], Any] | None
-    _weight: Callable[[], Any]
-    _share: Callable[[], float]
+    _weights: LossWeights
     _replicas: int
 
     def __init__(
@@ -88,7 +120,7 @@ class PipelinedModel(nn.Module):
         fields["_runs"] = {}
         fields["_full_size"] = None
         mount(self, model, self._names)
-        self.connect(None)
+        self.connect(None, _BySamples())
 
     @property
     def num_stages(self) -> int:
@@ -100,18 +132,9 @@ class PipelinedModel(nn.Module):
         """Whether this rank holds the last stage, and so the output."""
         return self.own[-1] == self.num_stages - 1
 
-    def connect(
-        self,
-        loss_func: Callable[[Any, Any], Any] | None,
-        weight: Callable[[], Any] = lambda: 1.0,
-        share: Callable[[], float] = lambda: 1.0,
-        replicas: int = 1,
-    ) -> None:
-        """Say what the loss is, how its gradient is weighed, and which share of the global batch this rank's rows are.
-
-        `replicas` ranks (of a tensor axis) hold each loss.
-        """
-        vars(self).update(_loss_func=loss_func, _weight=weight, _share=share, _replicas=replicas)
+    def connect(self, loss_func: Callable[[Any, Any], Any] | None, weights: LossWeights, replicas: int = 1) -> None:
+        """Set what the loss is and how much its parts count; `replicas` ranks (of a tensor axis) hold each loss."""
+        vars(self).update(_loss_func=loss_func, _weights=weights, _replicas=replicas)
 
     def wrap_parts(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
         """Replace each stage by what `wrap` makes of it: in DDP, sharded, or computing in low precision."""
@@ -154,16 +177,19 @@ class PipelinedModel(nn.Module):
         """Return the loss of an evaluation on all ranks, each of which must call this."""
         with torch.no_grad():
             loss = _first(loss_func(inputs, outputs)) if self.is_last else torch.zeros((), device=self.device)
-        return self._everywhere(loss)
+        return self._everywhere(loss, self._weights.items_of(inputs))
 
-    def _everywhere(self, loss: Tensor) -> Tensor:
-        """Return the mean over the global batch of what the ranks of the last stages hold."""
+    def _everywhere(self, loss: Tensor, items: Count | None) -> Tensor:
+        """Return the mean over the global batch, or the sum, of what the ranks of the last stages hold."""
         import torch.distributed as dist
 
-        total = loss.detach().float() * (self._share() / self._replicas) if self.is_last else torch.zeros_like(loss)
-        total = total.float().reshape(()).clone()
+        total = torch.zeros(2, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        if self.is_last:
+            amount = self._weights.amount(items)
+            own = (loss if items is None else without_empty(loss, items)).detach().reshape(())
+            total[0], total[1] = own * (1 if self._weights.is_sum else amount), amount
         dist.all_reduce(total)
-        return total
+        return (total[0] / (self._replicas if self._weights.is_sum else total[1])).float()
 
     def _bind(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that stages use, by name."""
@@ -226,7 +252,8 @@ class _ScheduleRun:
         self._batch: Any = None
         self._values: dict[int, Tensor] = {}
         self._last: Any = None
-        self._factor: Any = 1.0
+        self._weights: Sequence[Count] = ()  # of the gradients of micro-batches
+        self._shares: Sequence[Count] = ()  # of micro-batches in the loss of the batch
         self._is_first, self._is_odd = True, False
         stages = [
             PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
@@ -258,29 +285,48 @@ class _ScheduleRun:
             unwrap(part).begin(call)  # type: ignore[operator]
         self._batch, self._last = batch, calls[-1]
         if self.is_training:
-            self._factor = pipeline._weight()
+            items, counts = self._count(batch)
+            self._shares = self._shares_of(items, counts)
+            factor = pipeline._weights.gradient_weight(items)
+            self._weights = [factor * share for share in self._shares]
             kept = self._put_gradients_aside()
             self._schedule.step(**calls[0].batched, target=torch.arange(self.chunks), losses=[], **self._settings)
             self._add_gradients(kept)
-            return PipelineOutput(self._joined())
+            return PipelineOutput(self._joined(items))
         with torch.no_grad():
             self._schedule.step(**calls[0].batched, **self._settings)
         self._is_first, self._batch = False, None
-        return calls[-1].joined_output() if pipeline.is_last else PipelineOutput()
+        return calls[-1].joined_output(self._shares_of(*self._count(batch))) if pipeline.is_last else PipelineOutput()
+
+    def _count(self, batch: object) -> tuple[Count | None, list[Count]]:
+        """Return the items of a batch and of each micro-batch; None where samples count, of which each has as many."""
+        weights = self.pipeline._weights
+        if (items := weights.items_of(batch)) is None:
+            return None, []
+        counts = [weights.items_of(self._chunk(batch, place)) for place in range(self.chunks)]
+        return items, [count for count in counts if count is not None]
+
+    def _shares_of(self, items: Count | None, counts: Sequence[Count]) -> list[Count]:
+        """Return how much the loss of each micro-batch counts in that of the batch."""
+        if items is None:
+            return [1.0 if self.pipeline._weights.is_sum else 1 / self.chunks] * self.chunks
+        return [share_of(count, items) for count in counts]
+
+    def _chunk(self, batch: object, place: int) -> Any:
+        return tree_map(lambda leaf: leaf.tensor_split(self.chunks)[place] if is_batched(leaf) else leaf, batch)
 
     def _loss(self, output: object, index: Tensor) -> Tensor:
         """Return what is back-propagated for one micro-batch, and keep its true value."""
         pipeline = self.pipeline
         place = int(index)  # on the CPU: nobody waits
-        chunk = tree_map(lambda leaf: leaf.tensor_split(self.chunks)[place] if is_batched(leaf) else leaf, self._batch)
         assert pipeline._loss_func is not None
-        loss = pipeline._loss_func(chunk, self._last.unflatten_output(output))
+        loss = pipeline._loss_func(self._chunk(self._batch, place), self._last.unflatten_output(output))
         self._is_odd |= isinstance(loss, list | tuple)
-        loss = _first(loss)
+        loss = without_empty(_first(loss), self._shares[place])
         self._values[place] = loss.detach()
-        return loss * (self._factor / self.chunks)
+        return loss * as_factor(self._weights[place], loss)
 
-    def _joined(self) -> Tensor:
+    def _joined(self, items: Count | None) -> Tensor:
         """Return the loss of the whole batch, as a leaf whose backward reaches no parameter."""
         import torch.distributed as dist
 
@@ -295,11 +341,12 @@ class _ScheduleRun:
                     "the loss alone."
                 )
         if pipeline.is_last:
-            mean = torch.stack([self._values[place] for place in range(self.chunks)]).float().mean()
+            loss = sum(self._values[place].float() * share for place, share in enumerate(self._shares))
         else:
-            mean = torch.zeros((), device=pipeline.device)
+            loss = torch.zeros((), device=pipeline.device)
         self._batch, self._values = None, {}
-        return pipeline._everywhere(mean).requires_grad_()
+        assert isinstance(loss, Tensor)
+        return pipeline._everywhere(loss, items).requires_grad_()
 
     # The first step of a shape finds out what the stages exchange, and clears the gradients of sharded stages on the way.
 

@@ -20,7 +20,9 @@ from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.types import Batch, Settings
+from drivetrain.module.accumulation import Count
 from drivetrain.module.ddp import wrap_ddp
+from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.module.pipeline_parts import Elsewhere
 from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
@@ -59,8 +61,10 @@ class Application:
     scaler_dtype: torch.dtype | None = None
     """What gradients are computed in, where that decides whether they must be scaled."""
     skip_nonfinite = False
-    count_items: Callable[[Any], Any] | None = None
-    """Counts what the loss of prepared input is a mean over; None: samples."""
+    count_items: Callable[[Any], Count] | None = None
+    """Counts what the loss of prepared input is a mean over; None: as `items` says, else samples."""
+    items: LossItems = UNKNOWN
+    """What the loss is a mean over, where that was found."""
     outputs_are_read = False
     """Whether anything but the loss reads the outputs of a model that trains, so that they must be whole."""
     output_position = 1

@@ -8,7 +8,6 @@ truth.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import AccumulationWindow, Count, copy_gradients
 from drivetrain.module.gradient_sync import set_synchronisation
+from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision, autocast_forward, warn_unscaled_float16
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
@@ -44,20 +44,22 @@ class Stepping:
         self.skip_nonfinite = ctx.skip_nonfinite
         self.stages = ctx.plan.site.axis("pipe")
         self.just_updated = False
-        self.count_items = ctx.count_items
+        self.count_items = ctx.count_items or (ctx.items.count if ctx.items.needs_count else None)
         """Counts what the loss of a batch is a mean over; None: samples."""
+        self.is_sum = ctx.items.kind == "sum" and ctx.count_items is None
+        """Whether losses of parts add up to that of the whole."""
+        self._counts_rows = self.count_items is None or (ctx.count_items is None and ctx.items.is_one_per_row)
         self._loss_func = ctx.loss_func
         self._info: BatchInfo | None = None
         self._factor: Any = None
         self._is_stepped = False  # whether `step` was called for the micro-batch in hand
         self._is_followed = False  # whether a loader says when windows open
-        self._is_unweighted = False
         # Recorded kernels write every gradient into the same memory: what is to be added to must be kept elsewhere.
         self._is_recorded = any(method.records_kernels for _, method, _ in ctx.plan.steps)
         self.pipeline = ctx.model if isinstance(ctx.model, PipelinedModel) else None
         if self.pipeline is not None:
             replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")
-            self.pipeline.connect(self._user_loss, self._gradient_weight, self._share, replicas)
+            self.pipeline.connect(self._user_loss, self, replicas)
         self.begin(None)
 
     def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
@@ -67,14 +69,17 @@ class Stepping:
         self._info, self._factor, self._is_stepped = info, None, False
         if self._is_recorded and window.count == 2:
             copy_gradients(unwrap(self.model).parameters())
-        if window.opens and self.count_items is None:
-            self.stepper.is_complete = self.batch is not None and info is not None and total is not None
-            if self.stepper.is_complete:
+        if window.opens and self._counts_rows:
+            is_known = self.batch is not None and info is not None and total is not None
+            if is_known:
                 assert self.batch is not None and info is not None and total is not None
                 size = min(self.batch.global_size, total - (info.end - info.global_size))
                 window.reference = size / (window.world * window.length)
             else:
                 window.reference = None if self.batch is None else self.batch.micro
+            self.stepper.is_complete = is_known and self.count_items is None
+        if self.is_sum:
+            self.stepper.is_complete = True
         self._synchronise(window.closes)
 
     def _synchronise(self, flag: bool) -> None:
@@ -101,10 +106,17 @@ class Stepping:
         result = self.plain_loss(inputs, outputs)
         if self.pipeline is not None:  # its gradients were computed, and weighted, when the model ran
             return result
-        items = None if self.count_items is None or not torch.is_grad_enabled() else self.count_items(inputs)
+        items = self.items_of(inputs) if torch.is_grad_enabled() else None
         if isinstance(result, list | tuple):
             return type(result)([self.weigh(result[0], items), *result[1:]])
         return self.weigh(result, items)
+
+    def items_of(self, inputs: object) -> Count | None:
+        """Return how many items the loss of prepared input is a mean over; None: its samples, or nothing is divided."""
+        if self.count_items is None or (self.window.is_plain and self.pipeline is None):
+            return None
+        is_empty = self._info is not None and self._info.size == 0  # a stand-in for a rank that has no samples left
+        return 0 if is_empty else self.count_items(inputs)
 
     def plain_loss(self, inputs: Any, outputs: Any) -> Any:
         """Return the user's loss in the plan's precision, without weights."""
@@ -123,13 +135,13 @@ class Stepping:
         """Return the same loss with a gradient that is multiplied by its share of the window, by samples or by so many items."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and torch.is_grad_enabled()):
             return loss
-        scale = self._gradient_weight(loss.device, items)
+        scale = self.gradient_weight(items, loss.device)
+        if items is not None:
+            loss = without_empty(loss, items)
         return loss if isinstance(scale, float) and scale == 1.0 else _weighted(loss, scale)
 
-    def _gradient_weight(self, device: torch.device | None = None, items: Count | None = None) -> Any:
+    def gradient_weight(self, items: Count | None, device: torch.device | None = None) -> Count:
         """Return what the gradient of the micro-batch in hand is multiplied by: its share of the window, and float16's scale."""
-        if self._is_unweighted:
-            return 1.0
         if self._factor is None:
             self._factor = self._window_share(items)
         scaler = self.stepper.scaler
@@ -137,7 +149,9 @@ class Stepping:
             return scaler.scale(torch.ones((), device=device or self.device)) * self._factor
         return self._factor
 
-    def _window_share(self, items: Count | None) -> Any:
+    def _window_share(self, items: Count | None) -> Count:
+        if self.is_sum:  # gradients are averaged over ranks
+            return float(self.window.world) if self._sizes()[0] else 0.0
         if items is None:
             here, everywhere = self._sizes()
             factor: Any = self.window.weigh(1.0, here, everywhere)  # type: ignore[arg-type]
@@ -152,19 +166,9 @@ class Stepping:
         micro = 1 if self.batch is None else self.batch.micro
         return micro, micro * self.window.world
 
-    def _share(self) -> float:
-        """Return which part of the samples in hand, over all data ranks, is this rank's."""
-        here, everywhere = self._sizes()
-        return here / everywhere if everywhere else 0.0
-
-    @contextmanager
-    def unweighted(self) -> Iterator[None]:
-        """Make a pipeline compute plain gradients for a while, as a comparison with another model needs them."""
-        self._is_unweighted = True
-        try:
-            yield
-        finally:
-            self._is_unweighted = False
+    def amount(self, items: Count | None) -> Count:
+        """Return how much this rank's loss counts in the mean over all data ranks: its items, else its samples."""
+        return self._sizes()[0] if items is None else items
 
     # At the end of a window.
 

@@ -6,6 +6,7 @@ and any accumulation. The global batch stays what was written, so more processes
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -21,11 +22,13 @@ from drivetrain.core.errors import (
     BatchSizeError,
     ConfigError,
     ConflictError,
+    DrivetrainWarning,
     PlanInfeasible,
     did_you_mean,
 )
 from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
+from drivetrain.module.loss_items import SAMPLES as LOSS_OF_SAMPLES
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import init_distributed
@@ -43,10 +46,12 @@ from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
 from drivetrain.strategy.search.constraints import SearchConstraints, with_included
 from drivetrain.strategy.stepping import PlannedLoader, PlannedOptimizer, PlannedScheduler
 from drivetrain.strategy.task import CallModel, ParameterGroups, TrainingTask
+from drivetrain.strategy.trial.checking import NOT_EXACT
 from drivetrain.strategy.trial.memory import watch_memory
 from drivetrain.strategy.trial.process import refuse_inside_trial
 from drivetrain.strategy.value import Failure, Strategy, changes_since, fingerprint
 from drivetrain.train import loaders
+from drivetrain.train.items import counts_rows_alike
 
 SAMPLES = 32
 """How many samples a search and a trial know; they go round where more are needed."""
@@ -110,7 +115,8 @@ class Options:
     allow_pickle: bool = False
     strict: bool = False
     count_items: Callable[..., Count] | None = None
-    """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: by samples."""
+    """Counts what the loss is a mean over, from the prepared input: parts of a batch are weighted by it. None: as is found out, else by
+    samples."""
 
     def __post_init__(self) -> None:
         if self.count_items is not None:
@@ -285,7 +291,7 @@ class _Request:
     def task(self) -> TrainingTask:
         """The training as a value that plans are made and tried for."""
         has_data = self.dataset is not None or self.options.sample_batch is not None
-        return TrainingTask(
+        task = TrainingTask(
             model=self.model,
             model_fn=self.options.model_fn,
             call=CallModel(self.input_format),
@@ -299,6 +305,13 @@ class _Request:
             find_unused_parameters=self.options.find_unused_parameters,
             count_items=self.options.count_items,
         )
+        if self.options.plan_only:
+            return task
+        task, collate = task.follow(), self.loader_args.get("collate_fn")
+        rows_are_equal = task.items.kind == "elements" and collate is None
+        if rows_are_equal or counts_rows_alike(task.items, self.dataset, collate):
+            return replace(task, items=LOSS_OF_SAMPLES)
+        return task
 
     @property
     def world(self) -> int:
@@ -382,6 +395,9 @@ class _Request:
         reasons = (*plan.reasons, *ctx.notes)
         plan = replace(plan, mesh=resolved.axes[::-1], batch=batch, dropped=resolved.dropped, reasons=reasons)
         watch_memory(ctx, plan)
+        for reason in plan.reasons:
+            if NOT_EXACT in reason and is_master():
+                warnings.warn(f"auto_accelerate: {reason}", DrivetrainWarning, stacklevel=2)
         return True, self._result(ctx, batch), plan
 
     def _device(self) -> torch.device:

@@ -17,6 +17,7 @@ from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarn
 from drivetrain.core.event import Event
 from drivetrain.core.time import Clock, TimeUnit
 from drivetrain.module.accumulation import Count
+from drivetrain.module.loss_items import without_empty
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
@@ -25,7 +26,7 @@ from drivetrain.train.arguments import check_batch_output
 from drivetrain.train.batches import BatchOutput, _like, find_form, find_inputs, join_outputs
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.hooks import TrainerHooks
-from drivetrain.train.items import LossCounting, without_empty
+from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import LossStep
 from drivetrain.train.settings import TrainerOptions

@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
-from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of
-from drivetrain.module.probing import buffers_copied
+from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of, follow_loss
 from drivetrain.module.wrapping import is_compiled_shell, unwrap
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.batches import BatchOutput, batch_size_of, carried_loss, slice_rows
 
 if TYPE_CHECKING:
@@ -149,18 +147,15 @@ def items_of(output: BatchOutput, info: BatchInfo | None, world: int, is_split: 
     return (0 if is_empty else size), size if is_alone else None
 
 
-def without_empty(loss: Tensor, items: Count) -> Tensor:
-    """Return a loss that is zero where it is a mean over nothing, which is not a number: it counts for nothing in the whole."""
-    if isinstance(items, Tensor):
-        return torch.where(items > 0, loss, torch.zeros_like(loss))
-    return loss if items else torch.nan_to_num(loss, nan=0.0)
-
-
 def _has_equal_rows(items: LossItems, loader: object) -> bool:
-    """Whether every row of the data counts the same, so that samples may be counted instead, which costs nothing."""
+    """Whether every row of a loader's data counts the same."""
     loader = getattr(loader, "dl", loader)  # through a slice
-    dataset = getattr(loader, "dataset", None)
-    if type(dataset) is not TensorDataset or getattr(loader, "collate_fn", None) not in (None, default_collate):
+    return counts_rows_alike(items, getattr(loader, "dataset", None), getattr(loader, "collate_fn", None))
+
+
+def counts_rows_alike(items: LossItems, dataset: object, collate: object = None) -> bool:
+    """Whether every row of the data counts the same, so that samples may be counted instead, which costs nothing."""
+    if type(dataset) is not TensorDataset or collate not in (None, default_collate):
         return False
     if items.kind == "elements":
         return True
@@ -180,21 +175,17 @@ def _probe(trainer: "TrainerHooks", batch: object) -> LossItems:
     rows = batch_size_of(None, batch)
     part = slice_rows(batch, 0, min(2, rows), rows)
     form, model, loss_func = trainer._form_of(batch), unwrap(trainer.model), trainer.loss_func
-    watch, generators = LossWatch(part, min(2, rows)), capture_rng()
     args, kwargs = form.arguments(part)
-    try:
-        with torch.no_grad(), buffers_copied(model), trainer.runtime.autocast(), uncompiled(), watch:
+
+    def loss() -> object:
+        with trainer.runtime.autocast(), uncompiled():
             outputs = model(*args, **kwargs)
             if loss_func is not None:
-                loss = loss_func(form.predictions(outputs), form.targets(part))
-            else:
-                own = trainer.run.loss.own_loss
-                loss = carried_loss(outputs) if own is None else own(outputs, part)
-        return watch.items_of(loss)
-    except (RuntimeError, ValueError, TypeError):  # two rows are not enough for this model: nothing is known
-        return UNKNOWN
-    finally:
-        restore_rng(generators)
+                return loss_func(form.predictions(outputs), form.targets(part))
+            own = trainer.run.loss.own_loss
+            return carried_loss(outputs) if own is None else own(outputs, part)
+
+    return follow_loss(model, part, min(2, rows), loss)[0]
 
 
 def _is_compiled(function: object) -> bool:

@@ -257,7 +257,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         global_batch_size=_global_batch(request),
         **settings,
     )
-    return task, obstacle
+    return task.follow(), obstacle
 
 
 def _global_batch(request: PlanRequest) -> int:

@@ -161,6 +161,8 @@ def shard_over_data(
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)
     dtype = ctx.autocast_dtype
+    if reduce_dtype is torch.float32 and any(p.dtype is torch.float64 for p in ctx.model.parameters()):
+        reduce_dtype = torch.float64  # at least the type of what is reduced
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=None if dtype is None else torch.float32
     )

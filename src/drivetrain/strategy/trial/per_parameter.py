@@ -41,6 +41,8 @@ class PerParameter:
     """For each level of noise: by how much, relatively, noise in the gradient changes a movement. The sign that Adam takes is sensitive."""
     rounding: dict[str, float] = field(default_factory=dict)
     """By how much plain autocast in bfloat16 changes each gradient, relatively; a plan in 16 bits may do about the same."""
+    split: dict[str, float] = field(default_factory=dict)
+    """By how much each gradient differs, relatively, when the plain batch is divided into halves: nothing for a mean over samples."""
 
 
 def sketch(tensor: Tensor) -> str:
@@ -151,6 +153,13 @@ def rounding_of(exact: Mapping[str, str], rounded: Mapping[str, str]) -> dict[st
     return {name: error for name, error in found.items() if error > _NOISE["mixed"]}
 
 
+def split_error_of(whole: Mapping[str, str], joined: Mapping[str, str]) -> dict[str, float]:
+    """Return by how much gradients of halves, joined, differ from those of the whole batch, relatively."""
+    floor = _FLOOR["exact"] * max((float(_numbers(text)[0]) for text in whole.values()), default=0.0)
+    found = {name: _difference(text, joined[name], floor) for name, text in whole.items() if name in joined}
+    return {name: error for name, error in found.items() if error > 1e-5}
+
+
 def _difference(expected: str, other: str, floor: float = 0.0) -> float:
     """Return the norm of the difference of two sketched tensors, relative to the first."""
     first, second = _numbers(expected), _numbers(other)
@@ -166,6 +175,13 @@ class Finding:
     what: str
     error: float
     allowed: float
+    is_lost: bool = False
+    """Whether the parameter gets nothing at all."""
+
+    @property
+    def is_movement(self) -> bool:
+        """Whether the optimizer's step differs, not the gradient."""
+        return "movement" in self.what
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what} (relative error {self.error:.3g}, allowed {self.allowed:.3g})"
@@ -207,12 +223,12 @@ def _compared(
             continue  # rounding alone
         allowed = max(tolerance, allowance.get(name, 0.0))
         if name not in found:
-            findings.append(Finding(name=name, what=f"no {what}", error=1.0, allowed=allowed))
+            findings.append(Finding(name=name, what=f"no {what}", error=1.0, allowed=allowed, is_lost=True))
             continue
         size = float(_numbers(found[name])[0])
         error = _difference(text, found[name], floor)
         if size <= _ZERO * norms[name] and norms[name] > floor:
-            findings.append(Finding(name=name, what=f"the {what} is zero", error=1.0, allowed=allowed))
+            findings.append(Finding(name=name, what=f"the {what} is zero", error=1.0, allowed=allowed, is_lost=True))
         elif not error <= allowed:
             findings.append(Finding(name=name, what=f"another {what}", error=error, allowed=allowed))
     return findings
