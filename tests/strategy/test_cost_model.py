@@ -177,7 +177,7 @@ def test_time_of_one_rank():
 
 def test_few_large_passes_beat_many_small_ones():
     large, small = (predict_time(effects(micro=10 // n, accumulation=n), PROFILE, MACHINE)["compute"] for n in (2, 5))
-    each = (3 * 200 + 2 * 200) * MILLION / 1e12  # weights, and gradients that are added up
+    each = (3 * 200 + 3 * 200) * MILLION / 1e12  # weights, and gradients that are added up
     work = 3.0 + 3 * 10 * 5 * 0.8 * 200 * MILLION / 1e12
     assert (large, small) == (pytest.approx(work + 2 * each), pytest.approx(work + 5 * each))
 

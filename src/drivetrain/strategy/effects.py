@@ -17,7 +17,7 @@ UNFUSED_UPDATE = 2.5
 
 @dataclass(frozen=True)
 class Kernels:
-    """Shares of a forward pass's eager traffic and launches that remain."""
+    """Shares of a pass's eager traffic and launches that remain; what is compiled has recorded kernels of its own, if there are any."""
 
     traffic: float = 0.8
     """The part that is not the operands of matrix products, whose time is in their arithmetic: a GPT block has 0.7, its head with the
@@ -73,8 +73,8 @@ class Effects:
     """On a CPU; None leaves them as they are."""
     block_kernels: Kernels = Kernels()
     other_kernels: Kernels = Kernels()
-    products_16_bit: Mapping[str, float] = field(default_factory=dict)
-    """By kind of device: the factor on the time of products in 16 bits."""
+    is_channels_last: bool = False
+    """Whether images have the channels of a pixel side by side."""
 
     # Parameters, gradients and optimizer state.
     parameter_ranks: int = 1

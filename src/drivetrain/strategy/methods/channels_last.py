@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from drivetrain.strategy.search.space import SearchScope
 
 
-_GAIN = {"cuda": 0.75, "cpu": 0.95}
-"""What convolutions in 16 bits take, as a share of before; in float32 nothing is won."""
-
-
 class ChannelsLast(Method):
     """Channels-last kernels and inputs."""
 
@@ -35,7 +31,7 @@ class ChannelsLast(Method):
         return "blocks that are compiled one by one have a layout of their own" if is_cut else None
 
     def affect(self, effects: "Effects", config: NoConfig) -> None:
-        effects.products_16_bit = _GAIN
+        effects.is_channels_last = True
 
     def label(self, config: NoConfig) -> str:
         return "channels last"

@@ -36,7 +36,9 @@ def at(line: Line, batch: float) -> float:
     return max(0.0, line[0] + batch * line[1])
 
 
-def operator_seconds(work: Work, batch: float, machine: MachineProfile, rate: str | None = None) -> float:
+def operator_seconds(
+    work: Work, batch: float, machine: MachineProfile, rate: str | None = None, is_channels_last: bool = False
+) -> float:
     """Return what one operator takes on the device at a batch size; `rate` replaces the type that products compute in."""
     if work.key == VIEW:
         return 0.0
@@ -50,6 +52,12 @@ def operator_seconds(work: Work, batch: float, machine: MachineProfile, rate: st
     if machine.times is None:
         return ideal
     key = _ALIASES.get(kind, work.key)
+    if is_channels_last:
+        key = (
+            key.replace("/first/", "/last/")
+            .replace("norm/batch/f", "norm/batch/last/f")
+            .replace("norm/batch/b", "norm/batch/last/b")
+        )
     grid = machine.times.grid(key, dtype)
     if kind == "patch":
         grid = machine.times.grid("product", dtype)
@@ -104,19 +112,29 @@ class PassTime:
 
     def seconds(self, phase: str, in_block: bool) -> float:
         """Return the longer of both."""
-        return max(self.device[phase, in_block], self.host[phase, in_block])
+        place = phase, in_block
+        return max(self.device.get(place, 0.0), self.host.get(place, 0.0))
 
 
 def pass_time(
-    works: Iterable[Work], batch: float, machine: MachineProfile, *, rate: str | None = None, how: How = "eager"
+    works: Iterable[Work],
+    batch: float,
+    machine: MachineProfile,
+    *,
+    rate: str | None = None,
+    how: How = "eager",
+    is_channels_last: bool = False,
+    traffic: float = 1.0,
 ) -> PassTime:
-    """Return what a pass of so many samples takes, part by part."""
+    """Return what a pass of so many samples takes, part by part; `traffic` is a factor on what waits for memory."""
     found = PassTime()
     is_cpu = machine.kind == "cpu"
     for work in works:
         place = work.phase, work.in_block
         (found.device if is_cpu else found.host)[place] += work.count * host_seconds(work, machine, how)
-        found.device[place] += work.count * operator_seconds(work, batch, machine, rate)
+        factor = 1.0 if work.key.partition("/")[0] in _PRODUCT_LIKE else traffic
+        seconds = operator_seconds(work, batch, machine, rate, is_channels_last)
+        found.device[place] += factor * work.count * seconds
     if not is_cpu:
         for phase in PHASES:
             found.host[phase, False] += _CALL[how]
@@ -155,7 +173,7 @@ def queued(stretches: Sequence[tuple[float, float]]) -> float:
 def step_seconds(passes: PassTime, update: tuple[float, float] = (0.0, 0.0), accumulation: int = 1) -> float:
     """Return the time of one update: all its passes, then the optimizer, which takes (host, device) seconds."""
     order = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
-    stretches = [(passes.host[place], passes.device[place]) for place in order] * accumulation
+    stretches = [(passes.host.get(place, 0.0), passes.device.get(place, 0.0)) for place in order] * accumulation
     return queued([*stretches, update])
 
 

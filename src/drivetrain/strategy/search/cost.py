@@ -6,23 +6,25 @@ Memory. With Adam in float32, a replicated model takes 16 bytes a parameter, ZeR
 moments: the end of the forward pass, the start of backward where the loss's gradient appears, and the update. Gradients arrive as
 activations leave, so they count at the first two only where they outlive a pass: in DDP's buckets and inside an accumulation window.
 
-Time. Matrix products wait for arithmetic and everything between them for memory, one after the other, so a unit takes the sum of both, or
-what dispatching its operations takes, if that is longer; backward counts twice. Collectives cost (n - 1)(latency + bytes / (n · bandwidth))
-for all-gather and reduce-scatter, twice that for all-reduce (Thakur et al., 2005). What is exposed is what compute cannot hide. A pipeline
-of p stages and m micro-batches is idle for (p - 1)/(m + p - 1) of the time.
+Time. A pass takes what its recorded operators take on this machine (`profile/step_time`). For a model whose operators could not be
+recorded, matrix products wait for arithmetic and everything between them for memory, one after the other, or for the host; backward counts
+twice. Collectives cost (n - 1)(latency + bytes / (n · bandwidth)) for all-gather and reduce-scatter, twice that for all-reduce (Thakur et
+al., 2005). What is exposed is what compute cannot hide. A pipeline of p stages and m micro-batches is idle for (p - 1)/(m + p - 1) of the
+time.
 
 A user's method changes a cost in `estimate(cost, config)` and returns the new one.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.strategy.batching import BatchSplit
-from drivetrain.strategy.effects import Effects, Recompute
-from drivetrain.strategy.profile.values import COMPILED, Link, MachineProfile, ModelProfile, UnitProfile
+from drivetrain.strategy.effects import Effects, Kernels, Recompute
+from drivetrain.strategy.profile.step_time import How, PassTime, pass_time, step_seconds
+from drivetrain.strategy.profile.values import COMPILED, FUSED, Link, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.registry import find_method
 
 if TYPE_CHECKING:
@@ -243,15 +245,14 @@ which gains little; a trial decides."""
 def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfile) -> dict[str, float]:
     """Return seconds by part for one update."""
     e = effects
-    micro = e.micro / e.parts
-    blocks = [(unit, _forward_time(unit, e, machine, micro)) for unit in profile.units]
-    of_blocks = sum(seconds for unit, seconds in blocks if unit.path) / e.stages
-    rest = sum(seconds for unit, seconds in blocks if not unit.path)
+    one = pass_of(e, profile, machine)
     correction = correction_of(e, machine)
-    one_pass = (of_blocks + rest) * (1 + _BACKWARD) * correction + weight_time(e, profile, machine)
-    again = (of_blocks * e.recompute.share + rest * e.head_again) * correction
     passes = e.accumulation * e.parts
-    time = {"compute": passes * one_pass, "recompute": passes * again}
+    again = one.seconds("forward", True) * e.recompute.share + one.seconds("forward", False) * e.head_again
+    time = {
+        "compute": passes * (step_seconds(one) * correction + _accumulation_time(e, profile, machine)),
+        "recompute": passes * again * correction,
+    }
     busy = time["compute"] + time["recompute"]
     if e.stages > 1:
         time["bubble"] = busy * (e.stages - 1) / e.parts
@@ -261,18 +262,86 @@ def predict_time(effects: Effects, profile: ModelProfile, machine: MachineProfil
     return time
 
 
-def _forward_time(unit: UnitProfile, e: Effects, machine: MachineProfile, micro: float) -> float:
-    """Return the forward pass of all members of a unit for one micro-batch."""
-    share = micro / e.work_ranks
+def pass_of(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassTime:
+    """Return what one pass takes, on the stage of a pipeline that has most; from recorded operators where there are any."""
+    found = recorded_pass(e, profile, machine) if e.arithmetic in profile.work else _pass_of_units(e, profile, machine)
+    threads = thread_factor(e, machine)
+    share = {True: 1 / e.stages, False: 1.0}  # blocks are divided among stages
+    return PassTime(
+        {place: seconds * share[place[1]] * threads for place, seconds in found.device.items()},
+        {place: seconds * share[place[1]] for place, seconds in found.host.items()},
+    )
+
+
+def recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassTime:
+    """Return what the operators of one pass take; what is compiled runs fused."""
+    batch = e.micro / e.parts / e.work_ranks
+    key = (e.arithmetic, e.compiled, e.is_recorded, e.rate, e.is_channels_last, e.block_kernels, e.other_kernels, batch)
+    return _REMEMBERED.recall(profile, machine, key, lambda: _recorded_pass(e, profile, machine, batch))
+
+
+def _recorded_pass(e: Effects, profile: ModelProfile, machine: MachineProfile, batch: float) -> PassTime:
+    eager, fused = profile.work[e.arithmetic], profile.work.get(e.arithmetic + FUSED, ())
+    compiled = {"none": (), "block": (True,), "model": (True, False)}[e.compiled]
+    how: How = "graphed" if e.is_recorded else "compiled"
+    found = PassTime()
+    for in_block, kernels in ((True, e.block_kernels), (False, e.other_kernels)):
+        is_fused = in_block in compiled
+        part = pass_time(
+            (work for work in (fused if is_fused else eager) if work.in_block == in_block),
+            batch,
+            machine,
+            rate=e.rate,
+            how=how if is_fused else "eager",
+            is_channels_last=e.is_channels_last
+            or (is_fused and machine.kind == "cuda"),  # the compiler turns images itself
+            traffic=1.0 if is_fused else kernels.traffic / Kernels().traffic,
+        )
+        for place in part.device.keys() | part.host.keys():
+            found.device[place] += part.device[place]
+            found.host[place] += part.host[place] * (1.0 if is_fused else kernels.launches)
+    return found
+
+
+def _pass_of_units(e: Effects, profile: ModelProfile, machine: MachineProfile) -> PassTime:
+    """Return the same in closed form: arithmetic and traffic one after the other, weights once a pass, backward twice."""
+    share = e.micro / e.parts / e.work_ranks
     rate = machine.flops.get(e.rate, machine.flops["float32"])
-    kernels = e.block_kernels if unit.path else e.other_kernels
-    traffic = unit.traffic_bytes[e.arithmetic] * kernels.traffic
-    launches = 0.0 if e.is_recorded else unit.operations * kernels.launches
-    arithmetic = unit.forward_flops * share / rate
-    if e.arithmetic == "bfloat16":
-        arithmetic *= e.products_16_bit.get(machine.kind, 1.0)
-    work = (arithmetic + traffic * share / machine.bandwidth) * thread_factor(e, machine)
-    return unit.count * max(work, launches * machine.launch)
+    found = PassTime()
+    for unit in profile.units:
+        kernels = e.block_kernels if unit.path else e.other_kernels
+        launches = 0.0 if e.is_recorded else unit.operations * kernels.launches
+        arithmetic = unit.forward_flops * share / rate
+        seconds = arithmetic + unit.traffic_bytes[e.arithmetic] * kernels.traffic * share / machine.bandwidth
+        for phase, times in (("forward", 1.0), ("backward", _BACKWARD)):
+            found.device[phase, bool(unit.path)] += times * unit.count * seconds
+            found.host[phase, bool(unit.path)] += times * unit.count * launches * machine.launch
+    width = 2.0 if e.arithmetic == "bfloat16" else 4.0
+    for phase, times in (("forward", 1.0), ("backward", _BACKWARD)):
+        found.device[phase, False] += times * width * profile.parameters / e.parameter_ranks / machine.bandwidth
+    return found
+
+
+class _Remembered:
+    """What was computed for a profile and a machine, which thousands of candidates share."""
+
+    def __init__(self, most: int = 4096):
+        self._most = most
+        self._found: dict[tuple[object, ...], tuple[ModelProfile, MachineProfile, PassTime]] = {}
+
+    def recall(
+        self, profile: ModelProfile, machine: MachineProfile, key: tuple[object, ...], make: Callable[[], PassTime]
+    ) -> PassTime:
+        """Return what is known under a key, or make it; both objects are held, so that their addresses stay theirs."""
+        place = (id(profile), id(machine), *key)
+        if place not in self._found:
+            if len(self._found) >= self._most:
+                self._found.clear()
+            self._found[place] = profile, machine, make()
+        return self._found[place][2]
+
+
+_REMEMBERED = _Remembered()
 
 
 def thread_factor(e: Effects, machine: MachineProfile) -> float:
@@ -289,14 +358,11 @@ def correction_of(e: Effects, machine: MachineProfile) -> float:
     return next((known[kind] for kind in others if kind in known), 1.0)
 
 
-def weight_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
-    """Return what a pass costs whatever its size: weights are read by forward and twice by backward, and gradients are added up.
-
-    It is why few large micro-batches beat many small ones.
-    """
-    width = 2.0 if e.arithmetic == "bfloat16" else 4.0
-    moved = 3 * width * profile.parameters + (8.0 * profile.trainable if e.accumulation > 1 else 0.0)
-    return moved / e.parameter_ranks / machine.bandwidth
+def _accumulation_time(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
+    """Return what adding gradients to those of the passes before takes: two are read, one is written."""
+    if e.accumulation == 1:
+        return 0.0
+    return 12.0 * profile.trainable / e.parameter_ranks / machine.bandwidth
 
 
 def collective_time(size: float, ranks: int, link: Link) -> float:
