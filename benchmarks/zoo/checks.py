@@ -88,7 +88,7 @@ def trained(
     trainer = Trainer(model, task.loss_func, optimizer_of(model), callbacks=(), **settings)
     trainer.train(
         task.data, num_epochs=1, max_num_train_steps=steps, collate_fn=task.collate_fn,
-        train_dataloader_kwargs={"shuffle": False}, **({"global_batch_size": BATCH} | (train or {})),
+        train_dataloader_kwargs={"shuffle": False, "num_workers": 0}, **({"global_batch_size": BATCH} | (train or {})),
     )  # fmt: skip
     return trainer.get_model()
 

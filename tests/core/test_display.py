@@ -89,6 +89,7 @@ def test_sizes_are_shown_in_the_unit_that_suits_them(size, text):
         ("7 XB", None),
         ("", None),
         ("-1GB", None),
+        ("9" * 400, None),
     ],
 )
 def test_sizes_are_read_in_binary_and_decimal_units(text, size):

@@ -34,6 +34,7 @@ def test_the_demo_is_accurate_and_leaves_a_run_with_a_report(tmp_path, capsys):
     assert "[INFO]" not in out and list((record.folder / "images").rglob("*.png"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_demo_goes_on_where_it_was_and_a_finished_one_starts_anew(tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")
     original = demo.epoch_line

@@ -372,6 +372,7 @@ def load_here(path, **kwargs):
     return status, plan.batch, train(result)[0]
 
 
+@pytest.mark.slow
 def test_a_plan_saved_on_two_processes_loads_on_one_and_four(world2, world4, tmp_path):
     path = str(tmp_path / "plan.json")
     texts = world2(save_here, path)

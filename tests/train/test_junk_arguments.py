@@ -57,6 +57,7 @@ MEANT = {
     "dataloader_kwargs": "empty-dict",
     "deterministic": "true",
     "diverge_ratio": "huge half inf",
+    "eval_dataloader": "list tensor",  # any sequence is a dataset; train() is given another
     "eval_dataloader_kwargs": "empty-dict",
     "eval_interval": "zero",
     "fast_dev_run": "zero true",
@@ -83,9 +84,10 @@ MEANT = {
     "smoothing": "zero half",
     "static_graph": "true",
     "strategy": "empty-list",
-    "strategy_time_limit": "huge half inf",
+    "strategy_time_limit": "zero huge half inf",
     "strict": "true",
     "to_cpu": "true",
+    "train_dataloader": "list tensor",
     "train_dataloader_kwargs": "empty-dict",
     "train_metrics": "empty-dict",
 }

@@ -96,7 +96,8 @@ def parse_size(text: str) -> int | None:
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     factor = None if found is None else _BY_FOLDED.get(found[2].casefold())
-    return None if found is None or factor is None else int(float(found[1]) * factor)
+    size = math.inf if found is None or factor is None else float(found[1]) * factor
+    return int(size) if size < 1e300 else None
 
 
 def shown_seconds(seconds: float) -> str:
