@@ -1,12 +1,26 @@
 """Searching with Optuna."""
 
+import shutil
+
 import pytest
 
-from drivetrain.core.errors import ParameterError
-from drivetrain.experiment import Choice, IntRange, LogUniform, OptunaSampler, Uniform, experiment, report, sweep
+from drivetrain.core.errors import ConfigError, ParameterError
+from drivetrain.experiment import (
+    Choice,
+    IntRange,
+    LogUniform,
+    OptunaConfig,
+    OptunaSampler,
+    Uniform,
+    experiment,
+    report,
+    sweep,
+)
+from drivetrain.experiment.sweeps.journal import JOURNAL
 from drivetrain.experiment.sweeps.space import make_space
+from drivetrain.experiment.sweeps.sweeping import continue_sweep
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 SPACE = {"lr": LogUniform(1e-4, 1.0), "size": IntRange(1, 8), "kind": Choice("a", "b")}
 
 
@@ -76,3 +90,73 @@ def test_a_list_of_points_and_failures_are_understood(tmp_path):
     options = {"sampler": "optuna", "n_trials": 2, "params": {"output_dir": str(tmp_path)}}
     result = sweep(fails, {"lr": Uniform(0, 1)}, on_failure="return", **options)
     assert len(result.failed) == 2
+
+
+@experiment
+def branches(kind: str = "a", lr: float = 0.5, depth: int = 1):
+    return {"loss": (lr - 0.2) ** 2 + (kind == "b") + 0.1 * depth, "cost": lr + depth, "kind_is_a": float(kind == "a")}
+
+
+BRANCHES = {"kind": Choice("a", "b"), "lr": Uniform(0, 1).when(kind="a"), "depth": IntRange(1, 5).when(kind="b")}
+
+
+def test_conditions_reach_optuna_and_a_resumed_search_knows_them(tmp_path):
+    options = {"sampler": "optuna", "objective": "loss", "params": {"output_dir": str(tmp_path)}, "seed": 3}
+    first = sweep(branches, BRANCHES, n_trials=8, **options)
+    assert all(set(t.params) == ({"kind", "lr"} if t.params["kind"] == "a" else {"kind", "depth"}) for t in first)
+    assert {t.params["kind"] for t in first} == {"a", "b"}
+    longer = sweep(branches, BRANCHES, n_trials=12, resume=first.folder, **options)
+    assert [t.params for t in longer][:8] == [t.params for t in first] and len(longer) == 12
+
+
+def test_several_objectives_are_searched_together_and_reports_stop_nothing(tmp_path):
+    @experiment
+    def two(x: float = 0.5):
+        report(x, 0)
+        return {"near": abs(x - 0.2), "far": abs(x - 0.8)}
+
+    options = {"objective": ["near", "far"], "params": {"output_dir": str(tmp_path)}}
+    result = sweep(two, {"x": Uniform(0, 1)}, sampler="optuna", n_trials=14, **options)
+    assert {t.status for t in result} == {"finished"} and result.direction == ("min", "min")
+    assert all(0.2 <= t.params["x"] <= 0.8 for t in result.front) and len(result.front) >= 2
+    assert sweep(two, {"x": Uniform(0, 1)}, sampler="optuna", n_trials=15, resume=result.folder, **options)[14].values
+
+
+@pytest.mark.parametrize("name", ["median", "hyperband", "halving", "percentile", "none"])
+def test_every_pruner_has_its_name(name):
+    assert isinstance(OptunaConfig(pruner=name).make_pruner(), optuna.pruners.BasePruner)
+
+
+@pytest.mark.parametrize("file", ["study.db", "study.log"])
+def test_a_study_in_a_file_is_continued_and_shared(tmp_path, file):
+    place = tmp_path / file
+    config = OptunaConfig(storage=str(place), study_name="together", pruner="none")
+    options = {"sampler": config, "params": {"output_dir": str(tmp_path)}, "seed": 1}
+    first = sweep(bowl, SPACE, n_trials=3, **options)
+    again = sweep(bowl, SPACE, n_trials=2, **options)  # another sweep, the same study
+    study = optuna.load_study(study_name="together", storage=config.make_storage())
+    assert [t.user_attrs["sweep"] for t in study.trials] == [first.folder.name] * 3 + [again.folder.name] * 2
+    journal = first.folder / JOURNAL
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:6]))  # the second trial was running when the power failed
+    shutil.rmtree(first[2].run_dir)
+    result = continue_sweep(bowl, first.folder)
+    assert [t.params for t in result][:2] == [t.params for t in first][:2] and len(result) == 3
+    study = optuna.load_study(study_name="together", storage=config.make_storage())
+    values = {t.user_attrs["trial"]: t.value for t in study.trials if t.user_attrs["sweep"] == first.folder.name}
+    assert values[0] == first[0].value and values[1] == pytest.approx(first[1].value)
+
+
+def test_settings_of_optuna_are_checked_and_a_password_is_not_written():
+    with pytest.raises(ConfigError, match="Did you mean 'median'"):
+        OptunaConfig(pruner="medan")
+    with pytest.raises(ConfigError, match="without a storage"):
+        OptunaConfig(study_name="x")
+    with pytest.raises(ConfigError, match="storage"):
+        OptunaSampler(make_space(SPACE), 1, config=OptunaConfig(storage="nodatabase://x"))
+    kept = OptunaConfig(storage="postgresql://me:hunter2@host/db").as_data()
+    assert "hunter2" not in str(kept)
+    with pytest.raises(ParameterError, match="password"):
+        OptunaConfig.from_data(kept)
+    with pytest.raises(ConfigError, match="OptunaConfig or a Sampler"):
+        sweep(bowl, SPACE, sampler=3)

@@ -430,3 +430,95 @@ def test_a_sweep_that_its_journal_cannot_rebuild_names_the_way_on(tmp_path):
     first = sweep(bowl, {"lr": Own(0.1, 0.2)}, params=place(tmp_path), objective="loss")
     with pytest.raises(ParameterError, match="resume="):
         continue_sweep(bowl, first.folder)
+
+
+CONDITIONAL = {
+    "name": Choice("sgd", "adam"),
+    "lr": Choice(0.1, 0.2).when(name="sgd"),
+    "size": Choice(1, 2).when({"lr": 0.2, "name": ["sgd", "adam"]}),
+}
+
+
+def test_a_condition_varies_a_parameter_only_where_another_has_its_value(tmp_path):
+    points = make_space(CONDITIONAL).grid()
+    assert points == [
+        {"name": "sgd", "lr": 0.1},
+        {"name": "sgd", "lr": 0.2, "size": 1},
+        {"name": "sgd", "lr": 0.2, "size": 2},
+        {"name": "adam"},
+    ]
+    assert make_space(dict(reversed(CONDITIONAL.items()))).grid()[1] == {"size": 1, "lr": 0.2, "name": "sgd"}
+    first = sweep(bowl, CONDITIONAL, params=place(tmp_path), objective="loss")
+    assert [t.params for t in first] == points and CALLS[-1] == (0.1, 1)  # elsewhere the default
+    journal = first.folder / JOURNAL
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:4]))
+    shutil.rmtree(first[1].run_dir)
+    assert [t.params for t in continue_sweep(bowl, first.folder)] == points
+    drawn = sweep(bowl, CONDITIONAL, sampler="random", n_trials=12, params=place(tmp_path), objective="loss")
+    assert all(("lr" in t.params) == (t.params["name"] == "sgd") for t in drawn)
+    assert {"adam", "sgd"} == {t.params["name"] for t in drawn}
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({"lr": Uniform(0, 1).when(nam="a"), "name": ["a", "b"]}, "Did you mean 'name'"),
+        ({"lr": Choice(0.1).when(name="c"), "name": ["a", "b"]}, "name='c', which name never is"),
+        ({"lr": Choice(0.1).when(size=1), "size": Choice(1).when(lr=0.1)}, "circle"),
+    ],
+)
+def test_a_condition_that_can_never_hold_is_an_error(tmp_path, space, words):
+    with pytest.raises(ParameterError, match=words):
+        sweep(bowl, space, sampler="random", n_trials=1, params=place(tmp_path))
+    with pytest.raises(ParameterError, match="no conditions"):
+        Choice(1).when()
+
+
+def test_several_objectives_have_a_front_and_no_single_best(tmp_path):
+    options = {"params": place(tmp_path), "objective": ("loss", "accuracy")}
+    result = sweep(bowl, {"lr": Choice(0.1, 0.3, 0.4), "size": [2, 3]}, **options)
+    assert result.direction == ("min", "max") and [t.params["lr"] for t in result.front] == [0.3, 0.1]
+    assert result.front[0].values == {"loss": 0.0, "accuracy": 0.7} and result.front[0].value is None
+    with pytest.raises(ExperimentError, match=r"result\.front"):
+        result.best
+    assert result.ranked[0] in result.front and list(result.rows()[0])[:4] == ["trial", "status", "loss", "accuracy"]
+    again = read_sweep(result.folder)
+    assert [t.index for t in again.front] == [t.index for t in result.front] and again.goal == result.goal
+    with open(result.to_csv(tmp_path / "sweep.csv"), newline="") as stream:
+        assert float(next(csv.DictReader(stream))["value.accuracy"]) == 0.7
+    assert (
+        sweep(bowl, {"lr": Choice(0.1, 0.3, 0.4), "size": [2, 3]}, resume=result.folder, **options).goal == result.goal
+    )
+
+
+@pytest.mark.parametrize(
+    ("goal", "words"),
+    [
+        ({"objective": ("loss", "loss")}, "once"),
+        ({"objective": ("loss", "accuracy"), "direction": "min"}, "1 entries for 2 objectives"),
+        ({"direction": ("min", "max")}, "2 entries for 1 objectives"),
+        ({"objective": ()}, "expected a name"),
+        ({"objective": 3}, "expected a name"),
+    ],
+)
+def test_a_goal_that_does_not_fit_is_an_error(tmp_path, goal, words):
+    with pytest.raises(ConfigError, match=words):
+        sweep(bowl, {"size": [1]}, params=place(tmp_path), **goal)
+
+
+def test_total_time_left_and_the_last_report_are_known_while_a_sweep_runs(tmp_path):
+    seen = []
+
+    @experiment
+    def reporting(x: int = 0):
+        for step in range(3):
+            report(x / 2, step)
+        return x
+
+    def note(result):
+        seen.append((result.total, result.seconds_left, [(t.status, t.reported) for t in result]))
+
+    sweep(reporting, {"x": [0, 1, 2]}, params=place(tmp_path), on_change=note)
+    assert all(total == 3 for total, _, _ in seen) and seen[0][1] is None
+    assert 0 < seen[1][1] < 600 and seen[-1][1] == 0
+    assert seen[-1][2][1] == ("finished", (2, 0.5)) and seen[0][2] == [("running", None)]

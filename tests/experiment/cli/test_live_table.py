@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from drivetrain.experiment.cli.output import prints_to_stderr
-from drivetrain.experiment.cli.sweep import LiveTable, show_progress, state_of
+from drivetrain.experiment.cli.sweep import LiveTable, read_space, show_progress, state_of, values_of
 from drivetrain.experiment.sweeps.result import SweepResult
 from drivetrain.experiment.sweeps.trial import Trial
 from tests.experiment.test_submitit_executor import slurm  # noqa: F401 (a fixture)
@@ -29,6 +29,14 @@ def trials(*states):
 def test_the_state_of_a_sweep_in_one_line():
     result = trials("finished", "running", "failed", "finished")
     assert state_of(result) == "1 running, 2 done, 1 failed, best 0 (trial 0)"
+
+
+def test_the_state_has_the_total_and_the_time_left_and_a_running_trial_its_last_report():
+    few = list(trials("finished", "running"))
+    few[0].seconds, few[1].reported = 60.0, (12, 0.25)
+    result = SweepResult(few, total=5, slots=2)
+    assert state_of(result) == "1 running, 1 of 5 done, 0 failed, best 0 (trial 0), about 2 min 0 s left"
+    assert values_of(few[1]) == "0.25 at 12" and values_of(Trial(3, {}, values={"a": 1.0, "b": 0.5})) == "a=1, b=0.5"
 
 
 def test_without_a_terminal_every_change_of_a_trial_is_one_line(capsys, monkeypatch):
@@ -167,3 +175,21 @@ def test_launch_json_is_pure_although_workers_print(quick, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["state"] == "finished" and done.stderr.count("a trial speaks:") == 2
+
+
+def test_axes_on_the_command_line_may_have_conditions():
+    from drivetrain.core.errors import ParameterError
+    from drivetrain.experiment import experiment
+
+    @experiment
+    def train(kind: str = "sgd", momentum: float = 0.9, depth: int = 1):
+        pass
+
+    words = ["kind=sgd,adam", "momentum=uniform(0.5,0.9) if kind=sgd", "depth=3 if kind=sgd,adam and momentum=0.7"]
+    space, fixed = read_space(train, words)
+    assert repr(space["momentum"]) == "Uniform(low=0.5, high=0.9).when(kind='sgd')" and not fixed
+    assert space["depth"].conditions == {"kind": ("sgd", "adam"), "momentum": (0.7,)}
+    with pytest.raises(ParameterError, match="Did you mean 'kind'"):
+        read_space(train, ["momentum=1,2 if knd=sgd"])
+    with pytest.raises(ParameterError, match="'kind' is not understood"):
+        read_space(train, ["momentum=1,2 if kind"])

@@ -11,11 +11,11 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, TextIO, cast
 
 from drivetrain.core.display import printable
 from drivetrain.core.errors import ParameterError, SweepError
@@ -35,21 +35,32 @@ from drivetrain.experiment.cli.verbs import FAILED, INTERRUPTED
 from drivetrain.experiment.command_line import JSON, REPLACED, argument, print_error, split_values
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
     from drivetrain.experiment.experiments import Experiment
+    from drivetrain.experiment.sweeps.loop import OnChange
+    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
     from drivetrain.experiment.sweeps.result import SweepResult
+    from drivetrain.experiment.sweeps.space import Axis
+    from drivetrain.experiment.sweeps.trial import Trial
 
 RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 AXES_HELP = (
-    "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials"
+    "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials; "
+    "'momentum=0.8,0.9 if optimizer=sgd' is varied only where another parameter has that value"
 )
+CONDITION = re.compile(r"\s+if\s+")
 EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)"
 TIMEOUT_HELP = "end a trial that runs longer, such as 90s, 30m or 2h; implies --executor pool"
-DIRECTION_HELP = "which values are good (default: as the objective's name says, such as max for accuracy, else min)"
-OBJECTIVE_HELP = "entry of the returned dict or summary to rank by (default: the returned number)"
+DIRECTION_HELP = "min or max, one for each objective (default: as its name says, such as max for accuracy, else min)"
+OBJECTIVE_HELP = (
+    "entry of the returned dict or summary to rank by, or several: loss,latency (default: the returned number)"
+)
+PRUNER_HELP = "of Optuna: median (default), hyperband, halving, percentile or none; implies --sampler optuna"
+STORAGE_HELP = "of Optuna: a file or database that keeps the study, such as study.db or sqlite:///study.db"
+STUDY_HELP = "of Optuna: name of the study in the storage; sweeps with one name search together"
 
-
-OnChange = Callable[["SweepResult"], object]
-"""Gets the result so far whenever a trial begins or ends."""
 REFRESH_PER_SECOND = 4
 DRAIN_SECONDS = 2.0
 """How long to wait for the last lines of processes that are ending."""
@@ -65,7 +76,10 @@ ARGUMENTS = {
         argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own"),
         argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself"),
         argument("--objective", metavar="NAME", help=OBJECTIVE_HELP),
-        argument("--direction", choices=("min", "max"), help=DIRECTION_HELP),
+        argument("--direction", metavar="min|max", help=DIRECTION_HELP),
+        argument("--pruner", metavar="NAME", help=PRUNER_HELP),
+        argument("--storage", metavar="PLACE", help=STORAGE_HELP),
+        argument("--study-name", metavar="NAME", help=STUDY_HELP),
         argument(
             "--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: 0)"
         ),
@@ -87,20 +101,19 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise ParameterError(f"{rest[0]!r} is not understood. Expected {AXES_HELP}.")
     axes = [word for word in arguments.axes if "=" in word]
     space, fixed = read_space(experiment, axes)
-    has_ranges = any(not isinstance(axis, list) for axis in space.values())
     in_pool = any(
         value is not None for value in (arguments.processes, arguments.gpus_per_trial, arguments.trial_timeout)
     )
 
-    def start(on_change: OnChange) -> "SweepResult":
+    def start(on_change: "OnChange") -> "SweepResult":
         return sweeping.sweep(
             experiment,
             space,
-            sampler=arguments.sampler or ("random" if has_ranges else "grid"),
+            sampler=_sampler(arguments, space),
             executor=arguments.executor or ("pool" if in_pool else "inline"),
             n_trials=arguments.trials,
-            objective=arguments.objective,
-            direction=arguments.direction,
+            objective=_one_or_several(arguments.objective),
+            direction=_one_or_several(arguments.direction),
             params=fixed,
             seed=arguments.seed,
             num_processes=arguments.processes,
@@ -112,6 +125,26 @@ def sweep(arguments: argparse.Namespace) -> int:
         )
 
     return run_sweep(start, arguments.json)
+
+
+def _one_or_several(text: str | None) -> str | list[str] | None:
+    return text if text is None or "," not in text else split_values(text)
+
+
+def _sampler(arguments: argparse.Namespace, space: Mapping[str, "Axis"]) -> "str | OptunaConfig":
+    """Return the sampler by name, or Optuna's configuration where an option of Optuna is given."""
+    settings = {name: getattr(arguments, name) for name in ("pruner", "storage", "study_name")}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        from drivetrain.experiment.sweeps.space import Choice
+
+        return arguments.sampler or ("grid" if all(isinstance(axis, Choice) for axis in space.values()) else "random")
+    if arguments.sampler not in (None, "optuna"):
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise ParameterError(f"{option} is an option of Optuna, and --sampler is {arguments.sampler}. Leave one out.")
+    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
+
+    return OptunaConfig(**given)
 
 
 def run_sweep(start: "Callable[[OnChange], SweepResult]", as_json: bool) -> int:
@@ -147,35 +180,50 @@ def resume_line(folder: Path) -> str:
     return f"continue it with: {own_command()} resume {shlex.quote(str(folder))}"
 
 
-def read_space(experiment: "Experiment", axes: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_space(experiment: "Experiment", axes: list[str]) -> "tuple[dict[str, Axis], dict[str, object]]":
     """Return the axes of a sweep, and the parameters that are the same for all trials."""
-    space: dict[str, Any] = {}
-    fixed: dict[str, Any] = {}
-    for word in axes:
-        name, _, text = word.partition("=")
-        name = name.strip().replace("-", "_")
-        parameter = experiment.parameters.get(name)
-        if parameter is None:
-            from drivetrain.experiment.resolve import unknown_parameter
+    from drivetrain.experiment.sweeps.space import Choice
 
-            raise ParameterError(f"{word}: {unknown_parameter(name, experiment.parameters)}")
+    space: dict[str, Axis] = {}
+    fixed: dict[str, object] = {}
+    for word in axes:
+        text, *rest = CONDITION.split(word, maxsplit=1)
+        name, text = _assigned(experiment, text, word)
         if name in space or name in fixed:
             raise ParameterError(f"{word}: {name} is given twice. Join its values with commas.")
         found = RANGE.fullmatch(text.strip())
-        if found:
-            space[name] = _range(found, word)
-            continue
-        values = [parameter.read(item, is_text=True, where=word) for item in split_values(text)]
-        if len(values) == 1:
+        values = [] if found else _values(experiment, name, text, word)
+        if len(values) == 1 and not rest:
             fixed[name] = values[0]
-        else:
-            space[name] = values
+            continue
+        axis: Axis = _range(found, word) if found else Choice(*values)
+        if rest:
+            pairs = [_assigned(experiment, condition, word) for condition in re.split(r"\s+and\s+", rest[0])]
+            axis = axis.when({other: _values(experiment, other, value, word) for other, value in pairs})
+        space[name] = axis
     if not space:
         raise ParameterError(f"a sweep needs at least one parameter with several values. Expected {AXES_HELP}.")
     return space, fixed
 
 
-def _range(found: re.Match[str], word: str) -> Any:
+def _assigned(experiment: "Experiment", text: str, word: str) -> tuple[str, str]:
+    """Return name and text of `name=text`; the name is that of a parameter."""
+    name, has_value, value = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if not has_value:
+        raise ParameterError(f"{word}: {text!r} is not understood. Expected {AXES_HELP}.")
+    if name not in experiment.parameters:
+        from drivetrain.experiment.resolve import unknown_parameter
+
+        raise ParameterError(f"{word}: {unknown_parameter(name, experiment.parameters)}")
+    return name, value
+
+
+def _values(experiment: "Experiment", name: str, text: str, word: str) -> list[object]:
+    return [experiment.parameters[name].read(item, is_text=True, where=word) for item in split_values(text)]
+
+
+def _range(found: re.Match[str], word: str) -> "Axis":
     from drivetrain.experiment.sweeps.space import IntRange, LogUniform, Uniform
 
     kind, low, high = found.groups()
@@ -212,7 +260,7 @@ def print_result(result: "SweepResult", as_json: bool) -> None:
 
 
 @contextmanager
-def show_progress() -> Iterator[OnChange]:
+def show_progress() -> "Iterator[OnChange]":
     """Show a sweep while it runs: as a table on a terminal, else as lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb", "unknown"):
         with LiveTable() as table:
@@ -221,7 +269,7 @@ def show_progress() -> Iterator[OnChange]:
         yield status_lines()
 
 
-def status_lines() -> OnChange:
+def status_lines() -> "OnChange":
     """Return what prints one line whenever a trial begins or ends."""
     shown: dict[int, str] = {}
 
@@ -229,18 +277,37 @@ def status_lines() -> OnChange:
         for trial in result:
             if shown.get(trial.index) != trial.status:
                 shown[trial.index] = trial.status
-                value = "" if trial.value is None else f" {plain_text(trial.value)}"
+                value = f" {values_of(trial)}" if trial.objectives else ""
                 print_lines(f"trial {trial.index}: {trial.status}{value}   [{state_of(result)}]")
 
     return show
 
 
 def state_of(result: "SweepResult") -> str:
-    """Return how many trials run, are done and failed, and the best value."""
-    counts = {state: sum(trial.status == state for trial in result) for state in ("running", "finished")}
-    values = [trial for trial in result.ranked if trial.value is not None]
-    best = f", best {plain_text(values[0].value)} (trial {values[0].index})" if values else ""
-    return f"{counts['running']} running, {counts['finished']} done, {len(result.failed)} failed{best}"
+    """Return how many trials run, are done, of how many, and failed, the best value, and how long the rest may take."""
+    from drivetrain.experiment.reports.gather import duration
+
+    running = sum(trial.status == "running" for trial in result)
+    done = sum(trial.status in ("finished", "pruned") for trial in result)
+    first = next((trial for trial in result.ranked if trial.objectives), None)
+    parts = [f"{running} running", f"{done}{'' if result.total is None else f' of {result.total}'} done"]
+    parts.append(f"{len(result.failed)} failed")
+    if first is not None:
+        parts.append(
+            f"{'best' if result.goal.is_single else 'first of the front'} {values_of(first)} (trial {first.index})"
+        )
+    if result.seconds_left:
+        parts.append(f"about {duration(result.seconds_left)} left")
+    return ", ".join(parts)
+
+
+def values_of(trial: "Trial") -> str:
+    """Return the objectives of a trial; of one that runs, its last report and the step of it."""
+    if trial.values:
+        return ", ".join(f"{name}={plain_text(value)}" for name, value in trial.values.items())
+    if trial.value is None and trial.reported is not None:
+        return f"{plain_text(trial.reported[1])} at {trial.reported[0]}"
+    return plain_text(trial.value)
 
 
 class LiveTable:
@@ -249,8 +316,8 @@ class LiveTable:
     def __init__(self) -> None:
         self._result: SweepResult | None = None
         self._began: dict[int, float] = {}
-        self._terminal: Any = None
-        self._live: Any = None
+        self._terminal: TextIO
+        self._live: Live
         self._reader: threading.Thread | None = None
         self._kept: dict[int, int] = {}
 
@@ -314,7 +381,7 @@ class LiveTable:
             for line in lines:
                 self._live.console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
 
-    def draw(self) -> Any:
+    def draw(self) -> "RenderableType":
         """Return the table as it is now."""
         from rich import box
         from rich.console import Group
@@ -341,7 +408,7 @@ class LiveTable:
                     printable(", ".join(f"{name}={plain_text(self._result.shown(trial).get(name))}" for name in names))
                 ),
                 Text(trial.status, style=STATE_STYLES.get(trial.status, "")),
-                plain_text(trial.value),
+                values_of(trial),
                 f"{seconds:.1f} s",
             )
         # Above the table and not as its title, which would be broken at the table's width.

@@ -32,6 +32,11 @@ STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 Pruner = Callable[[Trial, float, int], bool]
 
 
+def never_prune(trial: Trial, value: float, step: int) -> bool:
+    """Replace the sampler where a trial runs; it is asked over a channel instead."""
+    return False
+
+
 @dataclass
 class TrialWork:
     """What every trial of a sweep has in common."""
@@ -39,7 +44,7 @@ class TrialWork:
     experiment: "Experiment"
     fixed: dict[str, Any]
     sweep: str
-    should_prune: Pruner
+    should_prune: Pruner = never_prune
     timeout: float | None = None
     """Seconds after which one attempt at a trial is ended."""
     seed: int = 0
@@ -48,6 +53,10 @@ class TrialWork:
     def for_process(self) -> "TrialWork":
         """Return what travels to another process, which loads the experiment itself and reports over a channel."""
         return replace(self, experiment=None, should_prune=never_prune)  # type: ignore[arg-type]
+
+    def reporting_to(self, pruner: Pruner) -> "TrialWork":
+        """Return the same with another receiver of reports, which decides whether to stop a trial."""
+        return replace(self, should_prune=pruner)
 
     def call(self, trial: Trial, experiment: "Experiment | None" = None) -> Any:
         """Run a trial in this process, in its folder, and return what the experiment returns."""
@@ -107,11 +116,6 @@ class InlineExecutor(Executor):
 def timed_out(seconds: float | None) -> TrialOutcome:
     """Return the outcome of a trial that was ended at its time limit."""
     return TrialOutcome(TIMED_OUT, error=f"it was ended after trial_timeout={Time(seconds or 0, TimeUnit.SECOND)}")
-
-
-def never_prune(trial: Trial, value: float, step: int) -> bool:
-    """Replace the sampler where a trial runs; it is asked over a channel instead."""
-    return False
 
 
 def visible_gpus() -> list[str]:

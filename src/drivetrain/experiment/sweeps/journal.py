@@ -38,7 +38,7 @@ class Journal:
 
     def settle(self, trial: Trial) -> None:
         """Append how a trial, or one attempt at it, ended."""
-        names = ("index", "status", "value", "metrics", "run_dir", "error", "seconds", "attempts")
+        names = ("index", "status", "value", "values", "metrics", "run_dir", "error", "seconds", "attempts")
         self.write(trial.status, **{name: getattr(trial, name) for name in names if name != "status"})
 
     def close(self) -> None:
@@ -91,6 +91,7 @@ def _apply(entry: dict[str, Any], header: dict[str, Any], trials: dict[int, Tria
         trial.value = None if value is None else float(value)
         trial.error = _typed(entry, "error", str | None, None)
         trial.metrics = {name: float(value) for name, value in _typed(entry, "metrics", dict, {}).items()}
+        trial.values = {name: float(value) for name, value in _typed(entry, "values", dict, {}).items()}
         trial.seconds = float(_typed(entry, "seconds", int | float, 0.0))
 
 

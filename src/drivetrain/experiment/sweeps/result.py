@@ -1,10 +1,11 @@
 """What a sweep found: its trials, the best one, those that failed, as a table, a CSV file and a picture."""
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,6 +20,41 @@ from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIM
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a sweep looks for: one objective or several, each with its direction."""
+
+    names: tuple[str, ...] = ()
+    """Entries of the returned dict, or of the Recorder's summary; none: the returned number."""
+    directions: tuple[str, ...] = ("min",)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether trials can be ranked by one number."""
+        return len(self.directions) == 1
+
+    @property
+    def as_data(self) -> dict[str, str | list[str] | None]:
+        """What a journal holds: text for one objective, lists for several."""
+        if self.is_single:
+            return {"objective": self.names[0] if self.names else None, "direction": self.directions[0]}
+        return {"objective": list(self.names), "direction": list(self.directions)}
+
+    @classmethod
+    def from_data(cls, objective: object, direction: object) -> "Goal":
+        """Return the goal that a journal holds."""
+        as_tuple = lambda given: tuple(map(str, given)) if isinstance(given, list | tuple) else (str(given),)
+        return cls(names=() if objective is None else as_tuple(objective), directions=as_tuple(direction or "min"))
+
+    def beats(self, one: Trial, other: Trial) -> bool:
+        """Return whether a trial is at least as good as another in every objective, and better in one."""
+        pairs = [
+            (a, b) if good == "min" else (-a, -b)
+            for a, b, good in zip(one.objectives, other.objectives, self.directions, strict=True)
+        ]
+        return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+
+
 class SweepResult(Sequence[Trial]):
     """The trials of a sweep, in the order they were asked for."""
 
@@ -26,11 +62,20 @@ class SweepResult(Sequence[Trial]):
         self,
         trials: Sequence[Trial],
         *,
-        direction: str = "min",
+        goal: Goal | None = None,
         folder: Path | None = None,
         secrets: Container[str] = (),
+        total: int | None = None,
+        slots: int = 1,
     ):
-        self._trials, self.direction, self.folder, self._secrets = list(trials), direction, folder, secrets
+        self._trials, self.goal, self.folder, self._secrets = list(trials), goal or Goal(), folder, secrets
+        self.total, self.slots = total, slots
+        """How many trials there will be, None where that is not known, and how many run at a time."""
+
+    @property
+    def direction(self) -> str | tuple[str, ...]:
+        """`"min"` or `"max"`, one for each objective where there are several."""
+        return self.goal.directions[0] if self.goal.is_single else self.goal.directions
 
     @overload
     def __getitem__(self, place: int) -> Trial: ...
@@ -51,24 +96,54 @@ class SweepResult(Sequence[Trial]):
 
     @property
     def ranked(self) -> list[Trial]:
-        """The trials, best first; those without a value come last."""
-        return sorted(self._trials, key=lambda trial: (self._place(trial), trial.index))
+        """The trials, best first; those without a value come last.
 
-    def _place(self, trial: Trial) -> float:
-        if trial.value is None or math.isnan(trial.value):
-            return math.inf
-        return trial.value if self.direction == "min" else -trial.value
+        With several objectives: the front, then those that few others beat, each group by its first objective.
+        """
+        beaten = {} if self.goal.is_single else self._times_beaten
+        return sorted(
+            self._trials, key=lambda trial: (not trial.objectives, beaten.get(trial.index, 0), *self._place(trial))
+        )
+
+    def _place(self, trial: Trial) -> tuple[float, int]:
+        first = trial.objectives[0] if trial.objectives else 0.0
+        return (first if self.goal.directions[0] == "min" else -first), trial.index
+
+    @functools.cached_property
+    def _times_beaten(self) -> dict[int, int]:
+        valued = [trial for trial in self._trials if trial.objectives]
+        return {trial.index: sum(self.goal.beats(other, trial) for other in valued) for trial in valued}
+
+    @property
+    def front(self) -> list[Trial]:
+        """The trials that no other beats: the Pareto front of several objectives, of one the best."""
+        if self.goal.is_single:
+            return [trial for trial in self.ranked if trial.objectives and trial.objectives == self.best.objectives]
+        return [trial for trial in self.ranked if self._times_beaten.get(trial.index) == 0]
 
     @property
     def best(self) -> Trial:
         """The trial with the best value."""
-        good = [trial for trial in self.ranked if trial.value is not None and not math.isnan(trial.value)]
+        if not self.goal.is_single:
+            raise ExperimentError(
+                f"a sweep with the objectives {', '.join(self.goal.names)} has no single best trial. result.front has those "
+                "that no other beats."
+            )
+        good = [trial for trial in self.ranked if trial.objectives]
         if not good:
             raise ExperimentError(
                 "no trial of this sweep has a value. Let the experiment return a number, or return a dict and name the entry "
                 "with objective='...'."
             )
         return good[0]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the trials that are left will take, by the mean of those that are complete; None where that is not known."""
+        done = [trial.seconds for trial in self._trials if trial.is_over]
+        if self.total is None or not done:
+            return None
+        return (self.total - len(done)) * sum(done) / len(done) / self.slots
 
     @property
     def failed(self) -> list[Trial]:
@@ -78,7 +153,7 @@ class SweepResult(Sequence[Trial]):
     def without_running(self) -> "SweepResult":
         """Return the result of a sweep that no process runs: trials that were running are interrupted."""
         trials = [replace(trial, status=INTERRUPTED) if trial.status == RUNNING else trial for trial in self._trials]
-        return SweepResult(trials, direction=self.direction, folder=self.folder, secrets=self._secrets)
+        return SweepResult(trials, goal=self.goal, folder=self.folder, secrets=self._secrets, total=self.total)
 
     @property
     def varied(self) -> list[str]:
@@ -89,12 +164,13 @@ class SweepResult(Sequence[Trial]):
         ] or names
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one flat dict per trial, best first: index, status, value, varied parameters, seconds, attempts, run folder."""
+        """Return one flat dict per trial, best first: index, status, objectives, varied parameters, seconds, attempts, run folder."""
+        single = self.goal.is_single
         return [
             {
                 "trial": trial.index,
                 "status": trial.status,
-                "value": trial.value,
+                **({"value": trial.value} if single else {name: trial.values.get(name) for name in self.goal.names}),
                 **{name: self.shown(trial).get(name) for name in self.varied},
                 "seconds": round(trial.seconds, 2),
                 "attempts": trial.attempts,
@@ -119,7 +195,8 @@ class SweepResult(Sequence[Trial]):
         """Write all trials, best first, with every parameter and metric; text that looks like a formula gets an apostrophe."""
         params = list(dict.fromkeys(name for trial in self._trials for name in trial.params))
         metrics = list(dict.fromkeys(name for trial in self._trials for name in trial.metrics))
-        fixed = ["trial", "status", "value", "seconds", "attempts", "run", "error"]
+        values = ["value"] if self.goal.is_single else [f"value.{name}" for name in self.goal.names]
+        fixed = ["trial", "status", *values, "seconds", "attempts", "run", "error"]
         with replacing(Path(path), mode=PRIVATE_FILE) as raw:
             stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", newline="")
             writer = csv.writer(stream)
@@ -128,14 +205,14 @@ class SweepResult(Sequence[Trial]):
                 own = [
                     trial.index,
                     trial.status,
-                    trial.value,
+                    *([trial.value] if self.goal.is_single else [trial.values.get(name) for name in self.goal.names]),
                     trial.seconds,
                     trial.attempts,
                     trial.run_dir,
                     trial.error,
                 ]
-                values = [self.shown(trial).get(name) for name in params]
-                cells = [*own, *values, *(trial.metrics.get(name) for name in metrics)]
+                given = [self.shown(trial).get(name) for name in params]
+                cells = [*own, *given, *(trial.metrics.get(name) for name in metrics)]
                 writer.writerow([spreadsheet_cell(value) for value in cells])
             stream.flush()
             stream.detach()  # `replacing` closes the file beneath it
@@ -159,7 +236,8 @@ def _cell(value: object) -> str:
 def read_sweep(folder: str | Path) -> SweepResult:
     """Read what a sweep has done so far, from its folder."""
     header, trials = read_journal(Path(folder))
-    return SweepResult(trials, direction=str(header.get("direction", "min")), folder=Path(folder))
+    goal = Goal.from_data(header.get("objective"), header.get("direction"))
+    return SweepResult(trials, goal=goal, folder=Path(folder))
 
 
 def plot_sweep(result: SweepResult, path: Path) -> Path:
@@ -169,6 +247,10 @@ def plot_sweep(result: SweepResult, path: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra("matplotlib", "demo", "a picture of a sweep") from error
+    if not result.goal.is_single:
+        raise ExperimentError(
+            "a sweep with several objectives has no picture of its value. result.front has its best trials."
+        )
     trials = [trial for trial in result if trial.value is not None]
     if not trials:
         raise ExperimentError("no trial of this sweep has a value, so there is nothing to draw.")

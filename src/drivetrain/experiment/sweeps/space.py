@@ -1,14 +1,16 @@
 """Which values a sweep tries: a list of parameter dicts, or a range for each parameter."""
 
+import copy
+import functools
 import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self
 
-from drivetrain.core.errors import ParameterError
+from drivetrain.core.errors import ParameterError, unknown_name
 from drivetrain.core.secret import MASK, masked
 from drivetrain.experiment.resolve import given_in_python
 from drivetrain.experiment.run_folder import plain
@@ -21,22 +23,48 @@ OWN_FOLDER = ("run_name", "resume", "subprocess", "local_rank")
 
 
 class Axis:
-    """The values of one parameter."""
+    """The values of one parameter, in all points or only where other parameters have certain values."""
 
-    def grid(self) -> Sequence[Any] | None:
+    conditions: Mapping[str, tuple[object, ...]] = {}
+    """Values of other parameters for which this one is varied; elsewhere it has its default."""
+
+    def when(self, conditions: Mapping[str, object] | None = None, /, **named: object) -> Self:
+        """Return the axis for points in which other parameters have these values, one or several each.
+
+        >>> Uniform(0.5, 0.99).when(optimizer="sgd")
+        Uniform(low=0.5, high=0.99).when(optimizer='sgd')
+        """
+        given = {**(conditions or {}), **named}
+        if not given:
+            raise ParameterError("when() has no conditions. Name other parameters, as in when(optimizer='sgd').")
+        twin = copy.copy(self)
+        values = {name: tuple(value) if isinstance(value, list | tuple) else (value,) for name, value in given.items()}
+        object.__setattr__(twin, "conditions", {**self.conditions, **values})
+        return twin
+
+    def applies(self, point: Mapping[str, object]) -> bool:
+        """Return whether the parameter is varied where others have the values of a point."""
+        return all(name in point and point[name] in values for name, values in self.conditions.items())
+
+    def _shown(self, own: str) -> str:
+        """Return the axis as it is written, with its conditions."""
+        shown = [f"{name}={(one[0] if len(one) == 1 else list(one))!r}" for name, one in self.conditions.items()]
+        return f"{own}.when({', '.join(shown)})" if shown else own
+
+    def grid(self) -> Sequence[object] | None:
         """Return all values, None where there is no end of them."""
         return None
 
-    def draw(self, generator: random.Random) -> Any:
+    def draw(self, generator: random.Random) -> object:
         """Return one value at random."""
         raise NotImplementedError
 
-    def examples(self) -> Sequence[Any]:
+    def examples(self) -> Sequence[object]:
         """Return values by which the axis can be checked against its parameter."""
         raise NotImplementedError
 
     @property
-    def arguments(self) -> list[Any]:
+    def arguments(self) -> list[object]:
         """What the axis was made with."""
         return list(self.examples())
 
@@ -49,20 +77,20 @@ class Choice(Axis):
             raise ParameterError("Choice() has no values. Give at least one, as in Choice(1, 2, 4).")
         self.values = values
 
-    def grid(self) -> Sequence[Any]:
+    def grid(self) -> Sequence[object]:
         return self.values
 
-    def draw(self, generator: random.Random) -> Any:
+    def draw(self, generator: random.Random) -> object:
         return generator.choice(self.values)
 
-    def examples(self) -> Sequence[Any]:
+    def examples(self) -> Sequence[object]:
         return self.values
 
     def __repr__(self) -> str:
-        return f"Choice({', '.join(map(repr, self.values))})"
+        return self._shown(f"Choice({', '.join(map(repr, self.values))})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Range(Axis):
     low: float
     high: float
@@ -74,8 +102,11 @@ class _Range(Axis):
                 f"{type(self).__name__}({self.low!r}, {self.high!r}): expected two finite numbers, the smaller one first."
             )
 
-    def examples(self) -> Sequence[Any]:
+    def examples(self) -> Sequence[float]:
         return (self.low, self.high)
+
+    def __repr__(self) -> str:
+        return self._shown(f"{type(self).__name__}(low={self.low!r}, high={self.high!r})")
 
 
 class Uniform(_Range):
@@ -133,6 +164,38 @@ class ParameterSpace:
     points: tuple[dict[str, Any], ...] | None
     axes: dict[str, Axis]
 
+    def walk(self, choose: Callable[[str, Axis], object]) -> dict[str, Any]:
+        """Return a point: `choose` gives the value of each parameter that applies, those that conditions name first."""
+        found: dict[str, Any] = {}
+        for name in self.order:
+            if self.axes[name].applies(found):
+                found[name] = choose(name, self.axes[name])
+        return {name: found[name] for name in self.axes if name in found}
+
+    @functools.cached_property
+    def order(self) -> tuple[str, ...]:
+        """The parameters in keyword order, save that each comes after those that its conditions name."""
+        done: dict[str, None] = {}
+
+        def visit(name: str, path: tuple[str, ...]) -> None:
+            if name in path:
+                raise ParameterError(f"the conditions of {' -> '.join((*path, name))} go round in a circle.")
+            for other, values in self.axes[name].conditions.items():
+                if other not in self.axes:
+                    raise ParameterError(f"{name}: {unknown_name('parameter of this space', other, self.axes)}")
+                choices = self.axes[other].grid()
+                for value in values:
+                    if choices is not None and value not in choices:
+                        raise ParameterError(
+                            f"{name}: it is varied where {other}={value!r}, which {other} never is: {self.axes[other]!r}."
+                        )
+                visit(other, (*path, name))
+            done.setdefault(name)
+
+        for name in self.axes:
+            visit(name, ())
+        return tuple(done)
+
     def grid(self) -> list[dict[str, Any]]:
         """Return all points, in keyword order; a continuous axis has no grid."""
         if self.points is not None:
@@ -143,7 +206,15 @@ class ParameterSpace:
                 f"sampler 'grid' cannot list all values of {', '.join(endless)} ({self.axes[endless[0]]!r}). Give a Choice, or "
                 "use sampler='random' with n_trials=..."
             )
-        return param_matrix(**{name: list(axis.grid() or ()) for name, axis in self.axes.items()})
+        points: list[dict[str, Any]] = [{}]
+        for name in self.order:
+            axis = self.axes[name]
+            points = [
+                {**point, **more}
+                for point in points
+                for more in ([{name: value} for value in axis.grid() or ()] if axis.applies(point) else [{}])
+            ]
+        return [{name: point[name] for name in self.axes if name in point} for point in points]
 
     def describe(self, secrets: Container[str] = ()) -> list[Any]:
         """Return what makes two spaces the same, in plain values; secrets are masked."""
@@ -162,31 +233,45 @@ class ParameterSpace:
             return None if any(name in secrets for point in points for name in point) else {"points": points}
         if any(name in secrets or type(axis).__name__ not in AXES for name, axis in self.axes.items()):
             return None
-        return {"axes": [[name, type(axis).__name__, plain(axis.arguments)] for name, axis in self.axes.items()]}
+        return {
+            "axes": [
+                [
+                    name,
+                    type(axis).__name__,
+                    plain(axis.arguments),
+                    plain({k: list(v) for k, v in axis.conditions.items()}),
+                ]
+                for name, axis in self.axes.items()
+            ]
+        }
 
 
 def space_from(data: object, experiment: "Experiment", described: object) -> object | None:
     """Return the space that a journal holds, as it was: with plain values or with values of the parameters' types; None if neither fits."""
     for is_typed in (False, True):
 
-        def value_of(name: str, value: Any, is_typed: bool = is_typed) -> Any:
+        def value_of(name: str, value: object, is_typed: bool = is_typed) -> object:
             return experiment.parameters[name].read(value, is_text=False, where="sweep") if is_typed else value
 
         try:
-            space: Any = _rebuilt(data, value_of)
+            space = _rebuilt(data, value_of)
             if json.loads(json.dumps(make_space(space).describe(experiment.parameters.secrets))) == described:
-                return cast(object, space)
+                return space
         except (ParameterError, KeyError, TypeError, ValueError, AttributeError):
             continue
     return None
 
 
-def _rebuilt(data: Any, value_of: Callable[[str, Any], Any]) -> Any:
+def _rebuilt(data: Any, value_of: Callable[[str, object], object]) -> object:
     if "points" in data:
         return [{name: value_of(name, value) for name, value in point.items()} for point in data["points"]]
     space = {}
-    for name, kind, values in data["axes"]:
-        space[name] = AXES[kind](*(value_of(name, value) if kind == "Choice" else value for value in values))
+    for name, kind, values, *rest in data["axes"]:
+        axis = AXES[kind](*(value_of(name, value) if kind == "Choice" else value for value in values))
+        conditions = {
+            other: [value_of(other, value) for value in given] for other, given in (rest[0] if rest else {}).items()
+        }
+        space[name] = axis.when(conditions) if conditions else axis
     return space
 
 
@@ -214,7 +299,8 @@ def _axis(value: object) -> Axis:
 
 
 def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> None:
-    """Check every name and example value against the experiment's parameters, before the first trial."""
+    """Check every name, condition and example value against the experiment's parameters, before the first trial."""
+    _ = space.order
     samples: list[Mapping[str, Any]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]
     for sample in samples:

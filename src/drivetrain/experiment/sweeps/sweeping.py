@@ -1,47 +1,41 @@
-"""The loop of a sweep: samplers propose, executors run, the journal remembers."""
+"""Sweeps: check what a user gave, choose sampler and executor, and run the loop; continue one from its journal."""
 
 import json
-import logging
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
-from drivetrain.core.files import is_regular, load_json, read_limited
-from drivetrain.core.locking import FolderLock, is_locked
-from drivetrain.core.secret import hide, masked
+from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeUnit, ensure_time
 from drivetrain.experiment.directions import direction_of
-from drivetrain.experiment.run_folder import METRICS, SWEEPS, fresh_name, make_folder, plain
+from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
-from drivetrain.experiment.sweeps.journal import SCHEMA, Journal, read_journal
-from drivetrain.experiment.sweeps.result import SweepResult
-from drivetrain.experiment.sweeps.samplers import NAMES, Sampler, make_sampler
+from drivetrain.experiment.sweeps.journal import SCHEMA, read_journal
+from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop, without_secrets
+from drivetrain.experiment.sweeps.result import Goal, SweepResult
+from drivetrain.experiment.sweeps.samplers import NAMES, Sampler, make_sampler, sampler_name
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
-from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
+from drivetrain.experiment.sweeps.trial import Trial
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
-
-logger = logging.getLogger("drivetrain")
+    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
 
 EXECUTORS = ("inline", "pool", "submitit", "ray")
-ORPHAN_SECONDS = 45.0
-"""How long a resumed sweep waits for a trial that outlived the process that had started it."""
+SAME = ("experiment", "space", "params", "sampler", "seed", "objective", "direction")
+"""What must be the same when a sweep is resumed."""
 
 
 def sweep(
     experiment: "Experiment",
     space: object,
     *,
-    sampler: str | Sampler = "grid",
+    sampler: "str | Sampler | OptunaConfig" = "grid",
     executor: str | Executor = "inline",
     n_trials: int | None = None,
-    objective: str | None = None,
-    direction: Literal["min", "max"] | None = None,
+    objective: str | Sequence[str] | None = None,
+    direction: str | Sequence[str] | None = None,
     params: Mapping[str, Any] | None = None,
     seed: int = 0,
     num_processes: int | None = None,
@@ -50,19 +44,20 @@ def sweep(
     trial_timeout: float | str | Time | None = None,
     on_failure: Literal["raise", "return"] = "raise",
     resume: str | Path | None = None,
-    on_change: Callable[[SweepResult], object] | None = None,
+    on_change: OnChange | None = None,
 ) -> SweepResult:
     """Run an experiment once for every set of parameters that a sampler proposes.
 
     Args:
         experiment: the experiment.
-        space: a list of parameter dicts, or `{name: Choice(...) | Uniform(a, b) | LogUniform(a, b) | IntRange(a, b)}`.
-        sampler: `"grid"`, `"random"`, `"optuna"`, or a `Sampler`.
+        space: a list of parameter dicts, or `{name: Choice(...) | Uniform(a, b) | LogUniform(a, b) | IntRange(a, b)}`, each of these
+            also with `.when(other=value)`.
+        sampler: `"grid"`, `"random"`, `"optuna"`, an `OptunaConfig`, or a `Sampler`.
         executor: `"inline"`, `"pool"`, `"submitit"`, `"ray"`, or an `Executor`.
         n_trials: how many trials; a grid has its own number.
-        objective: the entry of the returned dict, or of the Recorder's summary, to compare; None compares the returned number.
-        direction: `"min"` or `"max"`; None is the direction that the experiment declares for the objective, or that its name gives
-            (`"accuracy"` is maximized), else `"min"`.
+        objective: the entry of the returned dict, or of the Recorder's summary, to compare, or several; None compares the returned number.
+        direction: `"min"` or `"max"`, or one for each objective; None is the direction that the experiment declares for the objective, or
+            that its name gives (`"accuracy"` is maximized), else `"min"`.
         params: parameters that are the same for all trials.
         seed: seed of the sampler; a trial whose `random_seed` is not given has one derived from this seed and its index.
         num_processes: trials at a time.
@@ -74,57 +69,32 @@ def sweep(
         resume: folder of a sweep to continue.
         on_change: called with the result so far after every change.
     """
-    if direction not in (None, "min", "max"):
-        raise ConfigError(unknown_name("direction", direction, ["min", "max"]))
     if on_failure not in ("raise", "return"):
         raise ConfigError(unknown_name("choice", on_failure, ["raise", "return"], where="on_failure"))
     if type(retries) is not int or retries < 0:
         raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
-    timeout = _seconds(trial_timeout)
-    direction = direction or _usual_direction(experiment, objective, resume)
-    fixed, wanted = dict(params or {}), make_space(space)
+    fixed, wanted, goal = dict(params or {}), make_space(space), make_goal(experiment, objective, direction, resume)
     check_space(experiment, wanted, fixed)
-    chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, direction=direction)
+    chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, directions=goal.directions)
     runner = make_executor(executor, num_processes, gpus_per_trial)
-    if timeout is not None and not getattr(runner, "ends_trials", False):
-        raise ConfigError(
-            f"trial_timeout={trial_timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which gives each "
-            "trial a process of its own."
-        )
+    timeout = _time_limit(trial_timeout, executor, runner)
+    start = {"num_processes": num_processes, "gpus_per_trial": gpus_per_trial, "retries": retries}
     header = {
-        "schema": SCHEMA,
-        "experiment": experiment.name,
-        "space": wanted.describe(experiment.parameters.secrets),
-        "params": plain(_shown(experiment, fixed)),
-        "sampler": sampler if isinstance(sampler, str) else type(sampler).__name__,
-        "seed": seed,
+        **_identity(experiment, wanted, fixed, sampler, seed, goal),
         "n_trials": n_trials,
-        "objective": objective,
-        "direction": direction,
-        "values": wanted.as_data(experiment.parameters.secrets),
-        "start": {
-            "executor": executor if isinstance(executor, str) else None,
-            "num_processes": num_processes,
-            "gpus_per_trial": gpus_per_trial,
-            "retries": retries,
-            "trial_timeout": timeout,
-        },
+        "optuna": None if isinstance(sampler, str | Sampler) or hasattr(sampler, "ask") else sampler.as_data(),
+        "start": {"executor": executor if isinstance(executor, str) else None, "trial_timeout": timeout, **start},
     }
     trials = [] if resume is None else _earlier_trials(Path(resume), header)
     folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
     with FolderLock(folder) as lock:
         if not lock.acquire():
             raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait for it to end.")
-        loop = _Loop(
-            experiment, fixed, folder, chosen, runner, trials, objective, direction, retries, on_change, timeout, seed
-        )
+        work = TrialWork(experiment, fixed, folder.name, timeout=timeout, seed=seed)
+        loop = SweepLoop(work, chosen, runner, goal, folder, trials=trials, retries=retries, on_change=on_change)
         result = loop.run(header if resume is None else None)
     if result.failed and on_failure == "raise":
-        listing = "\n".join(f"  trial {t.index} {result.shown(t)}: {t.error}" for t in result.failed)
-        raise SweepError(
-            f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {folder}\n{listing}",
-            result,
-        )
+        raise _failures(result)
     return result
 
 
@@ -132,8 +102,8 @@ def continue_sweep(
     experiment: "Experiment",
     folder: Path,
     *,
-    params: Mapping[str, Any] | None = None,
-    on_change: Callable[[SweepResult], object] | None = None,
+    params: Mapping[str, object] | None = None,
+    on_change: OnChange | None = None,
 ) -> SweepResult:
     """Continue a sweep with the settings in its journal; `params` are those that it does not hold: secrets."""
     header, _ = read_journal(folder)
@@ -154,7 +124,7 @@ def continue_sweep(
     return sweep(
         experiment,
         space,
-        sampler=header["sampler"],
+        sampler=_optuna_config(header["optuna"]) if header.get("optuna") else header["sampler"],
         n_trials=header.get("n_trials"),
         objective=header.get("objective"),
         direction=header.get("direction"),
@@ -168,6 +138,12 @@ def continue_sweep(
         retries=start.get("retries", 0),
         trial_timeout=start.get("trial_timeout"),
     )
+
+
+def _optuna_config(data: Mapping[str, str | None]) -> "OptunaConfig":
+    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
+
+    return OptunaConfig.from_data(data)
 
 
 def run_parameter_sweep(
@@ -219,13 +195,55 @@ def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_
     return InlineExecutor()
 
 
-def _usual_direction(
-    experiment: "Experiment", objective: str | None, resume: str | Path | None
-) -> Literal["min", "max"]:
-    """Return the direction of a sweep that was not given one: that of the sweep it continues, else that of its objective."""
-    if resume is not None and (earlier := read_journal(Path(resume))[0].get("direction")) in ("min", "max"):
-        return cast(Literal["min", "max"], earlier)
-    return (direction_of(objective, experiment.directions) if objective else None) or "min"
+def make_goal(experiment: "Experiment", objective: object, direction: object, resume: str | Path | None = None) -> Goal:
+    """Return the objectives of a sweep with their directions: as given, as in the sweep that is resumed, or as their names say."""
+    names = _texts("objective", objective)
+    given = _texts("direction", direction)
+    for good in given:
+        if good not in ("min", "max"):
+            raise ConfigError(unknown_name("direction", good, ["min", "max"]))
+    if len(set(names)) < len(names):
+        raise ConfigError(f"objective={objective!r}: every objective is given once.")
+    expected = max(1, len(names))
+    if given and len(given) != expected:
+        raise ConfigError(
+            f"direction={direction!r} has {len(given)} entries for {expected} objectives. Give one for each, or None for those that "
+            "their names say."
+        )
+    if not given and resume is not None:
+        earlier = Goal.from_data(names or None, read_journal(Path(resume))[0].get("direction")).directions
+        given = earlier if len(earlier) == expected and set(earlier) <= {"min", "max"} else ()
+    usual = tuple(direction_of(name, experiment.directions) or "min" for name in names) or ("min",)
+    return Goal(names=names, directions=given or usual)
+
+
+def _texts(name: str, given: object) -> tuple[str, ...]:
+    values = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(value, str) and value for value in values) or (given is not None and not values):
+        raise ConfigError(f"{name}={given!r}: expected a name, or a list of names.")
+    return values
+
+
+def _identity(
+    experiment: "Experiment",
+    space: ParameterSpace,
+    fixed: Mapping[str, object],
+    sampler: "str | Sampler | OptunaConfig",
+    seed: int,
+    goal: Goal,
+) -> dict[str, Any]:
+    """Return what makes two sweeps the same, as the journal holds it."""
+    secrets = experiment.parameters.secrets
+    return {
+        "schema": SCHEMA,
+        "experiment": experiment.name,
+        "space": space.describe(secrets),
+        "params": plain(without_secrets(experiment, fixed)),
+        "sampler": sampler_name(sampler),
+        "seed": seed,
+        **goal.as_data,
+        "values": space.as_data(secrets),
+    }
 
 
 def _new_folder(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> Path:
@@ -241,7 +259,7 @@ def _earlier_trials(folder: Path, header: Mapping[str, object]) -> list[Trial]:
     """Return the trials of the sweep that is resumed, which must be the same sweep."""
     earlier, trials = read_journal(folder)
     now = json.loads(json.dumps(header))
-    for name in ("experiment", "space", "params", "sampler", "seed", "objective", "direction"):
+    for name in SAME:
         if earlier.get(name) != now[name]:
             raise ParameterError(
                 f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Resume it as it was, or "
@@ -250,123 +268,7 @@ def _earlier_trials(folder: Path, header: Mapping[str, object]) -> list[Trial]:
     return trials
 
 
-class _Loop:
-    """One sweep at work."""
-
-    def __init__(
-        self,
-        experiment: "Experiment",
-        fixed: dict[str, Any],
-        folder: Path,
-        sampler: Sampler,
-        executor: Executor,
-        trials: list[Trial],
-        objective: str | None,
-        direction: str,
-        retries: int,
-        on_change: Callable[[SweepResult], object] | None,
-        timeout: float | None,
-        seed: int,
-    ):
-        self.folder, self.sampler, self.executor = folder, sampler, executor
-        self.trials = {trial.index: trial for trial in trials}
-        self.objective, self.direction, self.retries, self.on_change = objective, direction, retries, on_change
-        self.work = TrialWork(experiment, fixed, folder.name, sampler.should_prune, timeout, seed)
-        self.waiting: deque[Trial] = deque()
-        self.running: dict[Future[TrialOutcome], Trial] = {}
-
-    def run(self, header: Mapping[str, Any] | None) -> SweepResult:
-        """Run until nothing is left to do."""
-        self.journal = Journal(self.folder)
-        try:
-            if header is not None:
-                self.journal.write("sweep", **header)
-            self.executor.start(self.work)
-            self._take_up()
-            while self._fill() or self.running:
-                done, _ = wait(self.running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    self._settle(self.running.pop(future), future.result())
-        finally:
-            self.executor.close()
-            self.journal.close()
-        return self._result()
-
-    def _take_up(self) -> None:
-        """Go on where an earlier part of the sweep stopped: skip what is over, first run what was begun."""
-        for trial in self.trials.values():
-            self.sampler.replay(trial)
-            if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
-                trial.status = ASKED
-                self.waiting.append(trial)
-                _wait_for_orphan(trial)
-
-    def _fill(self) -> bool:
-        """Start trials while there are free slots; False when none was left to start and none runs."""
-        while len(self.running) < self.executor.slots:
-            trial = self.waiting.popleft() if self.waiting else self.sampler.ask()
-            if trial is None:
-                break
-            if trial.index not in self.trials:
-                self.trials[trial.index] = trial
-                self.journal.write(ASKED, index=trial.index, params=_shown(self.work.experiment, trial.params))
-            self._begin(trial)
-        return bool(self.running)
-
-    def _begin(self, trial: Trial) -> None:
-        trial.attempts += 1
-        trial.status = RUNNING
-        if trial.run_dir is None or trial.attempts > 2:
-            # The first retry continues from the trial's checkpoint; if that fails too, the next begins from nothing.
-            suffix = f"-{trial.attempts}" if trial.attempts > 1 else ""
-            trial.run_dir = self.folder / f"trial-{trial.index:04d}{suffix}"
-        self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
-        self._changed()
-        self.running[self.executor.submit(trial)] = trial
-
-    def _settle(self, trial: Trial, outcome: TrialOutcome) -> None:
-        trial.status, trial.error = outcome.status, self._without_secrets(trial, outcome.error)
-        trial.seconds += outcome.seconds
-        if outcome.status == FINISHED:
-            assert trial.run_dir is not None
-            trial.metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
-            trial.value = self._value(outcome.result, trial)
-            if trial.value is None and self.objective is not None:
-                known = ", ".join(trial.metrics) or "no numbers"
-                trial.fail(f"the objective {self.objective!r} is missing from what the experiment returned ({known}).")
-        self.journal.settle(trial)
-        if trial.status == FAILED and trial.attempts <= self.retries:
-            logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)
-            self.waiting.append(trial)
-        else:
-            self.sampler.tell(trial)
-        self._changed()
-
-    def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
-        if error is None or not self.work.experiment.parameters.secrets:
-            return error
-        try:
-            return hide(error, self.work.experiment.resolve(self.work.fixed | trial.params).hidden())
-        except ParameterError:  # the trial failed because of it, before it could hold a secret
-            return error
-
-    def _value(self, result: object, trial: Trial) -> float | None:
-        if self.objective is not None:
-            return trial.metrics.get(self.objective)
-        number = plain(result)
-        return float(number) if isinstance(number, int | float) and not isinstance(number, bool) else None
-
-    def _result(self) -> SweepResult:
-        ordered = [self.trials[index] for index in sorted(self.trials)]
-        secrets = self.work.experiment.parameters.secrets
-        return SweepResult(ordered, direction=self.direction, folder=self.folder, secrets=secrets)
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change(self._result())
-
-
-def _seconds(timeout: float | str | Time | None) -> float | None:
+def _time_limit(timeout: float | str | Time | None, executor: object, runner: Executor) -> float | None:
     """Return the time limit of a trial in seconds."""
     if timeout is None:
         return None
@@ -378,40 +280,17 @@ def _seconds(timeout: float | str | Time | None) -> float | None:
         raise ConfigError(
             f"trial_timeout={timeout!r}: expected seconds above 0, a text such as '30m' or '2h', or None."
         )
+    if not getattr(runner, "ends_trials", False):
+        raise ConfigError(
+            f"trial_timeout={timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which gives each "
+            "trial a process of its own."
+        )
     return float(limit.value)
 
 
-def _shown(experiment: "Experiment", values: Mapping[str, object]) -> dict[str, Any]:
-    secrets = experiment.parameters.secrets
-    return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
-
-
-def _wait_for_orphan(trial: Trial) -> None:
-    """Let a trial end whose sweep was killed: its process notices, saves, and frees its lock."""
-    deadline = time.monotonic() + ORPHAN_SECONDS
-    while trial.run_dir is not None and is_locked(trial.run_dir) and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
-def _numbers(result: object) -> dict[str, float]:
-    found = plain(result) if isinstance(result, Mapping) else {}
-    return {
-        name: value for name, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def _summary(metrics: Path) -> dict[str, float]:
-    """Return the Recorder's summary of a run: lines of kind `summary` with a tag and a value, or a dict of values."""
-    found: dict[str, float] = {}
-    if is_regular(metrics):
-        for line in read_limited(metrics, None).splitlines():
-            if b'"summary"' not in line:
-                continue
-            try:
-                entry = load_json(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and entry.get("kind") == "summary":
-                value = entry.get("value")
-                found |= _numbers(value if isinstance(value, Mapping) else {str(entry.get("tag")): value})
-    return found
+def _failures(result: SweepResult) -> SweepError:
+    listing = "\n".join(f"  trial {t.index} {result.shown(t)}: {t.error}" for t in result.failed)
+    return SweepError(
+        f"{len(result.failed)} of {len(result)} trials failed; the others are complete. Sweep folder: {result.folder}\n{listing}",
+        result,
+    )

@@ -1,5 +1,6 @@
 """One trial of a sweep: its parameters, how it went, and how it reports to the sweep while it runs."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,16 +23,26 @@ class Trial:
     params: dict[str, Any]
     status: str = ASKED
     value: float | None = None
-    """The objective; None while there is none."""
+    """The objective; None while there is none, and where there are several."""
+    values: dict[str, float] = field(default_factory=dict)
+    """The objectives by name, where there are several."""
     metrics: dict[str, float] = field(default_factory=dict)
     run_dir: Path | None = None
     error: str | None = None
     seconds: float = 0.0
     attempts: int = 0
+    reported: tuple[int, float] | None = None
+    """The step and value of its last report."""
 
     def __repr__(self) -> str:
-        shown = f"{self.index}, {masked(self.params)}, {self.status!r}, value={self.value}"
+        shown = f"{self.index}, {masked(self.params)}, {self.status!r}, value={self.values or self.value}"
         return f"Trial({shown}, run_dir={self.run_dir}, error={self.error!r})"
+
+    @property
+    def objectives(self) -> list[float]:
+        """What trials are compared by; empty where there is nothing, or one is not a number."""
+        found = list(self.values.values()) if self.values else [] if self.value is None else [self.value]
+        return [] if any(math.isnan(value) for value in found) else found
 
     def fail(self, error: str) -> None:
         """Count as failed, for this reason."""

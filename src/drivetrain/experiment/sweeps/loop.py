@@ -1,0 +1,204 @@
+"""The loop of a sweep: samplers propose, executors run, the journal remembers."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.core.errors import ParameterError
+from drivetrain.core.files import is_regular, load_json, read_limited
+from drivetrain.core.locking import is_locked
+from drivetrain.core.secret import hide, masked
+from drivetrain.experiment.run_folder import METRICS, plain
+from drivetrain.experiment.sweeps.executors import Executor, TrialWork
+from drivetrain.experiment.sweeps.journal import Journal
+from drivetrain.experiment.sweeps.result import Goal, SweepResult
+from drivetrain.experiment.sweeps.samplers import Sampler
+from drivetrain.experiment.sweeps.trial import ASKED, FAILED, FINISHED, RUNNING, Trial, TrialOutcome
+
+if TYPE_CHECKING:
+    from drivetrain.experiment.experiments import Experiment
+
+logger = logging.getLogger("drivetrain")
+
+ORPHAN_SECONDS = 45.0
+"""How long a resumed sweep waits for a trial that outlived the process that had started it."""
+
+OnChange = Callable[[SweepResult], object]
+"""Gets the result so far whenever a trial begins or ends."""
+
+
+class SweepLoop:
+    """One sweep at work."""
+
+    def __init__(
+        self,
+        work: TrialWork,
+        sampler: Sampler,
+        executor: Executor,
+        goal: Goal,
+        folder: Path,
+        *,
+        trials: Iterable[Trial] = (),
+        retries: int = 0,
+        on_change: OnChange | None = None,
+    ):
+        self.work = work.reporting_to(self._report)
+        self.sampler, self.executor, self.goal, self.folder = sampler, executor, goal, folder
+        self.trials = {trial.index: trial for trial in trials}
+        self.retries, self.on_change = retries, on_change
+        self.waiting: deque[Trial] = deque()
+        self.running: dict[Future[TrialOutcome], Trial] = {}
+
+    def run(self, header: Mapping[str, object] | None) -> SweepResult:
+        """Run until nothing is left to do; `header` begins the journal of a new sweep."""
+        self.journal = Journal(self.folder)
+        try:
+            if header is not None:
+                self.journal.write("sweep", **header)
+            begin = getattr(self.sampler, "begin", None)  # a sampler of the user's need not derive from ours
+            if begin is not None:
+                begin(self.folder.name)
+            self.executor.start(self.work)
+            self._take_up()
+            while self._fill() or self.running:
+                done, _ = wait(self.running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    self._settle(self.running.pop(future), future.result())
+        finally:
+            self.executor.close()
+            self.journal.close()
+        return self._result()
+
+    def _take_up(self) -> None:
+        """Go on where an earlier part of the sweep stopped: skip what is over, first run what was begun."""
+        for trial in self.trials.values():
+            self.sampler.replay(trial)
+            if trial.status in (ASKED, RUNNING) or (trial.status == FAILED and trial.attempts <= self.retries):
+                trial.status = ASKED
+                self.waiting.append(trial)
+                _wait_for_orphan(trial)
+
+    def _fill(self) -> bool:
+        """Start trials while there are free slots; False when none was left to start and none runs."""
+        while len(self.running) < self.executor.slots:
+            trial = self.waiting.popleft() if self.waiting else self.sampler.ask()
+            if trial is None:
+                break
+            if trial.index not in self.trials:
+                self.trials[trial.index] = trial
+                self.journal.write(ASKED, index=trial.index, params=without_secrets(self.work.experiment, trial.params))
+            self._begin(trial)
+        return bool(self.running)
+
+    def _begin(self, trial: Trial) -> None:
+        trial.attempts += 1
+        trial.status, trial.reported = RUNNING, None
+        if trial.run_dir is None or trial.attempts > 2:
+            # The first retry continues from the trial's checkpoint; if that fails too, the next begins from nothing.
+            suffix = f"-{trial.attempts}" if trial.attempts > 1 else ""
+            trial.run_dir = self.folder / f"trial-{trial.index:04d}{suffix}"
+        self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
+        self._changed()
+        self.running[self.executor.submit(trial)] = trial
+
+    def _settle(self, trial: Trial, outcome: TrialOutcome) -> None:
+        trial.status, trial.error = outcome.status, self._without_secrets(trial, outcome.error)
+        trial.seconds += outcome.seconds
+        if outcome.status == FINISHED:
+            assert trial.run_dir is not None
+            trial.metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
+            self._judge(trial, outcome.result)
+        self.journal.settle(trial)
+        if trial.status == FAILED and trial.attempts <= self.retries:
+            logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)
+            self.waiting.append(trial)
+        else:
+            self.sampler.tell(trial)
+        self._changed()
+
+    def _without_secrets(self, trial: Trial, error: str | None) -> str | None:
+        if error is None or not self.work.experiment.parameters.secrets:
+            return error
+        try:
+            return hide(error, self.work.experiment.resolve(self.work.fixed | trial.params).hidden())
+        except ParameterError:  # the trial failed because of it, before it could hold a secret
+            return error
+
+    def _judge(self, trial: Trial, result: object) -> None:
+        """Give a finished trial its objectives; it fails where one is missing."""
+        names = self.goal.names
+        missing = [name for name in names if name not in trial.metrics]
+        if missing:
+            known = ", ".join(trial.metrics) or "no numbers"
+            trial.fail(f"the objective {missing[0]!r} is missing from what the experiment returned ({known}).")
+        elif not self.goal.is_single:
+            trial.values = {name: trial.metrics[name] for name in names}
+        elif names:
+            trial.value = trial.metrics[names[0]]
+        else:
+            number = plain(result)
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            trial.value = float(number) if is_number else None
+
+    def _report(self, trial: Trial, value: float, step: int) -> bool:
+        """Take a report of a running trial, and return whether to stop the trial."""
+        trial.reported = (step, value)
+        prune = getattr(self.sampler, "should_prune", None)
+        return prune is not None and bool(prune(trial, value, step))
+
+    def _result(self) -> SweepResult:
+        ordered = [self.trials[index] for index in sorted(self.trials)]
+        secrets = self.work.experiment.parameters.secrets
+        return SweepResult(
+            ordered,
+            goal=self.goal,
+            folder=self.folder,
+            secrets=secrets,
+            total=getattr(self.sampler, "total", None),
+            slots=self.executor.slots,
+        )
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self._result())
+
+
+def without_secrets(experiment: "Experiment", values: Mapping[str, object]) -> dict[str, object]:
+    """Return parameters with secrets masked, for the journal."""
+    secrets = experiment.parameters.secrets
+    return {name: masked(value, is_secret=name in secrets) for name, value in values.items()}
+
+
+def _wait_for_orphan(trial: Trial) -> None:
+    """Let a trial end whose sweep was killed: its process notices, saves, and frees its lock."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while trial.run_dir is not None and is_locked(trial.run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _numbers(result: object) -> dict[str, float]:
+    found = plain(result) if isinstance(result, Mapping) else {}
+    return {
+        name: value for name, value in found.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _summary(metrics: Path) -> dict[str, float]:
+    """Return the Recorder's summary of a run: lines of kind `summary` with a tag and a value, or a dict of values."""
+    found: dict[str, float] = {}
+    if is_regular(metrics):
+        for line in read_limited(metrics, None).splitlines():
+            if b'"summary"' not in line:
+                continue
+            try:
+                entry = load_json(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and entry.get("kind") == "summary":
+                value = entry.get("value")
+                found |= _numbers(value if isinstance(value, Mapping) else {str(entry.get("tag")): value})
+    return found
