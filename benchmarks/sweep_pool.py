@@ -26,11 +26,11 @@ def nothing(x: int = 0):
 
 def sweep_seconds(trials: int) -> float:
     """Return how long a sweep takes."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        with contextlib.redirect_stderr(io.StringIO()):
-            began = time.perf_counter()
-            sweep(nothing, {"x": list(range(trials))}, params={"output_dir": folder, "cuda": False}, executor="pool")
-            return time.perf_counter() - began
+    quiet = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        began = time.perf_counter()
+        sweep(nothing, {"x": list(range(trials))}, params={"output_dir": folder, "cuda": False}, executor="pool")
+        return time.perf_counter() - began
 
 
 def main(trials: int = 8, repeats: int = 3) -> dict[str, float]:

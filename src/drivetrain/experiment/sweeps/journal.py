@@ -83,16 +83,19 @@ def _apply(entry: dict[str, Any], header: dict[str, Any], trials: dict[int, Tria
         index = _typed(entry, "index", int)
         trials[index] = Trial(index, _typed(entry, "params", dict))
     elif event in ("started", *ENDS) and (index := _typed(entry, "index", int)) in trials:
-        trial, folder = trials[index], _typed(entry, "run_dir", str, "")
-        trial.status = RUNNING if event == "started" else event
-        trial.run_dir = Path(folder) if folder else None
-        trial.attempts = _typed(entry, "attempts", int, trial.attempts)
-        value = _typed(entry, "value", int | float, None)
-        trial.value = None if value is None else float(value)
-        trial.error = _typed(entry, "error", str | None, None)
-        trial.metrics = {name: float(value) for name, value in _typed(entry, "metrics", dict, {}).items()}
-        trial.values = {name: float(value) for name, value in _typed(entry, "values", dict, {}).items()}
-        trial.seconds = float(_typed(entry, "seconds", int | float, 0.0))
+        folder, value = _typed(entry, "run_dir", str, ""), _typed(entry, "value", int | float, None)
+        trials[index] = Trial(
+            index,
+            trials[index].params,
+            status=RUNNING if event == "started" else event,
+            run_dir=Path(folder) if folder else None,
+            attempts=_typed(entry, "attempts", int, trials[index].attempts),
+            value=None if value is None else float(value),
+            values={name: float(value) for name, value in _typed(entry, "values", dict, {}).items()},
+            error=_typed(entry, "error", str | None, None),
+            metrics={name: float(value) for name, value in _typed(entry, "metrics", dict, {}).items()},
+            seconds=float(_typed(entry, "seconds", int | float, 0.0)),
+        )
 
 
 def _typed(entry: dict[str, Any], name: str, kind: Any, *default: Any) -> Any:

@@ -95,23 +95,19 @@ class SweepLoop:
         return bool(self.running)
 
     def _begin(self, trial: Trial) -> None:
-        trial.attempts += 1
-        trial.status, trial.reported = RUNNING, None
-        if trial.run_dir is None or trial.attempts > 2:
-            # The first retry continues from the trial's checkpoint; if that fails too, the next begins from nothing.
-            suffix = f"-{trial.attempts}" if trial.attempts > 1 else ""
-            trial.run_dir = self.folder / f"trial-{trial.index:04d}{suffix}"
+        trial.begin(self.folder)
         self.journal.write("started", index=trial.index, attempts=trial.attempts, run_dir=trial.run_dir)
         self._changed()
         self.running[self.executor.submit(trial)] = trial
 
     def _settle(self, trial: Trial, outcome: TrialOutcome) -> None:
-        trial.status, trial.error = outcome.status, self._without_secrets(trial, outcome.error)
-        trial.seconds += outcome.seconds
+        metrics: dict[str, float] = {}
         if outcome.status == FINISHED:
             assert trial.run_dir is not None
-            trial.metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
-            self._judge(trial, outcome.result)
+            metrics = _numbers(outcome.result) | _summary(trial.run_dir / METRICS)
+        trial.settle(outcome.status, self._without_secrets(trial, outcome.error), outcome.seconds, metrics)
+        if outcome.status == FINISHED:
+            trial.judge(self.goal.names, plain(outcome.result))
         self.journal.settle(trial)
         if trial.status == FAILED and trial.attempts <= self.retries:
             logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)
@@ -128,25 +124,9 @@ class SweepLoop:
         except ParameterError:  # the trial failed because of it, before it could hold a secret
             return error
 
-    def _judge(self, trial: Trial, result: object) -> None:
-        """Give a finished trial its objectives; it fails where one is missing."""
-        names = self.goal.names
-        missing = [name for name in names if name not in trial.metrics]
-        if missing:
-            known = ", ".join(trial.metrics) or "no numbers"
-            trial.fail(f"the objective {missing[0]!r} is missing from what the experiment returned ({known}).")
-        elif not self.goal.is_single:
-            trial.values = {name: trial.metrics[name] for name in names}
-        elif names:
-            trial.value = trial.metrics[names[0]]
-        else:
-            number = plain(result)
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            trial.value = float(number) if is_number else None
-
     def _report(self, trial: Trial, value: float, step: int) -> bool:
         """Take a report of a running trial, and return whether to stop the trial."""
-        trial.reported = (step, value)
+        trial.report(value, step)
         prune = getattr(self.sampler, "should_prune", None)
         return prune is not None and bool(prune(trial, value, step))
 

@@ -1,16 +1,12 @@
 """Samplers propose the trials of a sweep: in order, at random, or by what earlier trials showed (`optuna_search`)."""
 
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drivetrain.core.errors import ConfigError, ParameterError, unknown_name
+from drivetrain.core.errors import ParameterError
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.space import ParameterSpace
 from drivetrain.experiment.sweeps.trial import Trial
-
-if TYPE_CHECKING:
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
 
 NAMES = ("grid", "random", "optuna")
 
@@ -90,44 +86,3 @@ class RandomSampler(Sampler):
         if self._space.points is not None:
             return dict(generator.choice(self._space.points))
         return self._space.walk(lambda name, axis: axis.draw(generator))
-
-
-def make_sampler(
-    sampler: "str | Sampler | OptunaConfig",
-    space: ParameterSpace,
-    *,
-    n_trials: int | None,
-    seed: int,
-    directions: Sequence[str],
-) -> Sampler:
-    """Return the sampler a user asked for: by name, by Optuna's configuration, or as an object."""
-    if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
-        return sampler  # type: ignore[return-value]
-    if n_trials is not None and (type(n_trials) is not int or n_trials < 1):
-        raise ParameterError(f"n_trials: {n_trials!r} is not a number of trials. Give a whole number from 1 on.")
-    name = sampler_name(sampler)
-    if name == "grid":
-        return GridSampler(space, n_trials)
-    if n_trials is None:
-        raise ParameterError(f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20.")
-    if name == "random":
-        return RandomSampler(space, n_trials, seed)
-    from drivetrain.experiment.sweeps.optuna_search import OptunaSampler
-
-    config = None if isinstance(sampler, str) else sampler
-    return OptunaSampler(space, n_trials, seed=seed, direction=directions, config=config)
-
-
-def sampler_name(sampler: "str | Sampler | OptunaConfig") -> str:
-    """Return the name of a sampler as the journal holds it."""
-    if isinstance(sampler, str):
-        if sampler not in NAMES:
-            raise ParameterError(unknown_name("sampler", sampler, NAMES))
-        return sampler
-    if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
-        return type(sampler).__name__
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
-
-    if not isinstance(sampler, OptunaConfig):
-        raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(NAMES)}, an OptunaConfig or a Sampler.")
-    return "optuna"

@@ -14,7 +14,7 @@ from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, Tri
 from drivetrain.experiment.sweeps.journal import SCHEMA, read_journal
 from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop, without_secrets
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
-from drivetrain.experiment.sweeps.samplers import NAMES, Sampler, make_sampler, sampler_name
+from drivetrain.experiment.sweeps.samplers import NAMES, GridSampler, RandomSampler, Sampler
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
 from drivetrain.experiment.sweeps.trial import Trial
 
@@ -165,6 +165,47 @@ def run_parameter_sweep(
         retries=retries,
         on_failure=on_failure,
     )
+
+
+def make_sampler(
+    sampler: "str | Sampler | OptunaConfig",
+    space: ParameterSpace,
+    *,
+    n_trials: int | None,
+    seed: int,
+    directions: Sequence[str],
+) -> Sampler:
+    """Return the sampler a user asked for: by name, by Optuna's configuration, or as an object."""
+    if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
+        return sampler  # type: ignore[return-value]
+    if n_trials is not None and (type(n_trials) is not int or n_trials < 1):
+        raise ParameterError(f"n_trials: {n_trials!r} is not a number of trials. Give a whole number from 1 on.")
+    name = sampler_name(sampler)
+    if name == "grid":
+        return GridSampler(space, n_trials)
+    if n_trials is None:
+        raise ParameterError(f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20.")
+    if name == "random":
+        return RandomSampler(space, n_trials, seed)
+    from drivetrain.experiment.sweeps.optuna_search import OptunaSampler
+
+    config = None if isinstance(sampler, str) else sampler
+    return OptunaSampler(space, n_trials, seed=seed, direction=directions, config=config)
+
+
+def sampler_name(sampler: "str | Sampler | OptunaConfig") -> str:
+    """Return the name of a sampler as the journal holds it."""
+    if isinstance(sampler, str):
+        if sampler not in NAMES:
+            raise ParameterError(unknown_name("sampler", sampler, NAMES))
+        return sampler
+    if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
+        return type(sampler).__name__
+    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
+
+    if not isinstance(sampler, OptunaConfig):
+        raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(NAMES)}, an OptunaConfig or a Sampler.")
+    return "optuna"
 
 
 def make_executor(executor: str | Executor, num_processes: int | None, gpus_per_trial: int | None) -> Executor:

@@ -1,7 +1,7 @@
 """One trial of a sweep: its parameters, how it went, and how it reports to the sweep while it runs."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,36 @@ class Trial:
         """What trials are compared by; empty where there is nothing, or one is not a number."""
         found = list(self.values.values()) if self.values else [] if self.value is None else [self.value]
         return [] if any(math.isnan(value) for value in found) else found
+
+    def begin(self, sweep_folder: Path) -> None:
+        """Count a new attempt; the first retry continues from the trial's checkpoint, a further one begins from nothing."""
+        self.attempts += 1
+        self.status, self.reported = RUNNING, None
+        if self.run_dir is None or self.attempts > 2:
+            suffix = f"-{self.attempts}" if self.attempts > 1 else ""
+            self.run_dir = sweep_folder / f"trial-{self.index:04d}{suffix}"
+
+    def settle(self, status: str, error: str | None, seconds: float, metrics: dict[str, float]) -> None:
+        """Take how an attempt ended."""
+        self.status, self.error, self.metrics = status, error, metrics
+        self.seconds += seconds
+
+    def judge(self, objectives: Sequence[str], result: object) -> None:
+        """Take the objectives from the metrics, without a name the returned number; the trial fails where one is missing."""
+        missing = [name for name in objectives if name not in self.metrics]
+        if missing:
+            known = ", ".join(self.metrics) or "no numbers"
+            self.fail(f"the objective {missing[0]!r} is missing from what the experiment returned ({known}).")
+        elif len(objectives) > 1:
+            self.values = {name: self.metrics[name] for name in objectives}
+        elif objectives:
+            self.value = self.metrics[objectives[0]]
+        elif isinstance(result, int | float) and not isinstance(result, bool):
+            self.value = float(result)
+
+    def report(self, value: float, step: int) -> None:
+        """Take a report."""
+        self.reported = (step, value)
 
     def fail(self, error: str) -> None:
         """Count as failed, for this reason."""
