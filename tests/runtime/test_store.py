@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from drivetrain.core.errors import DistributedError
+from drivetrain.runtime import store
 from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.environment import launched_world
 from drivetrain.runtime.group import destroy_group, init_distributed
 from drivetrain.runtime.launch import launch
 from drivetrain.runtime.ranks import get_rank
@@ -161,3 +163,16 @@ def test_taken_port_of_a_loopback_server_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(DistributedError, match=f"could not meet at 127.0.0.1:{port}"):
             loopback_server(port)
+
+
+def test_a_rank_of_a_replaced_node_meets_the_others_whose_agent_counted_a_restart(monkeypatch):
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    stores = []
+    for rank, restarts in (("0", "1"), ("1", "0")):
+        monkeypatch.setattr(store, "_times_joined", 0)
+        for name, value in {**address, "RANK": rank, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+        stores.append(store.open_store(launched_world(), timedelta(seconds=2)))
+    stores[0].set("address of rank 0", "here")
+    assert stores[1].get("address of rank 0") == b"here"

@@ -43,7 +43,8 @@ def open_store(world: LaunchedWorld, timeout: timedelta) -> dist.Store:
     """Return the store of this world.
 
     Each attempt of a restarted group, and each time that a process joins again, has keys of its own: a gloo rank that reads the
-    address of a dead one fails or hangs. torch 2.13 reuses its keys under the elastic agent.
+    address of a dead one fails or hangs. torch 2.13 reuses its keys under the elastic agent. A server in rank 0 is new in each attempt.
+    There the number of the attempt is left out: agents count for themselves, and one that replaces a dead node begins at 0.
     """
     global _times_joined
     _times_joined += 1
@@ -54,15 +55,19 @@ def open_store(world: LaunchedWorld, timeout: timedelta) -> dist.Store:
         store = dist.FileStore(str(place), world.world_size)
     else:
         server = _tcp_store(world, timeout)
-        store = dist.PrefixStore(f"drivetrain/{attempt}/{world.world_size}/{_times_joined}", server)
+        keys = f"{attempt}/{world.world_size}/{_times_joined}" if _agent_serves(world) else str(_times_joined)
+        store = dist.PrefixStore(f"drivetrain/{keys}", server)
     store.set_timeout(timeout)
     return store
 
 
+def _agent_serves(world: LaunchedWorld) -> bool:
+    return world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _tcp_store(world: LaunchedWorld, timeout: timedelta) -> dist.TCPStore:
     assert world.master_addr is not None and world.master_port is not None  # checked by now
-    host, port = world.master_addr, world.master_port
-    agent_serves = world.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host, port, agent_serves = world.master_addr, world.master_port, _agent_serves(world)
     if agent_serves or world.rank > 0:
         if world.is_one_machine and not agent_serves:
             host = _loopback_address(host)
