@@ -3,13 +3,15 @@
 import json
 import re
 import time
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drivetrain.core.errors import ParameterError
-from drivetrain.experiment import experiment
+from drivetrain.experiment import experiment, sweep
+from drivetrain.experiment.cli.sweep import read_space
 
 
 @experiment
@@ -151,3 +153,114 @@ def test_any_file_gives_parameters_or_a_parameter_error(tmp_path_factory, tree, 
 @fuzz
 def test_ten_thousand_files_give_parameters_or_a_parameter_error(tmp_path_factory, tree, style, broken, cut, raw):
     check_file(tmp_path_factory, tree, style, broken, cut, raw)
+
+
+@dataclass
+class Model:
+    depth: int = 1
+    width: int = 8
+    name: str = "none"
+
+
+@experiment
+def grouped(
+    model: Model, lr: float = 0.1, steps: int = 10, warmup: int = 0, tags: list[str] | None = None, note: str = ""
+):
+    return model
+
+
+@pytest.fixture
+def configs(tmp_path):
+    texts = {
+        "base.yaml": "lr: 0.5\nsteps: 100\n",
+        "model/small.yaml": "depth: 2\nname: small\n",
+        "model/large.yaml": "include: wide.yaml\ndepth: 24\nname: large-${lr}\n",
+        "model/wide.yaml": "width: 1024\n",
+        "train.yaml": "include:\n  - base.yaml\n  - model: large\nsteps: 200\nwarmup: ${steps}\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_file_includes_others_and_a_choice_of_a_folder_and_its_own_keys_count(configs):
+    resolved = grouped.resolve({"params_file": configs / "train.yaml"})
+    values = {name: resolved.values[name] for name in ("lr", "steps", "model.depth", "model.width", "model.name")}
+    assert values == {"lr": 0.5, "steps": 200, "model.depth": 24, "model.width": 1024, "model.name": "large-0.5"}
+    assert resolved.values["warmup"] == 200
+    assert resolved.origins["lr"] == "base.yaml:1" and resolved.origins["model.width"] == "wide.yaml:1"
+
+
+def test_the_choice_and_every_key_can_be_overridden_from_the_command_line_and_from_python(configs, tmp_path):
+    place = ["--output-dir", str(tmp_path / "o"), "--params-file", str(configs / "train.yaml")]
+    assert grouped.cli([*place, "model=small"]) == Model(2, 8, "small")
+    assert grouped.cli([*place, "--model", "small", "model.width=3"]) == Model(2, 3, "small")
+    assert grouped.cli([*place, "lr=2", "steps=7"]) == Model(24, 1024, "large-2.0")
+    resolved = grouped.resolve({"params_file": configs / "train.yaml", "model": "small", "steps": 7})
+    assert (resolved.values["model.depth"], resolved.values["warmup"]) == (
+        2,
+        7,
+    )  # references see what counts in the end
+    with pytest.raises(ParameterError, match=r"no 'lage' in .*Did you mean 'large'.*Choices: large, small, wide"):
+        grouped.resolve({"params_file": configs / "train.yaml", "model": "lage"})
+    with pytest.raises(ParameterError, match="no parameter file offers a choice"):
+        grouped.resolve({"model": "small"})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("include: missing.yaml\n", r"p.yaml:1: there is no file"),
+        ("lr: 1\ninclude: [p.yaml]\n", r"p.yaml:2: files include each other in a circle"),
+        ("include: [loop.yaml]\n", r"loop.yaml:1: files include each other in a circle"),
+        ("include: [{mdel: large}]\n", r"p.yaml:1: no parameter is within 'mdel'. Did you mean 'model'"),
+        ("include: [{model: null}]\n", r"p.yaml:1: model needs a choice. Choices: large, small, wide"),
+        ("include: [{model: ../base}]\n", r"there is no '../base' in"),
+        ("include: 3\n", r"p.yaml:1: include: expected a file"),
+        ("include: bad.yaml\n", r"bad.yaml:2: unknown parameter 'lrr'"),
+        ("note: ${lrr}\n", r"p.yaml:1: note refers to \$\{lrr\}: unknown parameter 'lrr'. Did you mean 'lr'"),
+        ("steps: ${warmup}\nwarmup: ${steps}\n", r"references go round in a circle: steps -> warmup -> steps"),
+        ("steps: ${lr}\n", r"p.yaml:1: steps cannot be 0.1: expected a whole number"),
+        ("note: ${__import__('os').getcwd()}\n", r"unknown parameter"),
+    ],
+)
+def test_what_files_cannot_include_or_refer_to_is_named_with_its_line(configs, text, words):
+    (configs / "p.yaml").write_text(text)
+    (configs / "loop.yaml").write_text("include: p.yaml\n")
+    (configs / "bad.yaml").write_text("lr: 1\nlrr: 2\n")
+    with pytest.raises(ParameterError, match=words):
+        grouped.resolve({"params_file": configs / "p.yaml"})
+
+
+def test_references_reach_into_lists_and_text_and_two_dollars_are_text(configs):
+    (configs / "p.yaml").write_text('tags: ["lr=${lr}", "$${lr}", "${model.name}"]\nnote: a ${steps} b $${x} $5\n')
+    values = grouped.resolve({"params_file": configs / "p.yaml", "lr": 3}).values
+    assert values["tags"] == ["lr=3.0", "${lr}", "none"] and values["note"] == "a 10 b ${x} $5"
+
+
+def test_a_reference_to_a_secret_is_an_error_and_the_record_of_a_run_is_read_as_it_is(tmp_path):
+    @experiment
+    def upload(api_key: str = "k", url: str = "", other_token: str = ""):
+        return url
+
+    file = tmp_path / "p.yaml"
+    file.write_text("url: https://host/${api_key}\n")
+    with pytest.raises(ParameterError, match="api_key, a secret"):
+        upload.resolve({"params_file": file, "api_key": "hunter2"})
+    upload.run(url="${nothing}", output_dir=str(tmp_path), run_name="first")
+    again = upload.resolve({"params_file": tmp_path / "upload" / "first" / "parameters.yaml"})
+    assert again.values["url"] == "${nothing}"
+
+
+def test_a_sweep_may_vary_the_choice_of_a_config_group(configs, tmp_path):
+    @experiment
+    def depth_of(model: Model, lr: float = 0.1, steps: int = 1, warmup: int = 0):
+        return model.depth
+
+    fixed = {"params_file": str(configs / "train.yaml"), "output_dir": str(tmp_path / "o")}
+    assert [t.value for t in sweep(depth_of, {"model": ["small", "large"]}, params=fixed)] == [2.0, 24.0]
+    with pytest.raises(ParameterError, match="no 'smal' in"):
+        sweep(depth_of, {"model": ["small", "smal"]}, params=fixed)
+    space, _ = read_space(depth_of, ["model=small,large", "lr=1,2 if model=small"])
+    assert [t.value for t in sweep(depth_of, space, params=fixed)] == [2.0, 2.0, 24.0]

@@ -1,6 +1,6 @@
 """Functions whose signature declares the parameters."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,3 +197,61 @@ def test_what_cannot_be_declared_is_an_error_at_declaration():
 
     with pytest.raises(DrivetrainError, match="Nowhere"):
         experiment(unknown)
+
+
+@dataclass
+class Base:
+    decay: float = 0.0
+    """Weight decay,
+    of matrices only."""
+
+
+@dataclass
+class Explained(Base):
+    """What a string, a comment and metadata say.
+
+    Args:
+        named: from the docstring.
+    """
+
+    lr: float = 0.1  # how far a step goes
+    depth: int = 2
+    width: tuple[int, ...] = (
+        8,
+        8,
+    )
+    # channels of each layer,
+    # from the first on
+    kind: str = field(default="a", metadata={"help": "from metadata"})
+    """not this"""
+    named: int = 1
+    last: int = 0
+    "Beneath."
+
+
+def test_fields_have_the_help_of_metadata_docstring_string_or_comment():
+    @experiment
+    def train(opt: Explained):
+        pass
+
+    said = {name: parameter.help for name, parameter in train.parameters.items() if name.startswith("opt.")}
+    assert said == {
+        "opt.decay": "Weight decay, of matrices only.",
+        "opt.lr": "how far a step goes",
+        "opt.depth": None,
+        "opt.width": "channels of each layer, from the first on",
+        "opt.kind": "from metadata",
+        "opt.named": "from the docstring.",
+        "opt.last": "Beneath.",
+    }
+    assert "how far a step goes" in train.help()
+
+
+def test_a_dataclass_without_source_has_no_help_of_its_own():
+    made = make_dataclass("Made", [("x", int, 1)])
+
+    @experiment
+    def train(opt: made):
+        pass
+
+    assert train.parameters["opt.x"].help is None

@@ -140,7 +140,9 @@ def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[st
     `name=value` is the same as `--name=value` where no option before it takes the word as its value.
     """
     from drivetrain.core.errors import ParameterError
+    from drivetrain.experiment.resolve import groups_of
 
+    groups = groups_of(parameters)
     takes: Parameter | None = None  # the words that follow are its values
     for place, word in enumerate(map(str, argv)):
         flag, has_value, text = word.partition("=")
@@ -149,7 +151,8 @@ def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[st
             if owner is not None and owner.multiple:
                 yield from (owner.flag, *split_values(text))
                 continue
-            flag, word = (flag, word) if owner is None else (f"--{flag}", f"--{word}")
+            is_option = owner is not None or flag.replace("-", "_") in groups
+            flag, word = (f"--{flag}", f"--{word}") if is_option else (flag, word)
         name = flag[2:].replace("-", "_")
         parameter = parameters.owner_of(name) if flag.startswith("--") else None
         if flag.startswith("--"):
@@ -161,7 +164,7 @@ def _spelled_out(argv: Sequence[str], parameters: "ParameterSet") -> Iterator[st
                 raise ParameterError(_positional(repr(argv[place + 1])))
             return
         if parameter is None:
-            yield word
+            yield "--" + name.replace("_", "-") + has_value + text if name in groups and flag.startswith("--") else word
         elif has_value and name != parameter.name:
             raise ParameterError(f"{word}: --no-... takes no value. Write {parameter.flag} or {parameter.flag}=false.")
         elif has_value or not parameter.is_flag:
@@ -211,6 +214,8 @@ def experiment_parser(
     program: str, parameters: "ParameterSet", description: str = "", common: Iterable[str] = ()
 ) -> Parser:
     """Return the parser of one experiment; its help shows the experiment's own parameters first, then the `common` ones."""
+    from drivetrain.experiment.resolve import groups_of
+
     usage = textwrap.fill(f"Usage: {program} [--option VALUE ...]", _width(), subsequent_indent="    ")
     parser = _ExperimentParser(
         usage=_literal(usage.removeprefix("Usage: ")),
@@ -231,6 +236,9 @@ def experiment_parser(
         section = parser.add_argument_group(title, text)
         for name in names:
             _add_parameter(section, parameters[name])
+    for name in groups_of(parameters):  # a choice of a config group, which a parameter file offers
+        if name not in OWN_OPTIONS and parameters.owner_of(name) is None:
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=argparse.SUPPRESS)
     section = parser.add_argument_group("Options")
     for name, text in OWN_OPTIONS.items():
         flags = ["-h", "--help"] if name == "help" else [f"--{name.replace('_', '-')}"]

@@ -1,22 +1,35 @@
 """One rule for every value: explicit, then parameter files, environment, the experiment's `defaults`, declared default.
 
 The rule is the same for a command line and for `run(...)`, in any order of the arguments, and every value keeps its
-origin.
+origin. A parameter file may include others, also one of several that a folder offers (a config group), and its values may refer to
+parameters, `${lr}`, which stands for the value that the run has in the end. Names are looked up; nothing is evaluated.
 """
 
 import logging
 import os
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.errors import ParameterError, did_you_mean
 from drivetrain.core.secret import is_masked, masked, texts_of
 from drivetrain.experiment.parameters import Parameter, ParameterSet
 
+if TYPE_CHECKING:
+    from drivetrain.core.yaml import YamlFile
+
 PARAMS_FILE = "params_file"
+INCLUDE = "include"
+"""The key of a parameter file that names others; an experiment with a parameter of this name cannot include."""
+SUFFIXES = (".yaml", ".yml", ".json")
+MOST_FILES = 64
+"""Files that one parameter file may include, directly or not."""
+REFERENCE = re.compile(r"\$?\$\{([^{}]*)\}")
+RECORD = ("parameters.yaml", "manifest.json")
+"""The parameter file of a run, and a file next to it: such a file is read as it is, without references and includes."""
 NOT_DECLARED = (None, "default", "defaults", "sweep")
 """Origins of values that nobody gave for this run."""
 
@@ -29,6 +42,8 @@ class Given(NamedTuple):
     value: Any
     origin: str
     is_text: bool = False
+    refers: bool = False
+    """Whether `${name}` in it stands for a parameter."""
 
 
 class GivenTwice(ParameterError):
@@ -83,7 +98,7 @@ def given_in_python(values: Mapping[str, object], parameters: ParameterSet, orig
         raise ParameterError(f"parameters: expected a dict of names and values, got {values!r}.")
     given = {}
     for name, (value, keys) in flatten(values, parameters).items():
-        if name not in parameters:
+        if name not in parameters and not (isinstance(value, str) and name in groups_of(parameters)):
             place = "" if origin == "run" else f"{origin}: "
             raise ParameterError(place + unknown_parameter(".".join(keys), parameters))
         given[name] = Given(value, origin)
@@ -105,16 +120,9 @@ def resolve(
     ]
     public = frozenset(name for name, parameter in parameters.items() if parameter.secret is False)
     resolved = Resolved(secrets=parameters.secrets, public=public)
+    values = _Values(parameters, {name: _first_given(name, parameters[name], sources) for name in parameters})
     for name, parameter in parameters.items():
-        every = [source[name] for source in sources if name in source and source[name].value is not None]
-        given = next((entry for entry in every if not holds_mask(parameter, entry.value)), None)
-        if given is None and every:
-            raise ParameterError(masked_value(parameter, every[0].origin))
-        if given is None:
-            resolved.values[name], resolved.origins[name] = parameter.make_default(), "default"
-        else:
-            resolved.values[name] = _read(parameter, given)
-            resolved.origins[name] = given.origin
+        resolved.values[name], resolved.origins[name] = values.read(name)
         if parameter.required and resolved.values[name] is None:
             raise ParameterError(
                 f"the parameter {name!r} is required. Give {parameter.flag} on the command line, or {name}=..."
@@ -123,6 +131,69 @@ def resolve(
         if parameter.behaviour is not None and resolved.is_declared(name) and hasattr(parameter.behaviour, "on_value"):
             parameter.behaviour.on_value(parameter, resolved.values[name], resolved.values)
     return resolved
+
+
+def _first_given(name: str, parameter: Parameter, sources: Sequence[Mapping[str, Given]]) -> Given | None:
+    """Return the value that counts, None where nobody gave one."""
+    every = [source[name] for source in sources if name in source and source[name].value is not None]
+    given = next((entry for entry in every if not holds_mask(parameter, entry.value)), None)
+    if given is None and every:
+        raise ParameterError(masked_value(parameter, every[0].origin))
+    return given
+
+
+class _Values:
+    """Reads values in their parameters' types; one that refers to another is read after it."""
+
+    def __init__(self, parameters: ParameterSet, given: Mapping[str, Given | None]):
+        self._parameters, self._given = parameters, given
+        self._known: dict[str, Any] = {}
+        self._open: list[str] = []  # the parameters whose references are being followed
+
+    def read(self, name: str) -> tuple[Any, str]:
+        """Return value and origin of a parameter."""
+        given, parameter = self._given[name], self._parameters[name]
+        origin = "default" if given is None else given.origin
+        if name not in self._known:
+            if given is None:
+                self._known[name] = parameter.make_default()
+            else:
+                value = self._filled(name, given, given.value) if given.refers else given.value
+                self._known[name] = None if value is None else _read(parameter, given._replace(value=value))
+        return self._known[name], origin
+
+    def _filled(self, name: str, given: Given, value: object) -> Any:
+        """Return a value with its references replaced; `$${` is a plain `${`."""
+        if isinstance(value, Mapping):
+            return {key: self._filled(name, given, item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._filled(name, given, item) for item in value)
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        whole = REFERENCE.fullmatch(value)
+        if whole and not value.startswith("$$"):
+            return self._target(name, given, whole[1])
+        return REFERENCE.sub(
+            lambda found: found[0][1:] if found[0].startswith("$$") else str(self._target(name, given, found[1])), value
+        )
+
+    def _target(self, name: str, given: Given, text: str) -> Any:
+        other = text.strip() if text.strip() in self._parameters else text.strip().replace("-", "_")
+        if other not in self._parameters:
+            raise ParameterError(
+                f"{given.origin}: {name} refers to ${{{text}}}: {unknown_parameter(text.strip(), self._parameters)} Plain text is "
+                "written $${...}."
+            )
+        if self._parameters[other].is_secret and not self._parameters[name].is_secret:
+            raise ParameterError(f"{given.origin}: {name} refers to {other}, a secret, which would be written with it.")
+        if other in (*self._open, name):
+            chain = " -> ".join([*self._open, name, other])
+            raise ParameterError(f"{given.origin}: references go round in a circle: {chain}.")
+        self._open.append(name)
+        try:
+            return self.read(other)[0]
+        finally:
+            self._open.pop()
 
 
 def holds_mask(parameter: Parameter, value: object) -> bool:
@@ -149,16 +220,21 @@ def _read(parameter: Parameter, given: Given) -> Any:
 
 
 def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict[str, Given]:
+    choices = {name: entry for name, entry in explicit.items() if name not in parameters}
     given = explicit.get(PARAMS_FILE)
-    if given is None or given.value is None:
-        return {}
+    reader = ParameterFiles(parameters, {name: str(entry.value) for name, entry in choices.items()})
     found: dict[str, Given] = {}
-    for path in given.value if isinstance(given.value, list | tuple) else [given.value]:
+    files = () if given is None or given.value is None else given.value
+    for path in files if isinstance(files, list | tuple) else [files]:
         if not isinstance(path, str | Path):
             raise ParameterError(f"{PARAMS_FILE}: expected the path of a YAML or JSON file, got {path!r}.")
-        found |= {
-            name: entry for name, entry in read_parameter_file(path, parameters).items() if entry.value is not None
-        }
+        found |= {name: entry for name, entry in reader.read(Path(path)).items() if entry.value is not None}
+    for name in choices:
+        if name not in reader.used:
+            raise ParameterError(
+                f"{name}={choices[name].value}: {name} has parameters of its own ({name}.*), and no parameter file offers a choice for "
+                f"it. Give one of these, or a --params-file that has `{INCLUDE}: [{name}: ...]`."
+            )
     return found
 
 
@@ -184,13 +260,15 @@ def _items(text: str, origin: str) -> list[str]:
         raise ParameterError(f"{origin}: the value cannot be split into items: {error}.") from None
 
 
-def flatten(values: Mapping[str, object], parameters: ParameterSet) -> dict[str, tuple[Any, tuple[str, ...]]]:
+def flatten(
+    values: Mapping[str, object], parameters: ParameterSet, prefix: str = ""
+) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Return each value under its full name, with the path of keys it was found at: `opt: {lr: 1}` gives `opt.lr`.
 
     A dataclass instance counts as its fields. Names that no parameter has come out as they are.
     """
     found: dict[str, tuple[Any, tuple[str, ...]]] = {}
-    _flatten(values, (), "", parameters, found)
+    _flatten(values, (), prefix, parameters, found)
     return found
 
 
@@ -219,26 +297,87 @@ def _flatten(
             found[name] = (value, (*path, str(key)))
 
 
-def read_parameter_file(path: str | Path, parameters: ParameterSet) -> dict[str, Given]:
-    """Read the values of one file; an unknown key is an error, keys that may not come from a file are skipped."""
-    from drivetrain.core.yaml import read_yaml
+def groups_of(parameters: ParameterSet) -> list[str]:
+    """Return the names that have parameters within, such as `opt` of `opt.lr`."""
+    parts = [name.split(".") for name in parameters]
+    return list(dict.fromkeys(".".join(part[:length]) for part in parts for length in range(1, len(part))))
 
-    file = read_yaml(Path(path), error=ParameterError)
-    given: dict[str, Given] = {}
-    try:
-        flat = flatten(file.data, parameters)
-    except GivenTwice as error:
-        raise ParameterError(f"{file.name}:{file.line(*error.keys) or 1}: {error}") from None
-    for name, (value, keys) in flat.items():
-        place = f"{file.name}:{file.line(*keys) or 1}"
-        if name not in parameters:
-            raise ParameterError(f"{place}: {unknown_parameter('.'.join(keys), parameters)}")
-        parameter = parameters[name]
-        if parameter.allow_from_file:
-            given[name] = Given(value, place)
-        elif value not in (None, parameter.default) and not parameter.hidden:
-            logger.warning("%s: %s is never read from a file and is ignored. Give %s.", place, name, parameter.flag)
-    return given
+
+class ParameterFiles:
+    """Reads parameter files with what they include; `choices` are those of config groups, which count before the files' own."""
+
+    def __init__(self, parameters: ParameterSet, choices: Mapping[str, str] | None = None):
+        self._parameters, self._choices = parameters, choices or {}
+        self.used: set[str] = set()
+        """The config groups that files have asked for."""
+        self._left = MOST_FILES
+
+    def read(self, path: Path, group: str = "", trail: tuple[Path, ...] = ()) -> dict[str, Given]:
+        """Return the values of a file, of those it includes first; the keys of a group's file are within the group."""
+        from drivetrain.core.yaml import read_yaml
+
+        file = read_yaml(path, error=ParameterError)
+        own, found = dict(file.data), dict[str, Given]()
+        is_record = path.name == RECORD[0] and (path.parent / RECORD[1]).is_file()
+        if INCLUDE in own and f"{group}{INCLUDE}" not in self._parameters and not is_record:
+            for place, other, inner in self._included(file, path, own.pop(INCLUDE)):
+                if other.resolve() in (*trail, path.resolve()):
+                    raise ParameterError(f"{place}: files include each other in a circle: {other}.")
+                self._left -= 1
+                if self._left < 0:
+                    raise ParameterError(f"{place}: more than {MOST_FILES} files are included.")
+                try:
+                    found |= self.read(other, group + inner, (*trail, path.resolve()))
+                except ParameterError as error:
+                    raise error if str(error).startswith(other.name) else ParameterError(f"{place}: {error}") from None
+        return found | self._own_values(file, own, group, refers=not is_record)
+
+    def _own_values(self, file: "YamlFile", own: Mapping[str, object], group: str, refers: bool) -> dict[str, Given]:
+        parameters, given = self._parameters, dict[str, Given]()
+        try:
+            flat = flatten(own, parameters, group)
+        except GivenTwice as error:
+            raise ParameterError(f"{file.name}:{file.line(*error.keys) or 1}: {error}") from None
+        for name, (value, keys) in flat.items():
+            place = f"{file.name}:{file.line(*keys) or 1}"
+            if name not in parameters:
+                raise ParameterError(f"{place}: {unknown_parameter(group + '.'.join(keys), parameters)}")
+            parameter = parameters[name]
+            if parameter.allow_from_file:
+                given[name] = Given(value, place, refers=refers)
+            elif value not in (None, parameter.default) and not parameter.hidden:
+                logger.warning("%s: %s is never read from a file and is ignored. Give %s.", place, name, parameter.flag)
+        return given
+
+    def _included(self, file: "YamlFile", path: Path, entries: object) -> Iterator[tuple[str, Path, str]]:
+        """Yield place, path and group of each file that is included: `base.yaml`, or `model: large` for `model/large.yaml`."""
+        for index, entry in enumerate(entries if isinstance(entries, list | tuple) else [entries]):
+            place = f"{file.name}:{file.line(INCLUDE, index) or file.line(INCLUDE) or 1}"
+            if isinstance(entry, str) and entry:
+                yield place, path.parent / entry, ""
+            elif isinstance(entry, Mapping) and entry:
+                for group, choice in entry.items():
+                    yield place, self._chosen(place, path.parent, group, choice), f"{group}."
+            else:
+                raise ParameterError(
+                    f"{place}: {INCLUDE}: expected a file, or a group and a choice (model: large), got {entry!r}."
+                )
+
+    def _chosen(self, place: str, folder: Path, group: str, choice: object) -> Path:
+        """Return the file of a config group: the choice made for the run, else the file's own."""
+        if group not in groups_of(self._parameters):
+            near = did_you_mean(group, groups_of(self._parameters))
+            raise ParameterError(f"{place}: no parameter is within {group!r}.{near}")
+        self.used.add(group)
+        folder = folder.joinpath(*group.split("."))
+        files = {file.stem: file for file in sorted(folder.glob("*")) if file.suffix in SUFFIXES}
+        name = self._choices.get(group, choice)
+        if name not in files:
+            what = f"{group} needs a choice" if name is None else f"there is no {name!r} in {folder}"
+            raise ParameterError(
+                f"{place}: {what}.{did_you_mean(str(name), files)} Choices: {', '.join(files) or 'none'}."
+            )
+        return files[str(name)]
 
 
 def unknown_parameter(name: str, parameters: ParameterSet) -> str:

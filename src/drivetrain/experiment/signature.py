@@ -5,9 +5,12 @@ types from annotations, else from defaults; a dataclass becomes one parameter pe
 together again for the call.
 """
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ SECTION = re.compile(
 ARGUMENT_SECTIONS = {"args", "arguments", "parameters", "params"}
 ENTRY = re.compile(r"^\*{0,2}([A-Za-z_][\w.]*)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 FIELD = re.compile(r"^:param\s+(?:[^:]*\s)?([A-Za-z_][\w.]*)\s*:\s*(.*)$")
+TOOL_COMMENT = re.compile(r"#\s*(noqa|type:|pragma|pylint|mypy|fmt:|ruff)")
 OTHER_FIELD = re.compile(r"^:\w+[^:]*:")
 
 
@@ -148,7 +152,7 @@ class CallSignature:
     def _declare_fields(self, prefix: str, kind: type, default: object) -> Nested:
         nested = Nested(kind, default)
         hints = typing.get_type_hints(kind, include_extras=True)
-        help_texts = argument_help(kind)
+        help_texts = {**field_help(kind), **argument_help(kind)}
         for entry in dataclasses.fields(kind):
             if not entry.init:
                 continue
@@ -161,7 +165,8 @@ class CallSignature:
             elif entry.default_factory is not dataclasses.MISSING:
                 factory, value = entry.default_factory, entry.default_factory()
             name = f"{prefix}.{entry.name}"
-            text = entry.metadata.get("help") or help_texts.get(entry.name) or self._help.get(name)
+            said = entry.metadata.get("help") or getattr(entry, "doc", None)
+            text = said or help_texts.get(entry.name) or self._help.get(name)
             self._declare(name, hints[entry.name], value, text, nested.fields)
             if factory is not None and isinstance(nested.fields[entry.name], str):
                 self.parameters[-1].default, self.parameters[-1].calls_default = factory, True
@@ -256,6 +261,39 @@ def argument_help(function: Callable[..., Any]) -> dict[str, str]:
     {'lr': 'how far each step goes, before scaling.'}
     """
     return {name: " ".join(words) for name, words in _split(function)[1].items()}
+
+
+def field_help(kind: type) -> dict[str, str]:
+    """Return what the source of a dataclass says about its fields: a string or comment beneath one, or a comment after it."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(base)) if dataclasses.is_dataclass(base) else ""
+        except (OSError, TypeError):  # made at a prompt, or by a function
+            continue
+        lines = source.splitlines()
+        for body in (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+            for node, after in zip(body, [*body[1:], None]):
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    text = _string(after) or _comment(lines, node)
+                    found |= {node.target.id: text} if text else {}
+    return found
+
+
+def _string(node: ast.stmt | None) -> str:
+    value = node.value if isinstance(node, ast.Expr) else None
+    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return " ".join(value.value.split()) if is_text else ""
+
+
+def _comment(lines: list[str], node: ast.AnnAssign) -> str:
+    """Return the comment at the end of a field's last line, else the comment lines beneath it."""
+    assert node.end_lineno is not None
+    rest = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()
+    if rest.startswith("#"):
+        return "" if TOOL_COMMENT.match(rest) else rest.lstrip("#: ")
+    beneath = itertools.takewhile(lambda line: line.strip().startswith("#"), lines[node.end_lineno :])
+    return " ".join(line.strip().lstrip("#: ") for line in beneath if not TOOL_COMMENT.match(line.strip()))
 
 
 def _split(function: Callable[..., Any]) -> tuple[list[str], dict[str, list[str]]]:

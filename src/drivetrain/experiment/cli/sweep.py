@@ -212,15 +212,17 @@ def _assigned(experiment: "Experiment", text: str, word: str) -> tuple[str, str]
     name = name.strip().replace("-", "_")
     if not has_value:
         raise ParameterError(f"{word}: {text!r} is not understood. Expected {AXES_HELP}.")
-    if name not in experiment.parameters:
-        from drivetrain.experiment.resolve import unknown_parameter
+    from drivetrain.experiment.resolve import groups_of, unknown_parameter
 
+    if name not in experiment.parameters and name not in groups_of(experiment.parameters):
         raise ParameterError(f"{word}: {unknown_parameter(name, experiment.parameters)}")
     return name, value
 
 
 def _values(experiment: "Experiment", name: str, text: str, word: str) -> list[object]:
-    return [experiment.parameters[name].read(item, is_text=True, where=word) for item in split_values(text)]
+    parameter = experiment.parameters.get(name)  # None: a config group, whose choices are words
+    items = split_values(text)
+    return [*items] if parameter is None else [parameter.read(item, is_text=True, where=word) for item in items]
 
 
 def _range(found: re.Match[str], word: str) -> "Axis":

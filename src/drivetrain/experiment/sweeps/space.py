@@ -309,5 +309,8 @@ def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[
                 raise ParameterError(
                     f"sweep: {name} is set by the sweep itself, which gives every trial its own folder."
                 )
-            if given.value is not None:
+            if name not in experiment.parameters:  # a choice of a config group, which needs the parameter file
+                whole = {other: axis.examples()[0] for other, axis in space.axes.items()}
+                experiment.resolve({**fixed, **whole, **sample})
+            elif given.value is not None:
                 experiment.parameters[name].read(given.value, is_text=False, where="sweep")
