@@ -49,16 +49,8 @@ def predict(name: str, *, tiny: bool = False) -> tuple[ModelProfile, float]:
 
 def predicted_bytes(profile: ModelProfile, way: str, size: int) -> float | None:
     """Return the predicted peak of one way to train, with a fused optimizer; None where the profile could not say."""
-    if way == "compiled bfloat16":
-        if profile.compiled_bytes is None or "bfloat16" not in profile.compiled_bytes:
-            return None
-        assert profile.compiled_fixed_bytes is not None
-        kept = profile.compiled_fixed_bytes["bfloat16"] + size * profile.compiled_bytes["bfloat16"]
-        state = profile.parameter_bytes + profile.buffer_bytes + profile.optimizer_bytes
-        gradients = 4 * profile.trainable  # there at the end, when the activations are gone
-        return state + max(kept + size * profile.input_bytes, gradients) + CUDA_WORKSPACE_BYTES
-    kind = {"eager float32": "float32", "eager bfloat16": "bfloat16"}.get(way, "bfloat16/full")
-    peak = profile.peak(kind, size)
+    kinds = {"eager float32": "float32", "eager bfloat16": "bfloat16", "compiled bfloat16": "bfloat16/compiled"}
+    peak = profile.peak(kinds.get(way, "bfloat16/full"), size)
     return None if peak is None else peak + CUDA_WORKSPACE_BYTES
 
 

@@ -38,7 +38,7 @@ from benchmarks.timing import RESULTS, environment
 from drivetrain.strategy.profile.machine import profile_machine
 from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.step_time import by_kind, pass_time, step_seconds, update_seconds
-from drivetrain.strategy.profile.values import CUDA_WORKSPACE_BYTES, FUSED, MachineProfile, ModelProfile
+from drivetrain.strategy.profile.values import COMPILED, CUDA_WORKSPACE_BYTES, FUSED, MachineProfile, ModelProfile
 from drivetrain.strategy.task import CallModel, TrainingTask
 
 MODES = ("eager", "compiled")
@@ -282,14 +282,8 @@ def predicted_seconds(found: ModelProfile, machine: MachineProfile, mode: str, s
 
 def predicted_bytes(found: ModelProfile, mode: str, size: int) -> float | None:
     """Return the predicted peak of a step with a fused optimizer, or None where the profile could not say."""
-    if mode == "eager":
-        peak = found.peak(ARITHMETIC, size)
-        return None if peak is None else peak + CUDA_WORKSPACE_BYTES
-    if found.compiled_bytes is None or ARITHMETIC not in found.compiled_bytes or found.compiled_fixed_bytes is None:
-        return None
-    kept = found.compiled_fixed_bytes[ARITHMETIC] + size * found.compiled_bytes[ARITHMETIC]
-    state = found.parameter_bytes + found.buffer_bytes + found.optimizer_bytes
-    return state + max(kept + size * found.input_bytes, 4 * found.trainable) + CUDA_WORKSPACE_BYTES
+    peak = found.peak(ARITHMETIC + (COMPILED if mode == "compiled" else ""), size)
+    return None if peak is None else peak + CUDA_WORKSPACE_BYTES
 
 
 # The measurement, in a process of its own.

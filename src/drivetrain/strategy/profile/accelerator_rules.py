@@ -83,6 +83,11 @@ def accelerator_rules() -> AbstractContextManager[None]:
 class StandIns(TorchDispatchMode):
     """Answers where fake tensors cannot: conditions on values are taken as false, and products of experts have a shape."""
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that the compiler may trace under this mode."""
+        return True
+
     def __torch_dispatch__(
         self, func: "Operation", types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

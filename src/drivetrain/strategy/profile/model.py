@@ -53,7 +53,7 @@ from drivetrain.strategy.profile.findings import (
 )
 from drivetrain.strategy.profile.operations import OperationList, fused, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
-from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode
+from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode, traced_saved_bytes
 from drivetrain.strategy.profile.unit_recorder import UnitRecorder, saving_hooks
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
@@ -305,30 +305,37 @@ class _FakeRuns:
         return timeline
 
     def _capture(self, arithmetic: str) -> None:
-        """Capture the forward graph at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
-        saved: dict[int, float] = {}
+        """Capture the compiled graphs at two batch sizes; of a deep model only one and two blocks, when that is all that differs."""
+        saved: list[float] = []
         expected = self._capture_seconds or _CAPTURE_STEPS * self._step_seconds
         for size in SIZES:
             if not self.deadline.allows(expected):
                 break
             started = time.monotonic()
             try:
-                saved[size] = self._captured(arithmetic, size)
+                saved.append(self._captured(arithmetic, size))
                 expected = self._capture_seconds = time.monotonic() - started
-            except Exception as error:  # code that ahead-of-time capture cannot follow
+            except Exception as error:  # code that the compiler cannot follow either
                 self.found.notes.append(
                     f"compiled {arithmetic}: the forward graph could not be captured ({_short(error)})"
                 )
                 return
         if len(saved) == len(SIZES):
-            self.found.compiled[arithmetic] = line_through(SIZES, [saved[size] for size in SIZES])
+            fixed, each = line_through(SIZES, saved)
         elif saved:
-            self.found.compiled[arithmetic] = (0.0, saved[SIZES[0]] / SIZES[0])
+            fixed, each = 0.0, saved[0] / SIZES[0]
             self.found.notes.append(
                 f"compiled {arithmetic}: time for one batch size only, so nothing is taken as fixed"
             )
         else:
             self.found.notes.append(f"compiled {arithmetic}: out of time before the forward graph was captured")
+            return
+        self.found.compiled[arithmetic] = fixed, each
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        state = float(bytes_behind(tensors) + self.optimizer_bytes)
+        gradients = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        inputs = bytes_behind(tensors_of(self.inputs[SIZES[1]])) / SIZES[1]
+        self.found.lines[arithmetic + COMPILED] = ((state + gradients, inputs), (state + fixed, each + inputs))
 
     def _captured(self, arithmetic: str, size: int) -> float:
         def capture() -> float:
@@ -426,7 +433,13 @@ def compiled_saved_bytes(task: TrainingTask, model: nn.Module, inputs: Batch, ar
         named = dict(zip(state, tensors))
         return torch.func.functional_call(whole, named, (tree_unflatten(values, layout),), tie_weights=True)
 
-    return captured_saved_bytes(run, [*state.values(), *(leaves[index] for index in places)])
+    try:
+        return captured_saved_bytes(run, [*state.values(), *(leaves[index] for index in places)])
+    except OutOfTime:
+        raise
+    except Exception:  # code that asks for values, which the compiler's own front end steps over
+        with StandIns():
+            return traced_saved_bytes(whole, inputs)
 
 
 def loss_of(task: TrainingTask, inputs: Batch, outputs: Any) -> Tensor:

@@ -385,18 +385,18 @@ def fused(calls: Sequence[Called]) -> list[Called]:
 
     readers: dict[tuple[int, int], int] = {}  # storage and level -> a fusable operator that reads it
     for index, call in enumerate(calls):
-        is_whole = _is_whole(call)
+        stays = is_whole(call)
         level, near = 0, []
         for number, _ in call.inputs:
             source = writer.get(number)
             if source is None:
                 continue
-            ends = _is_whole(calls[source]) or _ends(calls[source]) or calls[source].phase != call.phase
+            ends = is_whole(calls[source]) or _ends(calls[source]) or calls[source].phase != call.phase
             level = max(level, levels[source] + (1 if ends else 0))
             if not ends:
                 near.append(source)
         levels.append(level)
-        if not is_whole:
+        if not stays:
             for source in near:
                 if levels[source] == level:
                     group[find(index)] = find(source)
@@ -422,7 +422,8 @@ def fused(calls: Sequence[Called]) -> list[Called]:
     return [_kernel(root, [calls[i] for i in found], found, used, last) for root, found in sorted(members.items())]
 
 
-def _is_whole(call: Called) -> bool:
+def is_whole(call: Called) -> bool:
+    """Return whether a compiler leaves an operator as it is."""
     return call.key.partition("/")[0] in _WHOLE
 
 
@@ -436,7 +437,7 @@ def _ends(call: Called) -> bool:
 def _kernel(root: int, calls: list[Called], places: list[int], used: Mapping[int, set[int]], last: set[int]) -> Called:
     """Return a group of operators as one kernel: it reads what comes from outside and writes what is used there, or by nobody."""
     first = calls[0]
-    if len(calls) == 1 and _is_whole(first):
+    if len(calls) == 1 and is_whole(first):
         return first
     made: set[int] = set()
     read: dict[int, float] = {}

@@ -5,6 +5,7 @@ closed forms. Nothing else in this folder imports a name with an underscore from
 """
 
 import importlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     from torch._ops import OpOverload as Operation
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx import GraphModule, Node
@@ -134,30 +137,40 @@ class _CaptureDone(Exception):
         self.saved = saved
 
 
-def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], round_to: int = 512) -> float:
+Partition = Callable[..., "tuple[GraphModule, GraphModule]"]
+"""Cuts a joint graph into forward and backward."""
+
+
+def _partitioner() -> Partition:
+    try:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+    except ImportError as error:
+        raise PrivateFeatureMissing(f"no ahead-of-time capture in torch {torch.__version__}") from error
+    return min_cut_rematerialization_partition
+
+
+def _unrun(graph: "GraphModule", example_inputs: object) -> "GraphModule":
+    return graph
+
+
+def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], round_to: int = 512) -> float:
     """Return the bytes that a compiled forward pass keeps for backward, beyond its inputs.
 
     The joint graph is traced on fake tensors with inductor's decompositions and cut by the min-cut partitioner, as `torch.compile`
     does; nothing is compiled or run. `inputs` are fake tensors, those that require gradients are leaves.
     """
-    try:
-        from torch._functorch.aot_autograd import aot_function
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-        from torch._inductor.decomposition import select_decomp_table
-    except ImportError as error:
-        raise PrivateFeatureMissing(f"no ahead-of-time capture in torch {torch.__version__}") from error
+    cut = _partitioner()
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
 
-    def partition(joint: Any, joint_inputs: Any, **settings: Any) -> Any:
-        forward, _ = min_cut_rematerialization_partition(joint, joint_inputs, **settings)
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
+        forward, _ = cut(joint, joint_inputs, **settings)
         raise _CaptureDone(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
-
-    def unrun(gm: object, example_inputs: object) -> Any:
-        return gm
 
     captured = aot_function(
         function,
-        fw_compiler=unrun,
-        bw_compiler=unrun,
+        fw_compiler=_unrun,
+        bw_compiler=_unrun,
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
@@ -174,6 +187,48 @@ def captured_saved_bytes(function: Callable[..., Any], inputs: list[Tensor], rou
     raise PrivateFeatureMissing(
         "the capture of a compiled forward pass returned without a graph: nothing requires a gradient"
     )
+
+
+def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to: int = 512) -> float:
+    """Return the same from the compiler's own front end: it follows code that tracing cannot, and may make several graphs of it.
+
+    What it leaves between graphs runs on fake tensors and is not counted. Nothing is compiled. The compiler forgets what it saw here.
+    """
+    cut = _partitioner()
+    from torch._dynamo import convert_frame, pgo
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.eval_frame import reset_code
+    from torch._inductor.decomposition import select_decomp_table
+
+    saved: list[float] = []
+
+    def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
+        forward, backward = cut(joint, joint_inputs, **settings)
+        saved.append(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
+        return forward, backward
+
+    def seen() -> "set[CodeType]":
+        references = [*convert_frame.input_codes.seen, *convert_frame.output_codes.seen]
+        return {code for reference in references if (code := reference()) is not None}
+
+    backend = aot_autograd(
+        fw_compiler=_unrun, bw_compiler=_unrun, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
+    levels, before = [logger.level for logger in loggers], seen()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        torch.compile(function, backend=backend, dynamic=False)(inputs)
+    finally:
+        for code in seen() - before:
+            reset_code(code)
+        pgo.reset_code_state()
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+    if not saved:
+        raise PrivateFeatureMissing("the compiler's front end made no graph that needs a gradient")
+    return sum(saved)
 
 
 def _saved_outputs(forward: "GraphModule", num_outputs: int, round_to: int) -> float:

@@ -1,0 +1,317 @@
+"""The time of a step from its operators: recorded by hand-counted sizes, timed by a made-up table, with exact arithmetic."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from drivetrain.strategy.device_spec import DeviceSpec
+from drivetrain.strategy.profile import machine as machines
+from drivetrain.strategy.profile import measure_operators
+from drivetrain.strategy.profile.machine import machine_from_plain, machine_from_spec, profile_machine
+from drivetrain.strategy.profile.measure_operators import fill_in
+from drivetrain.strategy.profile.model import ModelProfiler
+from drivetrain.strategy.profile.operations import Called, fused, work_of
+from drivetrain.strategy.profile.step_time import operator_seconds, pass_time, queued, step_seconds, update_seconds
+from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable, Work
+from drivetrain.strategy.search.cost import predict_time
+from drivetrain.strategy.task import CallModel, TrainingTask
+from tests.strategy.candidates import effects
+
+WIDTH, HIDDEN, CLASSES = 8, 32, 4
+HOST = {"forward": 10e-6, "backward": 5e-6, "view": 1e-6, "compiled": 4e-6, "graphed": 0.0}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(HIDDEN, CLASSES, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.each = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.norm = nn.BatchNorm2d(16)
+
+    def forward(self, x):
+        return self.norm(self.each(self.dense(x))).mean((2, 3))
+
+
+def mean_square(inputs, outputs):
+    return outputs.square().mean()
+
+
+def recorded(model, samples, arithmetic="float32"):
+    task = TrainingTask(
+        model=model, call=CallModel(), loss_func=mean_square, optim_func=torch.optim.SGD, optim_args={"lr": 0.1}, samples=samples
+    )  # fmt: skip
+    profile = ModelProfiler(task).profile()
+    assert profile.evidence == "simulated", profile.notes
+    return profile
+
+
+@pytest.fixture(scope="module")
+def mlp():
+    return recorded(Mlp(), torch.randn(4, WIDTH))
+
+
+def make_machine(kind="cuda", **changes):
+    grids = {
+        "product/float32": Grid(
+            ((1.0, 2.0**20),) * 3, tuple(2.0 ** (20 * n) * 1e-12 for n in (0, 1, 1, 2, 1, 2, 2, 3))
+        ),
+        "elementwise": Grid(((1.0, 1e12),), (1e-9, 1e3)),  # a nanosecond a byte
+    }
+    values = {
+        "device": "made up", "kind": kind, "memory": 2**34, "free": 2**34, "flops": {"float32": 1e12, "bfloat16": 4e12}, "bandwidth": 1e9,
+        "launch": 1e-5, "intra": Link(latency=0.0, bandwidth=1e9), "inter": Link(latency=0.0, bandwidth=1e9),
+        "times": Timetable(grids, HOST),
+    }  # fmt: skip
+    return MachineProfile(**{**values, **changes})
+
+
+def of_kind(works, key, phase="forward"):
+    return [work for work in works if work.key == key and work.phase == phase]
+
+
+def test_operators_of_a_small_model_are_those_counted_by_hand(mlp):
+    works = mlp.work["float32"]
+    up, down = of_kind(works, "product")
+    assert up.flops == (0.0, 2.0 * WIDTH * HIDDEN) and down.flops == (0.0, 2.0 * HIDDEN * CLASSES)
+    assert up.dims == ((0.0, 1.0), (HIDDEN, 0.0), (WIDTH, 0.0))  # a row for each sample
+    assert up.moved == (4.0 * WIDTH * HIDDEN, 4.0 * (WIDTH + HIDDEN))  # the weight, and input and output of a sample
+    # Backward: gradients of both weights, and of what the second layer was given; the samples have none.
+    backward = of_kind(works, "product", "backward")
+    assert sorted(work.flops[1] * work.count for work in backward) == sorted(
+        [2.0 * WIDTH * HIDDEN, 2.0 * HIDDEN * CLASSES, 2.0 * HIDDEN * CLASSES]
+    )
+    relu = [work for work in of_kind(works, "elementwise") if work.moved[1] == 2 * 4.0 * HIDDEN]
+    assert len(relu) == 1 and relu[0].flops == (0.0, 0.0)
+    assert not any(work.in_block for work in works)
+
+
+def test_autocast_adds_the_casts_and_computes_in_16_bits(mlp):
+    products = [work for work in mlp.work["bfloat16"] if work.key == "product"]
+    assert {work.dtype for work in products} == {"bfloat16"}
+    casts = of_kind(mlp.work["bfloat16"], "copy")
+    assert (6.0 * WIDTH * HIDDEN, 0.0) in {work.moved for work in casts}  # a weight: read in 32 bits, written in 16
+
+
+def test_convolutions_are_told_apart_and_norms_have_a_direction():
+    works = recorded(Picture(), torch.randn(4, 8, 6, 6)).work["float32"]
+    (dense,) = of_kind(works, "conv/3/first/forward")
+    assert (
+        dense.dims == ((pytest.approx(math.sqrt(8 * 16)), 0.0), (0.0, 36.0)) and dense.flops[1] == 2 * 8 * 16 * 9 * 36
+    )
+    (each,) = of_kind(works, "depthwise/first/forward")
+    assert each.dims == ((3.0, 0.0), (16.0, 0.0), (0.0, 36.0))
+    assert of_kind(works, "norm/batch/backward", "backward") and of_kind(works, "depthwise/first/backward", "backward")
+
+
+def test_operators_of_blocks_are_known_in_both_directions_and_few_blocks_stand_for_all():
+    class Deep(nn.Module):
+        def __init__(self, depth):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Mlp() for _ in range(depth)])
+            for block in self.blocks:
+                block.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    works = recorded(Deep(9), torch.randn(4, WIDTH)).work["float32"]
+    inside = [work for work in works if work.in_block and work.key == "product"]
+    for phase, times in (("forward", 1), ("backward", 2)):
+        flops = sum(work.count * work.flops[1] for work in inside if work.phase == phase)
+        assert flops == pytest.approx(times * 9 * 2 * 2 * WIDTH * HIDDEN)
+    outside = sum(work.count * work.flops[1] for work in works if not work.in_block)
+    assert outside == pytest.approx(2 * 2 * WIDTH * WIDTH)  # forward, and the weight's gradient
+
+
+def call(key, inputs, outputs, phase="forward"):
+    return Called(key, key, "float32", phase, False, 0.0, 0.0, (), tuple(inputs), tuple(outputs))
+
+
+def test_a_compiler_reads_and_writes_only_what_crosses_a_kernels_edge():
+    calls = [
+        call("product", [(0, 8.0), (1, 8.0)], [(2, 100.0)]),
+        call("elementwise", [(2, 100.0)], [(3, 100.0)]),
+        call("elementwise", [(3, 100.0), (9, 4.0)], [(4, 100.0)]),
+        call("norm/layer/forward", [(4, 100.0)], [(5, 50.0)]),
+        call("product", [(5, 50.0), (1, 8.0)], [(6, 100.0)]),
+        call("elementwise", [(4, 100.0)], [(7, 100.0)], "backward"),
+    ]
+    kernels = fused(calls)
+    assert [kernel.key for kernel in kernels].count("product") == 2 and len(kernels) == 4
+    (chain,) = [kernel for kernel in kernels if kernel.key == "fused/reduction"]
+    assert chain.moved == 100 + 4 + 100 + 50  # in: a product and a bias; out: what backward reads, and the norm
+
+
+def test_a_reduction_over_rows_ends_a_kernel():
+    calls = [
+        call("elementwise", [(0, 100.0)], [(1, 100.0)]),
+        call("reduction/outer", [(1, 100.0)], [(2, 10.0)]),
+        call("elementwise", [(2, 10.0)], [(3, 10.0)]),
+    ]
+    assert [kernel.key for kernel in fused(calls)] == ["fused/reduction", "fused/elementwise"]
+
+
+def test_runs_that_differ_are_taken_in_proportion():
+    one, two = call("elementwise", [(0, 4.0)], [(1, 4.0)]), call("copy", [(0, 4.0)], [(1, 4.0)])
+    (work,) = work_of((2, 4), [[one, two], [replace(one, moved=8.0)]])
+    assert work.moved == (0.0, 2.0)
+
+
+def test_a_grid_is_a_straight_line_in_logarithms_and_grows_beyond_its_end():
+    grid = Grid(((1.0, 4.0), (1.0, 16.0)), (1.0, 16.0, 4.0, 64.0))  # seconds = product of both
+    assert grid.seconds((2.0, 4.0)) == pytest.approx(8.0)
+    assert grid.seconds((8.0, 32.0)) == pytest.approx(256.0)
+    assert grid.seconds((0.1, 1.0)) == pytest.approx(1.0)
+    assert fill_in(grid.axes, [1.0, 16.0, 4.0, None]) == pytest.approx([1.0, 16.0, 4.0, 64.0])
+
+
+def test_time_is_that_of_the_table_with_exact_arithmetic(mlp):
+    machine, batch = make_machine(), 4096
+    (up, _), relu = of_kind(mlp.work["float32"], "product"), of_kind(mlp.work["float32"], "elementwise")[0]
+    assert operator_seconds(up, batch, machine) == pytest.approx(batch * WIDTH * HIDDEN * 1e-12)
+    assert operator_seconds(relu, batch, machine) == pytest.approx(batch * 2 * 4 * HIDDEN * 1e-9)
+    works = mlp.work["float32"]
+    expected = sum(work.count * operator_seconds(work, batch, machine) for work in works)
+    found = pass_time(works, batch, machine)
+    assert sum(found.device.values()) == pytest.approx(expected)
+    calls = {
+        phase: sum(w.count for w in works if w.phase == phase and w.key != "view") for phase in ("forward", "backward")
+    }
+    views = sum(work.count for work in works if work.key == "view")
+    assert sum(found.host.values()) == pytest.approx(10e-6 * calls["forward"] + 5e-6 * calls["backward"] + 1e-6 * views)
+    assert step_seconds(found) == pytest.approx(expected, rel=0.01)  # so much work that the host is far ahead
+
+
+def test_small_batches_take_what_the_host_takes_and_time_grows_with_the_batch(mlp):
+    machine = make_machine()
+    times = {size: step_seconds(pass_time(mlp.work["float32"], size, machine)) for size in (1, 2, 4, 64, 1024, 8192)}
+    host = sum(pass_time(mlp.work["float32"], 1, machine).host.values())
+    assert times[1] == times[2] == pytest.approx(host, rel=0.05)
+    assert list(times.values()) == sorted(times.values()) and times[8192] > 10 * times[1]
+    graphed = step_seconds(pass_time(mlp.work["float32/fused"], 1, machine, how="graphed"))
+    compiled = step_seconds(pass_time(mlp.work["float32/fused"], 1, machine, how="compiled"))
+    assert graphed < compiled
+
+
+def test_a_cpu_adds_up_and_pays_for_every_call(mlp):
+    machine = make_machine(kind="cpu")
+    found = pass_time(mlp.work["float32"], 64, machine)
+    assert not any(found.host.values())
+    bare = sum(work.count * operator_seconds(work, 64, machine) for work in mlp.work["float32"])
+    assert step_seconds(found) > bare
+
+
+def test_a_host_that_is_ahead_helps_the_stretch_after_it():
+    assert queued([(1.0, 5.0), (5.0, 1.0)]) == pytest.approx(6.0)
+    assert queued([(1.0, 2.0), (1.0, 2.0)]) == pytest.approx(4.0)
+    assert queued([(3.0, 1.0)]) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("name", ["h100-80g", "t4", "cpu"])
+def test_a_machine_that_is_not_there_is_timed_from_its_data_sheet(mlp, name):
+    machine = machine_from_spec(DeviceSpec.preset(name))
+    assert machine.times is None
+    times = [step_seconds(pass_time(mlp.work["float32"], size, machine)) for size in (1, 10**6, 10**7)]
+    assert times == sorted(times) and times[2] > 5 * times[1]
+    small = Work(key="product", dtype="float32", phase="forward", in_block=False, flops=(2.0 * 64**3, 0.0), moved=(4.0 * 3 * 64**2, 0.0),
+                 dims=((64.0, 0.0),) * 3)  # fmt: skip
+    large = replace(small, flops=(2.0 * 8192**3, 0.0), moved=(4.0 * 3 * 8192**2, 0.0), dims=((8192.0, 0.0),) * 3)
+    rates = [work.flops[0] / operator_seconds(work, 1, machine) for work in (small, large)]
+    assert rates[0] < rates[1] or name == "cpu"  # a small product does not fill an accelerator
+
+
+def test_plans_are_timed_from_the_operators_that_were_recorded(mlp):
+    machine = make_machine()
+    plain, compiled = (
+        predict_time(effects(micro=4096, compile=scope), mlp, machine)["compute"] for scope in ("none", "model")
+    )
+    assert plain == pytest.approx(step_seconds(pass_time(mlp.work["float32"], 4096, machine, rate="float32")))
+    assert compiled < plain
+    whole, parts = (predict_time(effects(micro=8 // n, accumulation=n), mlp, machine)["compute"] for n in (1, 8))
+    assert parts > 7 * whole  # micro-batches that are too small wait for the host, each of them
+
+
+def test_an_update_reads_and_writes_its_state():
+    host, device = update_seconds(1e6, 10, 1.0, make_machine())
+    assert device == pytest.approx(1e-3) and host > 0
+    assert update_seconds(1e6, 10, 2.5, make_machine())[1] == pytest.approx(2.5e-3)
+
+
+def test_a_table_is_measured_once_and_comes_back_from_its_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRIVETRAIN_CACHE", str(tmp_path))
+    calls = []
+
+    def measured(device, limit, ranks):
+        calls.append(device)
+        grids = {"elementwise/float32": {"axes": [[1.0, 2.0]], "values": [1e-6, 2e-6]}}
+        return {
+            "flops": {"float32": 1e9}, "bandwidth": 1e9, "launch": 1e-6, "threads": 1, "times": {"grids": grids, "host": {"forward": 2e-6}},
+        }  # fmt: skip
+
+    monkeypatch.setattr(machines, "_measured", measured)
+    first, second = (profile_machine(torch.device("cpu"), time_limit=60.0) for _ in range(2))
+    assert len(calls) == 1 and first.times == second.times and second.times.host == {"forward": 2e-6}
+    assert second.times.grid("elementwise", "float32").seconds([2.0]) == pytest.approx(2e-6)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"axes": [[2.0, 1.0]], "values": [1.0, 1.0]},
+        {"axes": [[1.0]], "values": [-1.0]},
+        {"axes": [[1.0]], "values": []},
+    ],
+)
+def test_a_damaged_table_is_rejected(grid):
+    with pytest.raises(ValueError, match="not a grid"):
+        machines.timetable_from_plain({"grids": {"product": grid}, "host": {}})
+
+
+def test_what_is_known_is_not_measured_again(monkeypatch):
+    asked = []
+
+    def questions(device):
+        for key in ("one", "two"):
+            yield measure_operators.Question(key, ((1.0,),), lambda size, key=key: asked.append(key) or (lambda: None))
+
+    monkeypatch.setattr(measure_operators, "_questions", questions)
+    found = measure_operators.measure_operators(torch.device("cpu"), 10.0, known=["one"])
+    assert asked == ["two"] and list(found["grids"]) == ["two"]
+
+
+def test_a_recurrent_layer_and_a_condition_on_values_are_recorded():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, HIDDEN, batch_first=True)
+
+        def forward(self, x):
+            if torch.rand(()) < 0.0:
+                return x
+            return F.relu(self.lstm(x)[0])
+
+    works = recorded(Recurrent(), torch.randn(4, 5, WIDTH)).work["float32"]
+    (layer,) = of_kind(works, "recurrent/forward")
+    assert layer.flops[1] == pytest.approx(2 * 5 * 4 * HIDDEN * (WIDTH + HIDDEN))
+    assert operator_seconds(layer, 8, make_machine()) > 0
+
+
+def test_a_machine_without_a_table_is_still_read():
+    held = {"times": None, **{key: value for key, value in vars(make_machine()).items() if key != "times"}}
+    held["intra"] = held["inter"] = {"latency": 0.0, "bandwidth": 1.0}
+    assert machine_from_plain(held).times is None
