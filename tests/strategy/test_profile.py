@@ -350,7 +350,9 @@ def test_a_model_may_be_made_or_be_on_meta(gpt):
         model = TinyGPT()
     profile = profile_model(gpt_task(model=model, model_fn=None), compiled=False)  # the other was made by a function
     assert profile.evidence == "simulated"
-    assert profile.units == gpt.units and profile.peak_lines == gpt.peak_lines
+    assert (
+        profile.units == gpt.units and profile.peak_lines.items() <= gpt.peak_lines.items()
+    )  # which has compiled ones too
     assert profile.parameters == sum(p.numel() for p in TinyGPT().parameters())
 
 
@@ -393,7 +395,9 @@ def test_a_model_that_exists_and_all_random_streams_stay_as_they_were(gpt):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     task = gpt_task(model=model, model_fn=None)
     profile = profile_model(task, compiled=False)
-    assert profile.units == gpt.units and profile.peak_lines == gpt.peak_lines
+    assert (
+        profile.units == gpt.units and profile.peak_lines.items() <= gpt.peak_lines.items()
+    )  # which has compiled ones too
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
     assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
