@@ -1,4 +1,9 @@
-"""Run the zoo: `python -m benchmarks.zoo [names] [--checks trains,resumes] [--out FILE] [--table FILE]`."""
+"""Run the zoo: `python -m benchmarks.zoo [names] [--checks trains,resumes] [--out FILE] [--table FILE]`.
+
+`--out` is written after every model, and what it holds is not run again: a run that was stopped goes on. `--shard 2/4` does a fourth
+of the models; `--merge a.json b.json --out all.json --table zoo.md` joins the files of shards. Where there is a GPU, models and the
+reference are on it, and checks of ranks are left out.
+"""
 
 import argparse
 import json
@@ -13,6 +18,7 @@ from pathlib import Path
 from benchmarks.timing import environment
 from benchmarks.zoo import checks, from_timm, from_transformers, own_models
 from benchmarks.zoo.task import Entry
+from drivetrain.core.files import replace_bytes
 
 ENTRIES = {entry.name: entry for entry in (*from_transformers.ENTRIES, *from_timm.ENTRIES, *own_models.ENTRIES)}
 Results = dict[str, dict[str, str]]
@@ -55,19 +61,28 @@ def on_two_ranks(entries: list[Entry]) -> Iterator[tuple[str, str, str]]:
     world.close()
 
 
-def run(entries: list[Entry], kinds: set[str], say: Callable[[str], None]) -> Results:
-    """Run the checks on the entries; results by model and check."""
-    results: Results = {}
+def run(
+    entries: list[Entry],
+    kinds: set[str],
+    say: Callable[[str], None],
+    results: Results | None = None,
+    keep: Callable[[Results], None] = lambda _: None,
+) -> Results:
+    """Run the checks on the entries that `results` does not hold, and `keep` the results after every model."""
+    results = {} if results is None else results
     for entry in entries:
         row = results.setdefault(entry.name, {})
         start = time.perf_counter()
         for name, check in the_checks(kinds).items():
-            row[name] = check(entry)
+            if name not in row:
+                row[name] = check(entry)
         say(f"{entry.name:24} {time.perf_counter() - start:6.1f} s  {summary(row)}")
-    if "ranks" in kinds:
-        for model, name, outcome in on_two_ranks(entries):
+        keep(results)
+    if "ranks" in kinds and checks.DEVICE == "cpu":
+        for model, name, outcome in on_two_ranks([e for e in entries if "two ranks" not in results[e.name]]):
             results[model][name] = outcome
             say(f"{model:24} {name:12} {outcome}")
+            keep(results)
     return results
 
 
@@ -100,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checks", default="trains,resumes,methods,surgery,ranks,automatic")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--table", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--shard", default="1/1", help="i/n: the models of the i-th of n parts")
+    parser.add_argument("--merge", type=Path, nargs="+", default=(), help="files of results to join instead of running")
     given = parser.parse_args(arguments)
     unknown = [name for name in given.names if name not in ENTRIES]
     if unknown:
@@ -108,11 +125,20 @@ def main(arguments: list[str] | None = None) -> int:
     missing = {entry.needs for entry in chosen if entry.needs is not None and find_spec(entry.needs) is None}
     for package in sorted(missing):
         print(f"{package} is not installed: its models are left out", file=sys.stderr)
-    results = run(
-        [e for e in chosen if e.needs not in missing], set(given.checks.split(",")), partial(print, flush=True)
-    )
-    if given.out:
-        given.out.write_text(json.dumps({"environment": environment(), "results": results}, indent=1))
+    results: Results = {}
+    for path in [*given.merge, *([given.out] if given.out and given.out.is_file() else ())]:
+        for name, row in json.loads(path.read_text())["results"].items():
+            results.setdefault(name, {}).update(row)
+    part, parts = map(int, given.shard.split("/"))
+    chosen = [e for e in chosen[part - 1 :: parts] if e.needs not in missing and not given.merge]
+
+    def keep(found: Results) -> None:
+        if given.out:
+            content = {"environment": environment(), "device": checks.DEVICE, "results": found}
+            replace_bytes(given.out, json.dumps(content, indent=1).encode())
+
+    run(chosen, set(given.checks.split(",")), partial(print, flush=True), results, keep)
+    keep(results)
     if given.table:
         given.table.write_text(table(results))
     bad = sum(o.startswith(("wrong", "error")) for row in results.values() for o in row.values())

@@ -13,6 +13,7 @@ from io import StringIO
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 import drivetrain.algorithms
@@ -20,6 +21,8 @@ from benchmarks.zoo.task import BATCH, NUM_SAMPLES, Entry, Task
 from drivetrain import Trainer
 from drivetrain.core.errors import DrivetrainError
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the models train, those of the Trainer and the reference."""
 RATE, MOMENTUM, STEPS = 0.02, 0.9, NUM_SAMPLES // BATCH
 EXACT, CLOSE, HALF = 0.0, 2e-3, 0.3
 """How far a parameter may be from the reference, over its movement: the same arithmetic, another order of sums in float32, 16 bits."""
@@ -65,9 +68,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.SGD:
 
 def hand_written(task: Task) -> nn.Module:
     """Train a copy of the model by a loop written out."""
-    model = copy.deepcopy(task.model).train()
+    model = copy.deepcopy(task.model).to(DEVICE).train()
     optimizer = optimizer_of(model)
     for batch in DataLoader(task.data, BATCH, collate_fn=task.collate_fn):
+        batch = tree_map_only(Tensor, lambda item: item.to(DEVICE), batch)
         if isinstance(batch, dict):
             outputs = model(**batch)
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs.loss
@@ -98,7 +102,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     from drivetrain.module.full_state import full_state_dict
 
     names = {name for name, _ in model.named_parameters()}
-    return {name: value.detach().clone() for name, value in full_state_dict(model).items() if name in names}
+    return {
+        name: value.detach().to("cpu", copy=True) for name, value in full_state_dict(model).items() if name in names
+    }
 
 
 def difference(
