@@ -2,7 +2,7 @@
 
 While such an optimizer is in use, the batches of the open accumulation window are remembered, each with the random numbers it
 met. Evaluating again runs the very same passes: same batches, same dropout, same mixing. Whoever watches sees one pass only.
-Callbacks, loggers, trackers and metrics are set aside, buffers (running statistics) are put back, and only algorithms act again,
+Callbacks, loggers, trackers and metrics are set aside, buffers (running statistics) are restored, and only algorithms act again,
 because what they do to batch, outputs, loss and gradients is part of the function that is minimised.
 
 With any other optimizer nothing is remembered.
@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.moving import move_to_device
-from drivetrain.core.engine import Engine
+from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import Count
@@ -30,7 +29,9 @@ from drivetrain.module.stepper import Stepper
 from drivetrain.module.wrapping import unwrap
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.tracking import LossTracker, MetricSet
+
+if TYPE_CHECKING:
+    from drivetrain.train.run import Run
 
 _STEP_FIELDS = ("batch", "outputs", "loss", "losses", "batch_output", "sample_index")
 
@@ -47,19 +48,44 @@ def requires_closure(optimizer: object) -> bool:
 class _Memory:
     """A batch of the window and everything its passes depend on."""
 
-    batch: Any
+    batch: object
     step: int
     synchronises: bool
     sizes: tuple[int, int] | None
     """Samples of the batch on this rank and on all of them, where the loader counts them."""
-    rng: dict[str, Any]
+    rng: StateDict
     generators: dict[str, Tensor]
+
+
+class _RememberedSizes(NamedTuple):
+    size: int
+    global_size: int
+
+
+class _KnownBatch(NamedTuple):
+    """Takes the place of the loader for a batch that is passed again."""
+
+    batch_info: _RememberedSizes
+    sample_index: None = None
+
+
+class WindowPasses(Protocol):
+    """The loop that makes the passes of a window."""
+
+    run: "Run"
+    state: State
+
+    def optimizer_zero_grad(self) -> None: ...
+
+    def _perform_forward_and_backward_passes(self, batch: object, step: int) -> None: ...
+
+    def _clip_gradients(self) -> None: ...
 
 
 class WindowRepeat:
     """Remembers the batches of a window, steps the optimizer with a closure, and is that closure.
 
-    It lives on the State, which saves it. The trainer is passed to each call and not kept.
+    It lives on the State, which saves it. The loop is passed to each call and not kept.
     """
 
     def __init__(self, device: Any):
@@ -72,85 +98,79 @@ class WindowRepeat:
         self._returns_loss = False
         self._overflowed = False
 
-    def prepare(self, trainer: Any) -> None:
-        """Look at the optimizer of the run, once everything is loaded and in place."""
-        optimizer = trainer.optimizer
+    def prepare(self, optimizer: object, scaler: torch.amp.GradScaler | None) -> bool:
+        """Look at the optimizer of the run, once everything is loaded and in place; return whether it evaluates more than once."""
         self._returns_loss = requires_closure(optimizer)
         self.is_wanted = self._returns_loss or bool(getattr(optimizer, "needs_closure", False))
         if not self.is_wanted:
             self._memories = []
-            return
-        if self._returns_loss and trainer.run.stepper.scaler is not None:
+        elif self._returns_loss and scaler is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} evaluates the loss itself, which float16 with its scaled gradients does not allow. Use "
                 "precision='bf16' or full precision."
             )
-        trainer.run.algorithms_only = Engine(trainer.state, plugins=trainer._algorithms, host=trainer)
+        return self.is_wanted
 
-    def remember(self, trainer: Any, batch: Any) -> None:
+    def remember(self, run: "Run", state: State, batch: object) -> None:
         """Keep a batch of the window, before anything has been done to it."""
-        run = trainer.run
         if run.stepper.window.opens:
             self._memories = []
         info = None if run.data.source is None else run.data.source.batch_info
-        generators = trainer.state.generators
         self._memories.append(
             _Memory(
                 batch=_shallow(batch),
-                step=trainer.state.step,
+                step=state.step,
                 synchronises=run.stepper.synchronises,
                 sizes=None if info is None else (info.size, info.global_size),
                 rng=capture_rng(),
-                generators={name: generator.get_state() for name, generator in generators.items()},
+                generators={name: generator.get_state() for name, generator in state.generators.items()},
             )
         )
 
-    def step(self, trainer: Any) -> None:
+    def step(self, passes: WindowPasses) -> None:
         """Step the optimizer, which may evaluate the window again; non-finite gradients skip the step and lower the scale."""
-        stepper, self._overflowed = trainer.run.stepper, False
+        stepper, self._overflowed = passes.run.stepper, False
         scaler = stepper.scaler
         before = None if scaler is None else scaler.get_scale()
-        stepper.step(partial(self.evaluate, trainer))
-        if self._overflowed:
+        stepper.step(partial(self.evaluate, passes))
+        if self._overflowed and scaler is not None and before is not None:
             scaler.update(before * scaler.get_backoff_factor())
             stepper.was_skipped = True
         self._memories = []
 
-    def evaluate(self, trainer: Any) -> Tensor | None:
+    def evaluate(self, passes: WindowPasses) -> Tensor | None:
         """Compute the gradients of the window at the present weights; return its loss to an optimizer that reads it."""
-        stepper = trainer.run.stepper
+        run, state, stepper = passes.run, passes.state, passes.run.stepper
         if not self._memories:
             raise ConfigError("there is no batch to evaluate again: a closure works inside the Trainer's own step.")
-        with torch.enable_grad(), self._set_aside(trainer):
-            trainer.optimizer_zero_grad()
+        with torch.enable_grad(), self._set_aside(run, state):
+            passes.optimizer_zero_grad()
             stepper.end()
             losses, sizes = [], []
             for memory in self._memories:
-                self._go_back_to(trainer, memory)
-                trainer._perform_forward_and_backward_passes(trainer.state.batch, memory.step)
-                output = trainer.state.batch_output
+                self._go_back_to(run, state, memory)
+                passes._perform_forward_and_backward_passes(state.batch, memory.step)
+                output = state.batch_output
                 losses.append(output["loss"].detach())
                 sizes.append(output["batch_size"] if output.get("num_items") is None else output["num_items"])
             stepper.finish()
-            trainer._clip_gradients()
-            trainer.run.fire.after_train_batch()
+            passes._clip_gradients()
+            run.fire.after_train_batch()
             if stepper.guard.is_active and stepper.scaler is None:
                 stepper.guard.drop_nonfinite(stepper.parameters)
         return self._mean(stepper, losses, sizes) if self._returns_loss else None
 
-    def _go_back_to(self, trainer: Any, memory: _Memory) -> None:
+    def _go_back_to(self, run: "Run", state: State, memory: _Memory) -> None:
         restore_rng(memory.rng)
-        for name, generator in trainer.state.generators.items():
+        for name, generator in state.generators.items():
             if name in memory.generators:
                 generator.set_state(memory.generators[name])
             else:  # made during the first pass
                 generator.manual_seed(generator.initial_seed())
-        trainer.state.batch = _shallow(memory.batch)
-        trainer.run.stepper.synchronises = memory.synchronises
+        state.batch = _shallow(memory.batch)
+        run.stepper.synchronises = memory.synchronises
         if memory.sizes is not None:
-            size, everywhere = memory.sizes
-            source = SimpleNamespace(batch_info=SimpleNamespace(size=size, global_size=everywhere), sample_index=None)
-            trainer.run.data.source = source
+            run.data.source = _KnownBatch(_RememberedSizes(*memory.sizes))
 
     def _mean(self, stepper: Stepper, losses: list[Tensor], sizes: list[Count]) -> Tensor:
         """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
@@ -161,45 +181,26 @@ class WindowRepeat:
         return total if stepper.window.is_sum or not count else total / count
 
     @contextmanager
-    def _set_aside(self, trainer: Any) -> Iterator[None]:
+    def _set_aside(self, run: "Run", state: State) -> Iterator[None]:
         """Hide everything that a pass leaves behind apart from gradients."""
-        run, state, engine = trainer.run, trainer.state, trainer.run.algorithms_only
+        engine, stepper = run.algorithms_only, run.stepper
         assert engine is not None
-        stepper = run.stepper
         window, scaler = stepper.window, stepper.scaler
         fields = {name: getattr(state, name) for name in _STEP_FIELDS}
-        held = (
-            run.fire,
-            run.measures.tracker,
-            run.measures.logged,
-            run.data.source,
-            stepper.synchronises,
-            stepper.is_finished,
-        )
-        metrics, has_metrics = trainer._train_metrics, run.measures.has_train_metrics
-        counts = window.state_dict()
-        buffers, rng = _copies(trainer.model), capture_rng()
+        held = (run.fire, run.measures, run.data.source, stepper.synchronises, stepper.is_finished)
+        counts, buffers, rng = window.state_dict(), _copies(state.model), capture_rng()
         generators = {name: generator.get_state() for name, generator in state.generators.items()}
         second_scale = None if scaler is None else _SecondScale(scaler)
         try:
             self.is_wanted = False
-            run.fire, run.measures.tracker, run.measures.logged = engine.on, LossTracker(), {}
-            trainer._train_metrics, run.measures.has_train_metrics = MetricSet(None), False
-            stepper.scaler = second_scale
+            run.fire, run.measures = engine.on, run.measures.for_repeated_passes()
+            stepper.scaler = second_scale  # type: ignore[assignment]
             yield
         finally:
             self.is_wanted = True
             stepper.scaler = scaler
             self._overflowed = second_scale is not None and second_scale.overflowed
-            (
-                run.fire,
-                run.measures.tracker,
-                run.measures.logged,
-                run.data.source,
-                stepper.synchronises,
-                stepper.is_finished,
-            ) = held
-            trainer._train_metrics, run.measures.has_train_metrics = metrics, has_metrics
+            run.fire, run.measures, run.data.source, stepper.synchronises, stepper.is_finished = held
             for name, value in fields.items():
                 setattr(state, name, value)
             window.load_state_dict(counts)

@@ -29,8 +29,7 @@ from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import LossStep
-from drivetrain.train.settings import TrainerOptions
-from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, MetricSet, of_data_ranks, reduce_means
+from drivetrain.train.tracking import InMemoryRunHistory, LossTracker, of_data_ranks, reduce_means
 
 if TYPE_CHECKING:
     from drivetrain.train.trainer import Trainer
@@ -48,7 +47,7 @@ def evaluation_mode(
     before = (state.batch, state.batch_output, state.outputs, state.loss, state.is_intermediate)
     was_evaluating, generators = run.is_evaluating, capture_rng()
     measures.tracker, measures.logged, run.is_evaluating = LossTracker(), {}, True
-    trainer._eval_metrics.reset()
+    measures.eval_metrics.reset()
     state.is_intermediate = is_intermediate
     state.set_dataloader(loader, set_name or "eval")
     try:
@@ -129,9 +128,6 @@ class EvaluationLoop(TrainerHooks):
     """Evaluates, and records what was measured."""
 
     engine: Engine
-    _train_metrics: MetricSet
-    _eval_metrics: MetricSet
-    _options: TrainerOptions
 
     # ------------------------------------------------------------------ evaluation
 
@@ -179,7 +175,7 @@ class EvaluationLoop(TrainerHooks):
         """Evaluate once over one evaluation set."""
         run, state, fire = self.run, self.state, self.run.fire
         plan, call = run.evaluation, run.agreement.call
-        counting = run.measures.eval_items.setdefault(plan.set_name, LossCounting(self._options.count_items))
+        counting = run.measures.eval_items.setdefault(plan.set_name, LossCounting(run.shared.options.count_items))
         plan.was_cut = False
         with evaluation_mode(self, is_intermediate, dl, plan.set_name):
             tracker = run.measures.tracker
@@ -206,8 +202,8 @@ class EvaluationLoop(TrainerHooks):
                     state.batch_output = output
                     size: int = 0 if is_padding else output["batch_size"]
                     self._update_loss_tracker(output["loss"].detach(), output.get("num_items", size) if size else 0)
-                    if self._eval_metrics and size:
-                        self._eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
+                    if run.measures.eval_metrics and size:
+                        run.measures.eval_metrics.update(*self.get_metric_inputs(state.batch, output), size)
                     fire.eval_batch_end()
             if plan.was_cut:
                 return
@@ -287,7 +283,8 @@ class EvaluationLoop(TrainerHooks):
 
     def _record_epoch_metrics(self, prefix: str, is_intermediate: bool = False) -> None:
         """Record the epoch's metrics and what `log()` collected."""
-        metrics = self._train_metrics if prefix == "train" else self._eval_metrics
+        measures = self.run.measures
+        metrics = measures.train_metrics if prefix == "train" else measures.eval_metrics
         self._record_means(prefix, is_intermediate, metrics.compute() if metrics else None)
         if self.run.units is not None and prefix == "train":
             for name, value in self.run.units.metrics().items():

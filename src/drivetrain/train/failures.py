@@ -7,14 +7,15 @@ loss of the first batch becomes a `BatchError`, which says what to look at. Any 
 import inspect
 import types
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import BatchError, BatchOutputError, NonFiniteError
+from drivetrain.core.time import Clock
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.finite import NONFINITE, REJECTED
@@ -24,7 +25,10 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train.accelerator import map_tensors
 
 if TYPE_CHECKING:
-    from drivetrain.train.loop import TrainerLoop
+    from drivetrain.train.agreement import Agreement
+    from drivetrain.train.checkpoints import CheckpointSchedule
+    from drivetrain.train.logbook import Logbook
+    from drivetrain.train.run import Run
 
 
 _LOSS_HOOKS = ("calculate_train_batch_loss", "calculate_eval_batch_loss", "calculate_predict_batch")
@@ -195,57 +199,6 @@ _POSITION = frozenset(
 """What a rollback leaves as it is."""
 
 
-def prepare_tests(trainer: "TrainerLoop") -> None:
-    """Decide once whether updates are tested, by whom, and whether there is a state to roll back to."""
-    run, stepper = trainer.run, trainer.run.stepper
-    guard = stepper.guard
-    watches = [plugin for plugin in trainer.engine.plugins if getattr(plugin, "rejects_batches", False)]
-    rolls_back = guard.policy.action == "rollback" or any(plugin.rolls_back for plugin in watches)
-    run.good = LastGoodState(trainer.state, stepper) if rolls_back else None
-    stepper.prepare(
-        is_split=run.microbatch_size is not None,
-        is_exchanged=is_distributed(),
-        tests=guard.policy.action != "ignore" or bool(watches),
-    )
-    run.measures.tracker.leaves_out_nonfinite = guard.is_active
-    for plugin in watches:
-        plugin.guard = guard if guard.is_active else None
-
-
-def act_on(trainer: "TrainerLoop", verdict: int) -> None:
-    """Record an update that was left out, and stop or roll back where the policy says so; all ranks come here at the same step."""
-    run, clock = trainer.run, trainer.state.clock
-    guard, good = run.stepper.guard, run.good
-    policy = guard.policy
-    batch = clock.batch + 1
-    if verdict & NONFINITE:
-        trainer.run_history.update_metric("nonfinite_update", batch)
-    reason = "a gradient or the loss is not finite" if verdict & NONFINITE else "the batch was rejected"
-    what = f"batch {batch}: {reason}; the update was left out ({guard.in_a_row} in a row, {guard.total} in all)."
-    is_scaled = run.stepper.scaler is not None  # float16 looks for its scale by overflowing
-    if policy.action == "stop" and verdict & NONFINITE and not is_scaled:
-        _stop(trainer, f"{what} nonfinite='skip' would go on.")
-    if guard.in_a_row >= policy.limit:
-        _stop(trainer, f"{what} That is the limit of {policy.limit} in a row.")
-    wants = (policy.action == "rollback" and verdict & NONFINITE and not is_scaled) or (
-        verdict & REJECTED and any(getattr(plugin, "rolls_back", False) for plugin in trainer.engine.plugins)
-    )
-    if wants and good is not None:
-        good.restore()
-        trainer.print(f"{what} Rolled back to the state after update {good.step}.")
-    elif not is_scaled:
-        trainer.print(what)
-
-
-def _stop(trainer: "TrainerLoop", message: str) -> None:
-    last = trainer.last_checkpoint
-    trainer.run.agreement.is_reached = True  # the verdict is the same on all ranks
-    raise NonFiniteError(
-        f"{message} Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log or "
-        f"division of zero.{'' if last is None else f' The last checkpoint is {last}.'}"
-    )
-
-
 class LastGoodState:
     """A copy in host memory of what an update changes, to return to.
 
@@ -301,6 +254,79 @@ class LastGoodState:
             if mode:
                 torch.cuda.set_sync_debug_mode(mode)
         restore_rng(self._rng)
+
+
+def prepare_recovery(
+    run: "Run", state: State, plugins: Sequence[Any], logbook: "Logbook", report: Callable[[str], None]
+) -> None:
+    """Decide once whether updates are tested, by whom, and whether there is a state to roll back to."""
+    stepper, guard = run.stepper, run.stepper.guard
+    watches = [plugin for plugin in plugins if getattr(plugin, "rejects_batches", False)]
+    returns_after_rejection = any(plugin.rolls_back for plugin in watches)
+    rolls_back = guard.policy.action == "rollback" or returns_after_rejection
+    run.good = LastGoodState(state, stepper) if rolls_back else None
+    stepper.prepare(
+        is_split=run.microbatch_size is not None,
+        is_exchanged=is_distributed(),
+        tests=guard.policy.action != "ignore" or bool(watches),
+    )
+    run.measures.tracker.leaves_out_nonfinite = guard.is_active
+    for plugin in watches:
+        plugin.guard = guard if guard.is_active else None
+    assert run.checkpoints is not None
+    run.checkpoints.good = run.good
+    run.recovery = Recovery(
+        stepper, run.good, run.agreement, run.checkpoints, state.clock, logbook, report,
+        returns_after_rejection=returns_after_rejection,
+    )  # fmt: skip
+
+
+class Recovery:
+    """Records updates that were left out, and stops or rolls back where the policy says so. All ranks act at the same step."""
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        good: LastGoodState | None,
+        agreement: "Agreement",
+        checkpoints: "CheckpointSchedule",
+        clock: Clock,
+        logbook: "Logbook",
+        report: Callable[[str], None],
+        *,
+        returns_after_rejection: bool,
+    ):
+        self._stepper, self._good, self._clock, self._logbook, self._report = stepper, good, clock, logbook, report
+        self._agreement, self._checkpoints = agreement, checkpoints
+        self._returns_after_rejection = returns_after_rejection
+
+    def act_on(self, verdict: int) -> None:
+        """Act on what the guard has found."""
+        guard, batch = self._stepper.guard, self._clock.batch + 1
+        policy, is_nonfinite = guard.policy, bool(verdict & NONFINITE)
+        if is_nonfinite:
+            self._logbook.history.update_metric("nonfinite_update", batch)
+        reason = "a gradient or the loss is not finite" if is_nonfinite else "the batch was rejected"
+        what = f"batch {batch}: {reason}; the update was left out ({guard.in_a_row} in a row, {guard.total} in all)."
+        is_scaled = self._stepper.scaler is not None  # float16 looks for its scale by overflowing
+        if policy.action == "stop" and is_nonfinite and not is_scaled:
+            self._stop(f"{what} nonfinite='skip' would go on.")
+        if guard.in_a_row >= policy.limit:
+            self._stop(f"{what} That is the limit of {policy.limit} in a row.")
+        returns = policy.action == "rollback" and is_nonfinite and not is_scaled
+        if self._good is not None and (returns or (verdict & REJECTED and self._returns_after_rejection)):
+            self._good.restore()
+            self._report(f"{what} Rolled back to the state after update {self._good.step}.")
+        elif not is_scaled:
+            self._report(what)
+
+    def _stop(self, message: str) -> None:
+        last = self._checkpoints.last
+        self._agreement.is_reached = True  # the verdict is the same on all ranks
+        raise NonFiniteError(
+            f"{message} Usual causes: a learning rate that is too high, float16 without scaling, an empty or masked-out batch, a log or "
+            f"division of zero.{'' if last is None else f' The last checkpoint is {last}.'}"
+        )
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from drivetrain.train.settings import (
     TrainSettings,
     replace_trainer_placeholder_values,
 )
-from drivetrain.train.tracking import LossTracker, RunHistory
+from drivetrain.train.tracking import LossTracker, MetricSet, RunHistory
 
 if TYPE_CHECKING:
     from drivetrain.strategy.value import Strategy
@@ -60,6 +60,7 @@ class TrainerHooks:
 
     run: Run
     state: State
+    last_grad_norm: Tensor | None
     runtime: TrainerRuntime
     logbook: Logbook
     callback_handler: "CallbackHandler"
@@ -68,7 +69,6 @@ class TrainerHooks:
     create_scheduler_fn: object
     scale_schedule_ratio: float
     _options: TrainerOptions
-    _scheduler_is_ours: bool
 
     settings: TrainSettings | None = part_of_run("settings")
     run_config: TrainerRunConfig | None = part_of_run("config")
@@ -79,9 +79,10 @@ class TrainerHooks:
     _train_dl_kwargs: Settings | None = part_of_run("data.train_kwargs")
     _eval_dl_kwargs: Settings | None = part_of_run("data.eval_kwargs")
     _loss_tracker: LossTracker = part_of_run("measures.tracker")
+    _train_metrics: MetricSet = part_of_run("measures.train_metrics")
+    _eval_metrics: MetricSet = part_of_run("measures.eval_metrics")
 
     plan: "Strategy | None" = None  # as it was applied to the state
-    _planned_model: nn.Module | None = None  # the model as the plan left it, in its DDP shell
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -123,7 +124,7 @@ class TrainerHooks:
     @scheduler.setter
     def scheduler(self, scheduler: object) -> None:
         self.state.schedulers = () if scheduler is None else (scheduler,)
-        self._scheduler_is_ours = False
+        self.run.shared.scheduler_is_ours = False
 
     @property
     def run_history(self) -> RunHistory:
@@ -237,6 +238,21 @@ class TrainerHooks:
             self.run.repeat.step(self)
         else:
             self.runtime.step(self.optimizer)
+
+    def _clip_gradients(self) -> None:
+        """Clip once per update, by norm or by value."""
+        run, settings = self.run, self.run.settings
+        if settings is None:
+            return
+        if settings.gradient_clip_norm is not None and run.units is None:  # units clip by norm themselves
+            norm = settings.gradient_clip_norm
+            self.last_grad_norm = self.runtime.clip_grad_norm_(run.stepper.parameters, norm)
+        elif settings.gradient_clip_value is not None:
+            self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
+
+    def _perform_forward_and_backward_passes(self, batch: object, step: int) -> None:
+        """Compute the loss of a batch and its gradients."""
+        raise NotImplementedError  # `TrainerLoop` makes the passes
 
     def scheduler_step(self) -> None:
         """Move the learning rate on, unless the update was skipped."""

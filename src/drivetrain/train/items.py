@@ -7,7 +7,7 @@ counted from their labels on the device, and only where the number of samples is
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset, default_collate
 
 from drivetrain.core.arguments import check_callable
 from drivetrain.core.errors import ConfigError
-from drivetrain.data.order import BatchInfo
 from drivetrain.module.accumulation import Count
 from drivetrain.module.loss_items import SAMPLES, UNKNOWN, LossItems, LossWatch, entry_of, follow_loss
 from drivetrain.module.wrapping import is_compiled_shell, unwrap
@@ -117,6 +116,30 @@ class LossCounting:
         self.is_needed = self._count is not None or self.is_sum
 
 
+class BatchSizes(Protocol):
+    """How many samples a batch has."""
+
+    @property
+    def size(self) -> int:
+        """On this rank."""
+
+    @property
+    def global_size(self) -> int:
+        """On all ranks together."""
+
+
+class BatchInHand(Protocol):
+    """What knows of the batch in hand: a `SmartDataLoader`, or what is remembered of one."""
+
+    @property
+    def batch_info(self) -> BatchSizes | None:
+        """Its samples; None before the first batch."""
+
+    @property
+    def sample_index(self) -> object:
+        """Which samples they are."""
+
+
 class Part(NamedTuple):
     """Which part of its batch a loss is of, where batches are split into micro-batches."""
 
@@ -129,7 +152,7 @@ class Part(NamedTuple):
 WHOLE = Part()
 
 
-def items_of(output: BatchOutput, info: BatchInfo | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
+def items_of(output: BatchOutput, info: BatchSizes | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
     """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction can tell.
 
     `info` is what the loader knows of the batch.

@@ -41,20 +41,21 @@ from drivetrain.train.settings import TrainSettings
 if TYPE_CHECKING:
     from drivetrain.train.accelerator import TrainerRuntime
     from drivetrain.train.loop import TrainerLoop
+    from drivetrain.train.run import SharedParts
     from drivetrain.train.trainer import Trainer
 
 
-def keep_data_ranks(trainer: "Trainer") -> None:
-    """Remember which samples this rank reads by the trainer's plan, for all its runs."""
+def keep_data_ranks(shared: "SharedParts") -> None:
+    """Remember which samples this rank reads by a Trainer's plan, for all its runs."""
     is_shared = num_data_ranks() != get_num_processes()
-    trainer._data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
-    use_data_ranks(trainer)
+    shared.data_ranks = (data_rank(), num_data_ranks(), data_group()) if is_shared else None
+    use_data_ranks(shared)
 
 
-def use_data_ranks(trainer: "Trainer") -> None:
-    """Read the samples that the trainer's plan gives to this rank; the plan of another trainer holds for that one only."""
-    if (own := trainer._data_ranks) is not None:
-        set_data_ranks(*own, of_trainer=True)
+def use_data_ranks(shared: "SharedParts") -> None:
+    """Read the samples that a Trainer's plan gives to this rank; the plan of another Trainer holds for that one only."""
+    if shared.data_ranks is not None:
+        set_data_ranks(*shared.data_ranks, of_trainer=True)
     elif data_ranks_are_of_a_trainer():
         clear_data_ranks()
 

@@ -22,7 +22,7 @@ from drivetrain.train.agreement import STOP
 from drivetrain.train.arguments import check_batch_output, check_loss, warn_of_sample_weights
 from drivetrain.train.batches import BatchOutput, batch_size_of, join_batch_outputs, split_batch
 from drivetrain.train.evaluation import EvaluationLoop
-from drivetrain.train.failures import act_on, explain_failure
+from drivetrain.train.failures import explain_failure
 from drivetrain.train.items import Part, items_of
 from drivetrain.train.loaders import OwnLoop
 
@@ -125,7 +125,7 @@ class TrainerLoop(EvaluationLoop):
         clock = self.state.clock
         if clock.batch_in_epoch == 0:
             self._loss_tracker.reset()
-            self._train_metrics.reset()
+            self.run.measures.train_metrics.reset()
             loaders.set_epoch(self._train_dataloader, clock.epoch)
         ended = self._train_once_over_the_data()
         self._record_means("train")
@@ -244,7 +244,7 @@ class TrainerLoop(EvaluationLoop):
         """Compute the loss of a batch and its gradients; gradients synchronise only where the window closes."""
         run = self.run
         if run.repeat.is_wanted:
-            run.repeat.remember(self, batch)
+            run.repeat.remember(run, self.state, batch)
         if run.microbatch_size is not None:
             self._perform_micro_batches(batch)
         elif run.is_ddp and not run.stepper.synchronises:
@@ -280,7 +280,7 @@ class TrainerLoop(EvaluationLoop):
         track = self._calls.track or run.measures.tracker.update
         track(loss, output.get("num_items", size) if size else 0)
         if run.measures.has_train_metrics and size:
-            self._train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
+            run.measures.train_metrics.update(*self.get_metric_inputs(state.batch, output), size)
         if announce:
             fire.step_output()
         return output
@@ -355,8 +355,8 @@ class TrainerLoop(EvaluationLoop):
         if is_admitted and guard.is_immediate and not guard.verdict:
             return
         verdict = guard.close(stepper.left_out() if is_admitted else None)
-        if verdict:
-            act_on(self, verdict)
+        if verdict and run.recovery is not None:
+            run.recovery.act_on(verdict)
 
     def _pass_over(self) -> bool:
         """Count a batch without training on it, after a rollback; True ends the run."""
@@ -415,17 +415,6 @@ class TrainerLoop(EvaluationLoop):
         return ended
 
     # ------------------------------------------------------------------ accumulation
-
-    def _clip_gradients(self) -> None:
-        """Clip once per update, by norm or by value."""
-        run, settings = self.run, self.run.settings
-        if settings is None:
-            return
-        if settings.gradient_clip_norm is not None and run.units is None:  # units clip by norm themselves
-            norm = settings.gradient_clip_norm
-            self.last_grad_norm = self.runtime.clip_grad_norm_(run.stepper.parameters, norm)
-        elif settings.gradient_clip_value is not None:
-            self.runtime.clip_grad_value_(run.stepper.parameters, settings.gradient_clip_value)
 
     def _perform_micro_batches(self, batch: object) -> None:
         """Split one batch, accumulate its gradients, and show plugins the whole batch once, before the last backward."""

@@ -129,7 +129,7 @@ class _Keepsake:
                 "collate_fn",
             )
         }
-        self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer._scheduler_is_ours
+        self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer.run.shared.scheduler_is_ours
 
     def restore(self) -> None:
         trainer = self._trainer
@@ -139,9 +139,9 @@ class _Keepsake:
         trainer.optimizer.load_state_dict(self._optimizer)
         trainer.optimizer.zero_grad()
         trainer.state.clock.load_state_dict(self._clock)
-        trainer.state.schedulers, trainer._scheduler_is_ours = self._schedulers, self._scheduler_is_ours
         for name, value in self._fields.items():
             setattr(trainer, name, value)
+        trainer.state.schedulers, trainer.run.shared.scheduler_is_ours = self._schedulers, self._scheduler_is_ours
         restore_rng(self._rng)
 
 

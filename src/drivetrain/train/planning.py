@@ -62,14 +62,15 @@ def apply_strategy(trainer: "Trainer") -> None:
     """Apply the trainer's plan to its State; without a plan, do nothing."""
     if trainer.strategy is None:
         return
-    shell = trainer._planned_model
+    run = trainer.run
+    shell = run.shared.planned_model
     if shell is not None and unwrap(shell) is unwrap(trainer.model):
         trainer.model = shell  # an earlier run applied the plan and took the shell off at its end
         return
     planned = apply_to_state(request_of(trainer))
-    loaders.keep_data_ranks(trainer)
-    _join_metrics(trainer._eval_metrics, trainer._train_metrics)
-    trainer._planned_model, trainer.plan = trainer.model, planned.plan
+    loaders.keep_data_ranks(run.shared)
+    _join_metrics(run.measures.eval_metrics, run.measures.train_metrics)
+    run.shared.planned_model, trainer.plan = trainer.model, planned.plan
     trainer.run.loss.form = None  # how a batch is passed to the model depends on the loss function
     runtime = trainer.runtime
     if planned.precision is not None:

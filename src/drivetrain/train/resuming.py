@@ -32,7 +32,7 @@ from drivetrain.train.agreement import StopVote
 from drivetrain.train.checkpoints import CheckpointSchedule, restore_from
 from drivetrain.train.logbook import Logbook
 from drivetrain.train.run import EvaluationPlan, EvaluationState, Measures, RestoredParts, Run
-from drivetrain.train.settings import AnyPath, TrainerOptions, TrainSettings
+from drivetrain.train.settings import AnyPath, TrainSettings
 from drivetrain.train.tracking import InMemoryRunHistory, load_sums, of_data_ranks
 
 if TYPE_CHECKING:
@@ -115,9 +115,8 @@ def restore(trainer: "Trainer") -> None:
 
 def ddp_settings(trainer: "Trainer") -> dict[str, bool]:
     """Return the settings of DDP that the Trainer was given, or that an algorithm needs."""
-    options: TrainerOptions = trainer._options
     unused = any(getattr(plugin, "find_unused_parameters", False) for plugin in trainer.state.algorithms)
-    return {**options.ddp, **({"find_unused_parameters": True} if unused else {})}
+    return {**trainer.run.shared.options.ddp, **({"find_unused_parameters": True} if unused else {})}
 
 
 def fill_state(trainer: "Trainer") -> None:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -29,13 +30,15 @@ from drivetrain.train import loaders
 from drivetrain.train.agreement import Agreement
 from drivetrain.train.batches import BatchForm, BatchOutput, batch_size_of, find_form
 from drivetrain.train.checkpoints import CheckpointSchedule
-from drivetrain.train.failures import LastGoodState
-from drivetrain.train.items import WHOLE, LossCounting, Part
+from drivetrain.train.failures import LastGoodState, Recovery
+from drivetrain.train.items import WHOLE, BatchInHand, LossCounting, Part
 from drivetrain.train.loaders import DataLoaderSlice
-from drivetrain.train.settings import TrainerRunConfig, TrainSettings
-from drivetrain.train.tracking import LossTracker, MetricWatch
+from drivetrain.train.settings import TrainerOptions, TrainerRunConfig, TrainSettings
+from drivetrain.train.tracking import LossTracker, MetricSet, MetricWatch
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from drivetrain.optim.optim_set import OptimSet
     from drivetrain.train.closures import WindowRepeat
     from drivetrain.train.logbook import StepLosses, StepTimes
@@ -54,7 +57,7 @@ class TrainingData:
     eval_kwargs: Settings | None = None
     batches_per_epoch: int | None = None
     """None for a loader without a length."""
-    source: SmartDataLoader[Any] | None = None
+    source: BatchInHand | None = None
     """The `SmartDataLoader` behind the training loader, which counts samples over all ranks; None for a loader of the user's own."""
     may_pad: bool = False
     """Whether a batch may only keep this rank in step with others that still have samples."""
@@ -193,11 +196,36 @@ class Measures:
     """What the losses of training are means over."""
     eval_items: dict[str | None, LossCounting] = field(default_factory=dict)
     """The same of evaluations, by the name of the evaluation set."""
+    train_metrics: MetricSet = field(default_factory=MetricSet)
+    eval_metrics: MetricSet = field(default_factory=MetricSet)
     has_train_metrics: bool = False
     step_losses: "StepLosses | None" = None
     """Sends losses inside an epoch to the loggers, where there are any."""
     step_times: "StepTimes | None" = None
     """Times the steps of this rank, on several processes."""
+
+    def for_repeated_passes(self) -> "Measures":
+        """Return measures that count as these do, and that nobody reads."""
+        return Measures(train_items=self.train_items)
+
+    def followed_by(self) -> "Measures":
+        """Return those of the next run."""
+        return Measures(tracker=self.tracker, train_metrics=self.train_metrics, eval_metrics=self.eval_metrics)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class SharedParts:
+    """What all runs of one Trainer have in common."""
+
+    options: TrainerOptions = field(default_factory=TrainerOptions)
+    own_folders: set[Path] = field(default_factory=set)
+    """Checkpoint folders that earlier runs have written to, and that later ones may write to again."""
+    scheduler_is_ours: bool = False
+    """Whether a run made the scheduler, so that the next one makes another."""
+    data_ranks: "tuple[int, int, ProcessGroup | None] | None" = None
+    """Which samples this rank reads by the plan; None: by its rank."""
+    planned_model: nn.Module | None = None
+    """The model as the plan left it, in its DDP shell."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
@@ -206,6 +234,7 @@ class Run:
 
     agreement: Agreement
     """What may end or interrupt the run, agreed on by all ranks."""
+    shared: SharedParts = field(default_factory=SharedParts)
     settings: TrainSettings | None = None
     config: TrainerRunConfig | None = None
     data: TrainingData = field(default_factory=TrainingData)
@@ -225,6 +254,8 @@ class Run:
     """The events of a repeated window, which only algorithms see; not on the State, which the engine refers to."""
     units: "OptimSet | None" = None
     good: LastGoodState | None = None
+    recovery: Recovery | None = None
+    """What to do about updates that are left out."""
     microbatch_size: int | None = None
     part: Part = WHOLE
     """Of the batch in hand, where batches are split."""
@@ -245,8 +276,9 @@ class Run:
         """Return the next run of the same Trainer."""
         return Run(
             agreement=agreement,
+            shared=self.shared,
             settings=settings,
-            measures=Measures(tracker=self.measures.tracker),
+            measures=self.measures.followed_by(),
             generate=self.generate,
             fire=self.fire,
             stepper=self.stepper,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from drivetrain.core.types import Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.finite import NonFinitePolicy
 from drivetrain.module.precision import Precision
+
+if TYPE_CHECKING:
+    from drivetrain.train.hooks import TrainerHooks
 
 AnyPath = str | os.PathLike[str]
 EvalInterval = int | str | Time | Callable[..., bool]
@@ -412,7 +415,7 @@ class PlaceholderExpression(_Arithmetic):
     def __init__(self, symbol: str, left: object, right: object):
         self.symbol, self.left, self.right = symbol, left, right
 
-    def evaluate(self, trainer: object) -> object:
+    def evaluate(self, trainer: "TrainerHooks") -> object:
         """Return the number, with the trainer's values in place."""
         return _SYMBOLS[self.symbol](_replace(trainer, self.left), _replace(trainer, self.right))
 
@@ -434,7 +437,7 @@ class TrainerPlaceholderValues(_Arithmetic, Enum):
         """Return all placeholders."""
         return set(cls)
 
-    def evaluate(self, trainer: Any) -> int:
+    def evaluate(self, trainer: "TrainerHooks") -> int:
         """Return the number this placeholder represents in a run that has its loaders and configuration."""
         if self.value.startswith("_"):
             loader = getattr(trainer, self.value, None)
@@ -459,7 +462,7 @@ RunNumber = int | float | TrainerPlaceholderValues | PlaceholderExpression
 """A number, or one that is known only when training starts."""
 
 
-def replace_trainer_placeholder_values(trainer: object, instance: object) -> Any:
+def replace_trainer_placeholder_values(trainer: "TrainerHooks", instance: object) -> Any:
     """Return a `functools.partial` with every placeholder in its arguments replaced; anything else as it is.
 
     Placeholders are found in positional and keyword arguments, in lists, tuples and dicts among them, and in nested
@@ -468,7 +471,7 @@ def replace_trainer_placeholder_values(trainer: object, instance: object) -> Any
     return _replace(trainer, instance) if isinstance(instance, partial) else instance
 
 
-def _replace(trainer: object, value: object) -> Any:
+def _replace(trainer: "TrainerHooks", value: object) -> Any:
     if isinstance(value, (TrainerPlaceholderValues, PlaceholderExpression)):
         return value.evaluate(trainer)
     if isinstance(value, partial):

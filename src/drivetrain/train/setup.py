@@ -17,6 +17,7 @@ from torch import nn
 
 from drivetrain.context.state import State
 from drivetrain.core.arguments import naming
+from drivetrain.core.engine import Engine
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DeviceError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.time import Interval
@@ -44,7 +45,7 @@ from drivetrain.train.arguments import (
 )
 from drivetrain.train.batches import batch_size_of, check_generates, split_batch
 from drivetrain.train.checkpoints import prepare_folder_for
-from drivetrain.train.failures import prepare_tests
+from drivetrain.train.failures import prepare_recovery
 from drivetrain.train.items import LossCounting
 from drivetrain.train.logbook import StepLosses
 from drivetrain.train.run import EvaluationPlan
@@ -65,12 +66,12 @@ def prepare_run(
     check_loss_func(state.loss_fn, trainer.optimizer)
     check_optimizer(state, strict=trainer.strict)
     check_generation(trainer, run.generate)
-    prepare_folder_for(settings, trainer._own_folders, until_end)
+    prepare_folder_for(settings, run.shared.own_folders, until_end)
     if isinstance(state.model, nn.Module):
         give_parts_again(state.model)
     run.loss.is_first = True
 
-    loaders.use_data_ranks(trainer)
+    loaders.use_data_ranks(run.shared)
     is_searched = isinstance(trainer.strategy, str) and trainer.strategy == "auto"
     if is_searched:  # a search asks the loader for its batch size, and makes every process a data rank
         _make_loaders(trainer, train_kwargs, eval_kwargs)
@@ -82,7 +83,7 @@ def prepare_run(
     if not is_searched:  # how many ranks share the samples is known only now
         _make_loaders(trainer, train_kwargs, eval_kwargs)
 
-    run.measures.train_items = LossCounting(trainer._options.count_items)
+    run.measures.train_items = LossCounting(run.shared.options.count_items)
     trainer._prepare_model_optimizer_and_dataloaders()
     trainer.runtime = as_runtime(trainer.runtime)  # an override may have made another one
     _make_stepper(trainer)
@@ -129,11 +130,11 @@ def prepare_evaluation(
 ) -> None:
     """Prepare an evaluation outside a training run: loaders, model, metrics, configuration."""
     run = trainer.run
-    loaders.use_data_ranks(trainer)
+    loaders.use_data_ranks(run.shared)
     made = loaders.make_evaluation_loaders(trainer, batch_size, kwargs)
     run.data.evaluation = loaders.prepare(trainer.device, made, limit_batches)
     trainer.model = loaders.move_model(trainer.runtime, trainer.model)
-    trainer._eval_metrics.to(trainer.device)
+    run.measures.eval_metrics.to(trainer.device)
     run.measures.eval_items = {}
     run.config = trainer._create_run_config(
         per_device_batch_size=batch_size,
@@ -158,7 +159,8 @@ def prepare_loop(trainer: "Trainer") -> None:
 
     run.stepper.optimizer = trainer.optimizer
     run.stepper.model = trainer.get_model()  # without DDP, whose hooks live as long as it does
-    run.repeat.prepare(trainer)
+    if run.repeat.prepare(trainer.optimizer, run.stepper.scaler):
+        run.algorithms_only = Engine(state, plugins=state.algorithms, host=trainer)
     run.is_ddp = isinstance(state.model, nn.parallel.DistributedDataParallel)
     run.microbatch_size = choose_microbatch_size(trainer)
     run.loss.listens_before_loss = engine.listens(Event.BEFORE_LOSS)
@@ -169,16 +171,15 @@ def prepare_loop(trainer: "Trainer") -> None:
         _plan_evaluations(run.evaluation, settings, state, data.batches_per_epoch, run.restored.evaluations)
     plateau = run.evaluation.plateau = MetricWatch(settings.scheduler_metric, greater_is_better=False)
     plateau.start(trainer.run_history, forget=True)
-    measures.has_train_metrics = bool(trainer._train_metrics)
-    for metrics in (trainer._train_metrics, trainer._eval_metrics):
+    measures.has_train_metrics = bool(measures.train_metrics)
+    for metrics in (measures.train_metrics, measures.eval_metrics):
         metrics.to(trainer.device)
     _log_steps(trainer)
 
-    prepare_tests(trainer)
+    prepare_recovery(run, state, engine.plugins, trainer.logbook, trainer.runtime.print)
     looks_on = engine.listens(Event.AFTER_TRAIN_BATCH) or engine.listens(Event.BEFORE_STEP)
     run.norm_is_tested = settings.gradient_clip_norm is not None and run.units is None and not looks_on
     assert run.checkpoints is not None
-    run.checkpoints.good = run.good
     run.has_boundary_work = bool(
         run.agreement.vote is not None
         or run.evaluation.is_due is not None
@@ -235,12 +236,12 @@ def scale_length(settings: TrainSettings, ratio: float, report: Callable[[str], 
 def _prepare_scheduler(trainer: "Trainer") -> None:
     """Make this run's scheduler; one that an earlier run made is dropped, one the user assigned stays."""
     run, settings = trainer.run, trainer.run.require_settings()
-    if trainer._scheduler_is_ours:
+    if run.shared.scheduler_is_ours:
         trainer.scheduler = None
     if trainer.create_scheduler_fn is not None:
         check_scheduler(trainer.create_scheduler_fn, trainer.optimizer, run.units)
         trainer.scheduler = _make_scheduler(trainer)
-        trainer._scheduler_is_ours = True
+        run.shared.scheduler_is_ours = True
     if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         check_plateau(settings.scheduler_metric, loaders.set_names(run.data.evaluation))
         settings = run.settings = replace(settings, scheduler_interval="epoch")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from drivetrain.context.context import Context
 from drivetrain.core.arguments import check_flag, check_number, naming
@@ -41,7 +40,7 @@ from drivetrain.train.items import CountItems, check_count_items
 from drivetrain.train.logbook import Logbook, watched_ranks
 from drivetrain.train.loop import TrainerLoop
 from drivetrain.train.resuming import make_optimizer
-from drivetrain.train.run import Run
+from drivetrain.train.run import Run, SharedParts
 from drivetrain.train.settings import (
     AnyPath,
     EvalInterval,
@@ -115,10 +114,6 @@ class Trainer(TrainerLoop):
     2
     """
 
-    _data_ranks: tuple[int, int, ProcessGroup | None] | None = (
-        None  # which samples this rank reads by the plan of its own
-    )
-
     def __init__(
         self,
         model: object,
@@ -179,7 +174,7 @@ class Trainer(TrainerLoop):
         self.state.make_optimizer = make_optimizer
         history = InMemoryRunHistory() if run_history is None else run_history
         self.logbook = Logbook(history, self.state.clock, tuple(loggers))
-        self.run = Run(agreement=Agreement(self.state), generate=options.generate)
+        self.run = Run(agreement=Agreement(self.state), shared=SharedParts(options=options), generate=options.generate)
         self.create_scheduler_fn: object = None
         self.collate_fn: Callable[..., object] | None = None
         self.train_dataset = self.eval_dataset = None
@@ -187,9 +182,7 @@ class Trainer(TrainerLoop):
         self._eval_metrics, self._train_metrics = MetricSet(metrics), MetricSet(train_metrics, argument="train_metrics")
         self.run.stepper = self.runtime.stepper
         self.run.repeat = self.state.window_batches = WindowRepeat(self.device)
-        self._own_folders: set[Path] = set()
         self._resume_next: AnyPath | None = None
-        self._scheduler_is_ours = False
         self._callbacks = tuple(callbacks)
         self._algorithms = tuple(algorithms)
         self._strict_steps = (StrictSteps(),) if strict else ()
@@ -417,7 +410,7 @@ class Trainer(TrainerLoop):
         setup.check_generation(self, chosen)
         if chosen is not None and padding_value is None:
             padding_value = padding_token(self.model)
-        loaders.use_data_ranks(self)
+        loaders.use_data_ranks(self.run.shared)
         loader = loaders.make_prediction_loader(
             self.device, dataset, per_device_batch_size, dataloader_kwargs, collate_fn
         )

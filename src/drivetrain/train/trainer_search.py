@@ -137,19 +137,19 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         strategy=trainer.strategy,
         strict=trainer.strict,
         time_limit=trainer.strategy_time_limit,
-        precision=trainer._options.precision,
+        precision=trainer.run.shared.options.precision,
         has_scaler=trainer.runtime.scaler is not None,
         dataset=trainer.train_dataset,
         collate=trainer.collate_fn,
         loader=trainer.run.data.train,
         find_form=trainer.run.loss.find_form,
         outputs_are_read=_reads_outputs(trainer),
-        has_train_metrics=bool(trainer._train_metrics),
+        has_train_metrics=bool(trainer.run.measures.train_metrics),
         overridden_hook=_overridden_hook(trainer),
         ddp_settings=ddp_settings(trainer),
         folder=None if folder is None else Path(folder),
         writes_files=trainer.writes_files,
-        report=trainer.print if trainer._callbacks else None,
+        report=trainer.print if len(trainer.callback_handler) else None,
     )
 
 
@@ -223,7 +223,7 @@ def constraints_of(request: PlanRequest) -> SearchConstraints:
 def _reads_outputs(trainer: "Trainer") -> bool:
     engine = trainer.engine
     return (
-        bool(trainer._train_metrics)
+        bool(trainer.run.measures.train_metrics)
         or any(engine.listens(event) for event in (Event.AFTER_FORWARD, Event.BEFORE_LOSS, Event.STEP_OUTPUT))
         or engine.has_algorithm_for(Event.AFTER_LOSS)
         or any(trainer.overrides(name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))

@@ -152,7 +152,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
     from drivetrain.train.settings import TrainSettings
     from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 
-    source = trainer._options.train_dataset
+    source = trainer.run.shared.options.train_dataset
     if source is None:
         raise ExperimentError(
             f"{target} returned a Trainer without data. Make it with train_dataloader=, or return a dict of auto_accelerate's arguments."
