@@ -6,6 +6,7 @@ own movement in the plain loop, so that one small parameter that is wrong cannot
 
 import contextlib
 import copy
+import os
 import warnings
 from functools import cache
 
@@ -21,6 +22,10 @@ from drivetrain.train.auto import auto_accelerate
 ROWS, LENGTH, VOCAB = 8, 12, 64
 SGD = {"lr": 0.05, "momentum": 0.9}
 STEPS = 2
+DEVICE = os.environ.get("PLAN_MATRIX_DEVICE", "cpu")
+"""Where plans train: all ranks may share one GPU. The plain loop is on the CPU."""
+if DEVICE != "cpu":
+    torch.backends.cudnn.allow_tf32 = False
 EXACT, LOST = TOLERANCES["exact"], 0.6
 """How far a parameter's movement may be from the plain one's: rounding of float32, and the most where autocast rounds a lot."""
 
@@ -203,7 +208,7 @@ def all_passes(name, own):
 
 def whole(value):
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach().float().clone()
+    return value.detach().to("cpu", torch.float32, copy=True)
 
 
 def planned_movement(name, plan, **kwargs):
@@ -213,7 +218,7 @@ def planned_movement(name, plan, **kwargs):
         loss = lambda batch, outputs: outputs.loss
     status, result, applied = auto_accelerate(
         make_model(name), torch.optim.SGD, Rows(make_rows(name, ROWS * STEPS)), loss, None, "unpack_dict", SGD,
-        dataloader_args={"batch_size": ROWS, "num_workers": 0}, load_strategy=plan, device="cpu", strict=False,
+        dataloader_args={"batch_size": ROWS, "num_workers": 0}, load_strategy=plan, device=DEVICE, strict=False,
         **{"ignore_dryrun_on_load_strategy": skips_check, **kwargs},
     )  # fmt: skip
     assert status, applied.failure
