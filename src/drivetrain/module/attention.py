@@ -138,7 +138,7 @@ class _BiasMode(TorchFunctionMode):
         super().__init__()
         self.bias = bias
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -153,7 +153,7 @@ class _BiasMode(TorchFunctionMode):
 class Intercepted(GeneratedClass):
     """Makes a layer's calls of scaled dot-product attention use its bias."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         with _BiasMode(getattr(self, ATTRIBUTE)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
 
@@ -184,7 +184,7 @@ class BiasedMultihead(GeneratedClass):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> Any:
+    ) -> object:
         length_dim, batch_dim = (1, 0) if self.batch_first else (0, 1)
         if query.ndim == 2:
             length_dim, rows = 0, 1
@@ -238,7 +238,7 @@ def bias_through_interface(module: nn.Module, bias: AttentionBias) -> None:
 
 def biased_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Any:
+) -> object:
     """Attend as transformers does with torch's attention, adding the layer's bias where it has one."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -37,7 +37,7 @@ class AveragedWeights:
     >>> average.swap(model)                   # ... and train on
     """
 
-    def __init__(self, model: nn.Module, state: Mapping[str, Any] | None = None):
+    def __init__(self, model: nn.Module, state: Mapping[str, object] | None = None):
         self.num_updates = 0
         """How many updates were made; in an equal-weight mean the next one has the weight 1 / (num_updates + 1)."""
         self.is_swapped = False
@@ -143,7 +143,7 @@ class AveragedWeights:
         self.num_updates, self.is_swapped, self._plan = int(state["num_updates"]), False, None
         self._kept.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_view": None, "_plan": None}  # a copy does not copy the model
 
     def _view_of(self, model: nn.Module) -> "_View":

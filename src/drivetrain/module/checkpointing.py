@@ -6,6 +6,7 @@ products, convolutions and attention; `offload` keeps the inputs too, but in hos
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ class Checkpointed(GeneratedClass):
     _checkpoint_reentrant: bool
     _cache_positions: tuple[int, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> object:
         """Run the block's own forward, keeping little of it when gradients are recorded."""
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
@@ -60,7 +61,7 @@ class _CountedOnce:
     def __init__(self, run: Any, norms: list[nn.modules.batchnorm._NormBase]):
         self.run, self.norms, self.is_first = run, norms, True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.is_first:
             self.is_first = False
             return self.run(*args, **kwargs)
@@ -122,7 +123,7 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
     return [(name, module) for name, module in found if module not in inside]
 
 
-def _is_on_cuda(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _is_on_cuda(args: tuple, kwargs: Mapping[str, object]) -> bool:
     return any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
 
 
@@ -132,7 +133,7 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(keep_expensive)
 
 
-def keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+def keep_expensive(ctx: object, operation: object, *args: Any, **kwargs: object) -> object:
     """Keep the results of matrix products, convolutions and attention; recompute what is element-wise."""
     from torch.utils.checkpoint import CheckpointPolicy
 

@@ -64,11 +64,11 @@ def _caller(cls: type) -> Callable[..., object]:
     return _callers[cls]
 
 
-def _call(module: nn.Module, *args: object, **kwargs: object) -> Any:
+def _call(module: nn.Module, *args: object, **kwargs: object) -> object:
     return module._call_impl(*args, **kwargs)
 
 
-def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) -> Callable[..., Any]:
+def compile_loss(loss_func: Callable[..., object], **torch_compile_kwargs: Any) -> Callable[..., object]:
     """Return a compiled loss function; a module is compiled in place, so that its keys stay.
 
     Where kernels are recorded (CUDA graphs), the next step writes its loss into the same memory: the loss is copied out, so that it may

@@ -28,7 +28,7 @@ class DeferredHead(GeneratedClass):
 
     _deferred: "DeferredSource | None"
 
-    def forward(self, input: Tensor) -> Any:
+    def forward(self, input: Tensor) -> object:
         """Return the input in training, or what stands for the logits where the model computes the loss; the logits otherwise."""
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(input)  # type: ignore[misc]
@@ -72,7 +72,7 @@ class DeferredLogits:
     def dim(self) -> int:
         return self.ndim
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> object:
         return self.shape if dim is None else self.shape[dim]
 
     def __len__(self) -> int:
@@ -80,14 +80,14 @@ class DeferredLogits:
 
     # What changes rows, not classes.
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _CASTS or name in _RESHAPES:
             return lambda *args, **kwargs: self._moved(name, args, kwargs)
         return getattr(self._computed(name), name)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         """Return some of the rows; an index that reaches the classes computes them."""
         parts = index if isinstance(index, tuple) else (index,)
         if self._is_swapped or any(part is None for part in parts):
@@ -99,13 +99,13 @@ class DeferredLogits:
             return self._computed("[]")[index]
         return self._like(self._hidden[index])
 
-    def transpose(self, first: int, second: int) -> Any:
+    def transpose(self, first: int, second: int) -> object:
         """Return classes in dimension 1 and the other way round; anything else is computed."""
         if self.ndim == 3 and {first % 3, second % 3} == {1, 2}:
             return self._like(self._hidden, is_swapped=not self._is_swapped)
         return self._computed("transpose").transpose(first, second)
 
-    def permute(self, *order: Any) -> Any:
+    def permute(self, *order: Any) -> object:
         """Return classes in dimension 1 and the other way round; anything else is computed."""
         wanted = tuple(order[0]) if len(order) == 1 and not isinstance(order[0], int) else order
         if self.ndim == 3 and tuple(step % 3 for step in wanted) == (0, 2, 1):
@@ -139,7 +139,7 @@ class DeferredLogits:
     # What is computed.
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Compute a cross entropy in chunks, and everything else from real logits."""
         kwargs = {} if kwargs is None else kwargs
         name = getattr(function, "__name__", str(function))
@@ -248,7 +248,7 @@ class DeferredLoss(DeferredSource):
         self.loss_func, self.position, self.leaf = loss_func, position, leaf
         """`position`: which argument is the model's output; `leaf`: which of its tensors the head made."""
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         """Compute the loss; while the model trains, its output holds hidden states."""
         if not self.head.training:
             return self.loss_func(*args)

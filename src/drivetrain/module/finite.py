@@ -104,7 +104,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]], only_nan: bool = False)
     return found
 
 
-def nonfinite_state(items: Mapping[str, Any]) -> list[str]:
+def nonfinite_state(items: Mapping[str, object]) -> list[str]:
     """Return the names of trainable weights and optimizer states that are not finite, and of buffers that hold NaN.
 
     Infinity is usual in buffers, such as attention masks. `items` are modules and optimizers by name, also in lists; others are ignored.
@@ -128,7 +128,7 @@ def nonfinite_state(items: Mapping[str, Any]) -> list[str]:
     return nonfinite_names(strict) + nonfinite_names(buffers, only_nan=True)
 
 
-def _flat(items: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(items: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     for name, item in items.items():
         if isinstance(item, list | tuple):
             yield from _flat({f"{name}.{index}": part for index, part in enumerate(item)})
@@ -174,7 +174,7 @@ class StepGuard:
         self._statistics: list[Tensor] = []
         self._copies: deque[list[Tensor]] = deque(maxlen=3)
 
-    def prepare(self, optimizer: Any, model: Any, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
+    def prepare(self, optimizer: Any, model: object, *, is_exchanged: bool, is_judged_elsewhere: bool) -> None:
         """Look at the optimizer and the model of a run.
 
         `is_exchanged`: several ranks decide together. `is_judged_elsewhere`: a gradient scaler, or the units of an `OptimSet`, test

@@ -35,7 +35,7 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> dict[str, Any]:
     if any(is_dtensor(value) for value in state.values()):
         _meet(f"the weights of {type(module).__name__} are gathered from all ranks")
     whole: dict[int, Any] = {}  # a parameter under two names stays one tensor
-    result: OrderedDict[str, Any] = OrderedDict()
+    result: OrderedDict[str, object] = OrderedDict()
     for key, value in state.items():
         if id(value) not in whole:
             whole[id(value)] = _whole(value)
@@ -60,7 +60,7 @@ def give_parts_again(model: nn.Module) -> None:
             del unwrap(model).__dict__[name]
 
 
-def _state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> object:
+def _state_dict(module: nn.Module, *args: object, **kwargs: Any) -> object:
     if args or kwargs.get("keep_vars") or kwargs.get("destination") is not None:
         return type(module).state_dict(
             module, *args, **kwargs

@@ -47,7 +47,7 @@ class GradientSync:
         """The name of a wrapper that gives no way to take gradients of parts of the model."""
 
     @property
-    def no_sync(self) -> AbstractContextManager[Any]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """A context for forward and backward in which DDP sends nothing."""
         return nullcontext() if self.ddp is None else self.ddp.no_sync()
 

@@ -74,7 +74,7 @@ def _fill_momentum(optimizer: Optimizer) -> None:
 
 
 def split_optimizer(
-    build: Callable[..., Optimizer], groups: Any, settings: Mapping[str, Any], process_group: Any
+    build: Callable[..., Optimizer], groups: Any, settings: Mapping[str, object], process_group: object
 ) -> Optimizer:
     """Return `build(groups, **settings)` with its state split over the ranks of a group."""
     made: Optimizer = _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
@@ -174,7 +174,7 @@ class MasterCopies:
         return self._buffers[key]
 
     @torch.no_grad()
-    def step(self, *args: object, **kwargs: object) -> Any:
+    def step(self, *args: object, **kwargs: object) -> object:
         """Update the copies and write them back."""
         self._follow_parameters()
         if any(parameter.grad is not None for parameter, _ in self._served):
@@ -252,12 +252,12 @@ def host_copy(value: Tensor, dtype: torch.dtype, pin_memory: bool) -> Tensor:
 
 
 def with_master_weights(
-    build: Callable[..., Optimizer], masters: Mapping[int, nn.Parameter], groups: Any, settings: Mapping[str, Any]
+    build: Callable[..., Optimizer], masters: Mapping[int, nn.Parameter], groups: Any, settings: Mapping[str, object]
 ) -> Optimizer:
     """Return `build(groups, **settings)` with every parameter replaced by its copy; `masters` maps identities to copies."""
     served: list[tuple[nn.Parameter, nn.Parameter]] = []
 
-    def replaced(parameter: Any) -> Any:
+    def replaced(parameter: Any) -> object:
         if isinstance(parameter, tuple):
             return (parameter[0], replaced(parameter[1]))
         master = masters.get(id(parameter))
@@ -273,7 +273,7 @@ def with_master_weights(
         held = [held] if isinstance(held, Tensor) else held
         return {**group, "params": [replaced(parameter) for parameter in held]}
 
-    items: Iterable[Any] = groups
+    items: Iterable[object] = groups
     optimizer = build([replaced_group(item) for item in items], **settings)
     cls = type(optimizer)
     if cls not in _generated:
