@@ -14,7 +14,6 @@ from drivetrain.core.arguments import check_fractions
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.types import Batch
 
 ResizeTarget = bool | Literal["auto"]
 
@@ -59,7 +58,7 @@ def _check(p_row: float, p_col: float, resize_target: object, who: str) -> None:
         raise ConfigError(f"{who}(resize_target={resize_target!r}): expected True, False or 'auto'.")
 
 
-def _has_size(target: Batch, image: Image) -> bool:
+def _has_size(target: Image, image: Image) -> bool:
     if is_pil(target):
         return is_pil(image) and target.size == image.size
     return isinstance(image, Tensor) and is_image_like(target, image)

@@ -92,6 +92,7 @@ def cutmix(
     """Return cut and pasted images and the soft targets that belong to them; class indices need `num_classes`."""
     dense = dense_targets(target, num_classes, "cutmix")
     x, other, area, _ = cutmix_batch(input, dense, alpha=alpha, generator=generator)
+    assert isinstance(x, Tensor) and isinstance(other, Tensor)
     return x, torch.lerp(other, dense, area)
 
 

@@ -67,6 +67,7 @@ def mixup(
     """Return mixed inputs and the soft targets that belong to them; class indices need `num_classes`."""
     dense = dense_targets(target, num_classes, "mixup")
     x, other, mixing = mixup_batch(input, dense, alpha=alpha, generator=generator)
+    assert isinstance(x, Tensor) and isinstance(other, Tensor)
     return x, torch.lerp(dense, other, mixing)
 
 

@@ -186,7 +186,7 @@ class SeqLengthWarmup(Algorithm):
         if self.input_key is None:
             return short
         is_single = isinstance(batch_get(batch, self.input_key), Tensor)
-        return batch_set(copy.copy(batch), self.input_key, short[0] if is_single else short)
+        return batch_set(copy.copy(batch), self.input_key, batch_get(short, 0) if is_single else short)
 
     def state_dict(self) -> StateDict:
         """Return what was logged last."""

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from drivetrain.algorithms.utils.datasets import rebuild_in_place
 from drivetrain.algorithms.utils.passes import accepted_names
+from drivetrain.context.batch import batch_get
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError, ConfigTypeError, NotIntendedUseWarning
@@ -34,10 +35,10 @@ class RealTokens(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.documents)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         document = self.documents[index]
         if not isinstance(document, Mapping) or "attention_mask" not in document:
-            return document
+            return document  # type: ignore[return-value]  # tokens alone
         is_real = torch.as_tensor(document["attention_mask"]) != 0
         names = [name for name in ("input_ids", "labels") if name in document]
         return {name: torch.as_tensor(document[name])[is_real] for name in names}
@@ -86,15 +87,18 @@ class SequencePacking(Algorithm):
         if event is Event.BEFORE_LOAD:
             self._pack(state)
         elif event is Event.BEFORE_FORWARD:
-            if "document_ids" not in state.batch:
+            batch = state.batch
+            if not isinstance(batch, Mapping) or "document_ids" not in batch:
+                given = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
                 raise ConfigError(
-                    f"SequencePacking found no 'document_ids' in the batch ({', '.join(map(str, state.batch))}): "
-                    "the loader's rows are not packed."
+                    f"SequencePacking found no 'document_ids' in the batch ({given}): the loader's rows are not packed."
                 )
-            state.batch = self.prepare_batch(state, state.batch)
+            state.batch = self.prepare_batch(state, batch)
         else:
             # Rows hold different numbers of targets: the mean over a window must count targets, not rows.
-            state.batch_output.setdefault("num_items", num_targets(state.batch["labels"], self.ignore_index))
+            labels = batch_get(state.batch, "labels")
+            assert isinstance(labels, Tensor)
+            state.batch_output.setdefault("num_items", num_targets(labels, self.ignore_index))
 
     def _pack(self, state: State) -> None:
         loader = state.train_dataloader

@@ -114,11 +114,11 @@ class ComposerClassifier(ComposerModel):
         # A collection is a mapping of torch's kind, not of Python's.
         return dict(metrics.items()) if hasattr(metrics, "items") else {type(metrics).__name__: metrics}
 
-    def forward(self, batch: Batch) -> Batch:
+    def forward(self, batch: Any) -> Batch:
         """Return the outputs of the module for the inputs of a batch."""
         return self.module(batch[0])
 
-    def loss(self, outputs: Batch, batch: Batch, *args: Any, **kwargs: Any) -> Batch:
+    def loss(self, outputs: object, batch: Any, *args: object, **kwargs: object) -> Batch:
         """Return the loss of outputs for the targets of a batch."""
         return self._loss_fn(outputs, batch[1], *args, **kwargs)
 
@@ -126,6 +126,6 @@ class ComposerClassifier(ComposerModel):
         """Return the metrics of training or of evaluation."""
         return self.train_metrics if is_train else self.val_metrics
 
-    def update_metric(self, batch: Batch, outputs: Batch, metric: Any) -> None:
+    def update_metric(self, batch: Any, outputs: object, metric: Any) -> None:
         """Compare the outputs with the targets of a batch."""
         metric.update(outputs, batch[1])

@@ -7,6 +7,7 @@ says what their positions are.
 
 from collections.abc import Sequence
 
+from drivetrain.context.state import State
 from drivetrain.core.arguments import check_flag, check_number
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.core.time import Time, TimeLike
@@ -39,7 +40,7 @@ class StepScheduler(_Scheduler):
     def __init__(self, step_size: TimeLike, gamma: float = 0.1):
         self.step_size, self.gamma = _positive(self, "step_size", step_size), _factor(self, "gamma", gamma)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         size = span_of(self.step_size, state, ssr)
         return schedules.step_decay(position_in(size.unit, state), _nonzero(self, "step_size", size), self.gamma)
 
@@ -50,7 +51,7 @@ class MultiStepScheduler(_Scheduler):
     def __init__(self, milestones: Sequence[TimeLike], gamma: float = 0.1):
         self.milestones, self.gamma = _times(self, "milestones", milestones), _factor(self, "gamma", gamma)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         spans = [span_of(one, state, ssr) for one in self.milestones]
         reached = sum(position_in(span.unit, state) >= span.value for span in spans)  # their units may differ
         return schedules.exponential(reached, self.gamma)
@@ -62,7 +63,7 @@ class ConstantScheduler(_Scheduler):
     def __init__(self, alpha: float = 1.0, t_max: TimeLike = "1dur"):
         self.alpha, self.t_max = _factor(self, "alpha", alpha), _time(self, "t_max", t_max)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         end = span_of(self.t_max, state, ssr)
         return self.alpha if position_in(end.unit, state) < end.value else 1.0
 
@@ -74,7 +75,7 @@ class LinearScheduler(_Scheduler):
         self.t_max = _positive(self, "t_max", t_max)
         self.alpha_i, self.alpha_f = _factor(self, "alpha_i", alpha_i), _factor(self, "alpha_f", alpha_f)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         return schedules.between(self.alpha_i, self.alpha_f, schedules.linear(_share(self, self.t_max, state, ssr)))
 
 
@@ -84,7 +85,7 @@ class ExponentialScheduler(_Scheduler):
     def __init__(self, gamma: float, decay_period: TimeLike = "1ep"):
         self.gamma, self.decay_period = _factor(self, "gamma", gamma), _positive(self, "decay_period", decay_period)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         period = span_of(self.decay_period, state, ssr)
         passed = position_in(period.unit, state) / _nonzero(self, "decay_period", period)
         return schedules.exponential(passed, self.gamma)
@@ -96,7 +97,7 @@ class CosineAnnealingScheduler(_Scheduler):
     def __init__(self, t_max: TimeLike = "1dur", alpha_f: float = 0.0):
         self.t_max, self.alpha_f = _positive(self, "t_max", t_max), _factor(self, "alpha_f", alpha_f)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         return schedules.with_floor(schedules.cosine(_share(self, self.t_max, state, ssr)), self.alpha_f)
 
 
@@ -109,7 +110,7 @@ class CosineAnnealingWarmRestartsScheduler(_Scheduler):
             "t_mult", t_mult, above=0, owner=_name(self), hint=", else the second interval has a length of 0"
         )
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         first = span_of(self.t_0, state, ssr)
         length, now = _nonzero(self, "t_0", first), position_in(first.unit, state)
         if self.t_mult < 1 and now >= length / (1 - self.t_mult):
@@ -127,7 +128,7 @@ class PolynomialScheduler(_Scheduler):
         self.power, self.t_max = _factor(self, "power", power), _positive(self, "t_max", t_max)
         self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         return schedules.with_floor(
             schedules.polynomial(_share(self, self.t_max, state, ssr), self.power), self.alpha_f
         )
@@ -143,7 +144,7 @@ class MultiStepWithWarmupScheduler(_Scheduler):
         self.scale_warmup = check_flag("scale_warmup", scale_warmup, owner=_name(self))
         self.steps = MultiStepScheduler(milestones, gamma)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         warmup = span_of(self.t_warmup, state, ssr if self.scale_warmup else 1.0)
         risen = _rise(warmup, state)
         return self.steps(state, ssr) if risen is None else risen
@@ -159,7 +160,7 @@ class _WithWarmup(_Scheduler):
         self.scale_warmup = check_flag("scale_warmup", scale_warmup, owner=_name(self))
         self.t_max = _positive(self, "t_max", t_max)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         warmup = span_of(self.t_warmup, state, ssr if self.scale_warmup else 1.0)
         end = span_of(self.t_max, state, ssr)
         check_covers_run(end, state, f"{_name(self)}(t_max={str(self.t_max)!r})")
@@ -252,7 +253,7 @@ class WSDScheduler(_Scheduler):
         self.t_max, self.decay = _positive(self, "t_max", t_max), decay
         self.alpha_f = _factor(self, "alpha_f", alpha_f)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         end = span_of(self.t_max, state, ssr)
         risen = _rise(span_of(self.t_warmup, state), state)
         if risen is not None:
@@ -270,7 +271,7 @@ class InverseSqrtScheduler(_Scheduler):
     def __init__(self, t_warmup: TimeLike):
         self.t_warmup = _time(self, "t_warmup", t_warmup)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         warmup = span_of(self.t_warmup, state)
         risen = _rise(warmup, state)
         if risen is not None:
@@ -287,18 +288,18 @@ class OneCycleScheduler(_Scheduler):
         self.t_up, self.t_max = _time(self, "t_up", t_up), _positive(self, "t_max", t_max)
         self.alpha_i, self.alpha_f = _factor(self, "alpha_i", alpha_i), _factor(self, "alpha_f", alpha_f)
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
         up, end = in_common_unit(span_of(self.t_up, state, ssr), span_of(self.t_max, state, ssr), state, _name(self))
         return schedules.one_cycle(position_in(end.unit, state), up.value, end.value, self.alpha_i, self.alpha_f)
 
 
-def _rise(warmup: Span, state: object) -> float | None:
+def _rise(warmup: Span, state: State) -> float | None:
     """Return the factor within the warm-up, or None after it; a warm-up of 0 is none."""
     now = position_in(warmup.unit, state)
     return schedules.warm_up(now / warmup.value) if now < warmup.value else None
 
 
-def _share(scheduler: object, t_max: Time, state: object, ssr: float) -> float:
+def _share(scheduler: object, t_max: Time, state: State, ssr: float) -> float:
     """Return tau: how much of `t_max` has passed, at most 1."""
     end = span_of(t_max, state, ssr)
     return min(1.0, position_in(end.unit, state) / _nonzero(scheduler, "t_max", end))

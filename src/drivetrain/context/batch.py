@@ -18,7 +18,7 @@ BatchKey = int | str | Callable[[Any], Any] | Sequence[Any]
 """Where a part of a batch is: index, name, list of those, function, or `(getter, setter)`."""
 
 
-def batch_get(batch: Batch, key: BatchKey) -> Batch:
+def batch_get(batch: Any, key: BatchKey) -> Batch:
     """Return the part of `batch` that `key` names; a list of keys gives a list of parts.
 
     >>> batch_get({"x": 1, "y": 2}, ["y", "x"])
@@ -68,7 +68,7 @@ def _set_many(batch: Batch, keys: Sequence[Any], values: Any) -> Batch:
     return batch
 
 
-def _set_one(batch: Batch, key: object, value: object) -> Batch:
+def _set_one(batch: Any, key: object, value: object) -> Batch:
     if isinstance(batch, tuple):
         return _set_in_tuple(batch, key, value)
     try:

@@ -6,8 +6,8 @@ StateDict = dict[str, Any]
 """A state as `state_dict()` returns it: plain values, containers and tensors by name."""
 Settings = dict[str, Any]
 """Keyword arguments, parameters or configuration by name; whoever receives them checks each value."""
-Batch = Any
-"""What a loader yields and a model takes: a tensor, or any container of them."""
+Batch = object
+"""What a loader yields and a model takes: a tensor, or any container of them. Only the user's code knows which."""
 Item = Any
 """One object of a session: a module, an optimizer, a number, a container, or an object of the user's."""
 Saved = Any

@@ -229,7 +229,7 @@ class ColumnSamples:
     def __len__(self) -> int:
         return self.columns.length
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return _map_leaves(lambda leaf: leaf[index], self.columns.tree)
 
 

@@ -42,7 +42,7 @@ class GatherFetch:
             rows = torch.as_tensor(as_indices(rows, self.columns.length)).to(self.columns.device, non_blocking=True)
         return self._gather(rows)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return GatherFetch, (self.columns,)  # the compiled functions are made again in a worker
 
 
@@ -76,7 +76,7 @@ class UserFetch:
             if kept is not None:
                 restore_generators(kept)
 
-    def _read(self, keys: list[Any], info: BatchInfo, seed: int) -> Batch:
+    def _read(self, keys: list[object], info: BatchInfo, seed: int) -> Batch:
         if not self.batched:
             if self.rng == "sample":
                 self._seed_sample(keys[0], info, 0, seed)
@@ -105,7 +105,7 @@ def has_get_batch(dataset: object) -> bool:
     return callable(getattr(dataset, "get_batch", None))
 
 
-def keys_of(rows: Rows) -> list[Any]:
+def keys_of(rows: Rows) -> list[object]:
     """Return rows as the plain list that a dataset's own methods get.
 
     >>> keys_of(range(2, 4))

@@ -97,8 +97,8 @@ class SmartDataLoader(DataLoader[T_co]):
         dataset: Any,
         shuffle: bool = False,
         random_seed: int | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
+        sampler: Iterable[object] | None = None,
+        batch_sampler: Iterable[list[Any]] | None = None,
         move_output: bool = True,
         loading_bar: bool = True,
         *,
@@ -153,15 +153,15 @@ class SmartDataLoader(DataLoader[T_co]):
             local_batch_size(global_batch_size, num_data_ranks())
 
     @classmethod
-    def from_loader(cls, loader: DataLoader[Any], **changes: object) -> "SmartDataLoader[Any]":
+    def from_loader(cls, loader: DataLoader[object], **changes: object) -> "SmartDataLoader[object]":
         """Return a SmartDataLoader over the same data as a plain torch loader, shuffled if that one is."""
         if isinstance(loader, SmartDataLoader):
             return loader.rebuild(**changes)
         return SmartDataLoader(**{**arguments_of(loader), **changes})
 
-    def rebuild(self, **changes: Any) -> "SmartDataLoader[Any]":
+    def rebuild(self, **changes: Any) -> "SmartDataLoader[object]":
         """Return a loader with other arguments, and the same seed and device; it starts at epoch 0."""
-        other: SmartDataLoader[Any] = SmartDataLoader(**{**self._arguments, **changes})
+        other: SmartDataLoader[object] = SmartDataLoader(**{**self._arguments, **changes})
         if "random_seed" not in changes:
             other._seed, other._seed_agrees = self._seed, self._seed_agrees
         other._device, other.loading_bar = self._device, changes.get("loading_bar", self.loading_bar)
@@ -243,7 +243,7 @@ class SmartDataLoader(DataLoader[T_co]):
         if self.loading_bar and bar_is_wanted():
             done = cursor.start // (share.batch_size * share.world)
             batches = with_bar(batches, done, self._known_length(), self.name or f"epoch {cursor.epoch}")
-        return batches
+        return batches  # type: ignore[return-value]  # only the dataset knows what a batch is
 
     def _next_cursor(self) -> Cursor:
         """Claim the next epoch, or the place that was restored."""
@@ -456,7 +456,9 @@ class SmartDataLoader(DataLoader[T_co]):
 
     # ------------------------------------------------------------------ building
 
-    def _first_seed(self, random_seed: int | None, name: str | None, generator: Any) -> tuple[int, bool]:
+    def _first_seed(
+        self, random_seed: int | None, name: str | None, generator: torch.Generator | None
+    ) -> tuple[int, bool]:
         """Return the seed, and whether all ranks have the same."""
         if random_seed is not None:
             return random_seed, True

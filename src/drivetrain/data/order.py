@@ -10,7 +10,7 @@ Four kinds of order share one shape: how many batches an epoch has, and the batc
 import operator
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from drivetrain.data.randomness import SeededGenerators
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.seeds import derive_seed
 
-Rows = Tensor | range | list[Any]
+T = TypeVar("T")
+Rows = Tensor | range | list[object]
 """Which samples a batch has: indices into the dataset, or the keys a user's sampler gives."""
 
 
@@ -79,7 +80,7 @@ def share_of(total: int, rank: int, world: int) -> tuple[int, int]:
 
 
 def sliced_batches(
-    order: Tensor | Sequence[Any] | None, length: int, epoch: int, position: int, share: RankShare
+    order: Tensor | Sequence[object] | None, length: int, epoch: int, position: int, share: RankShare
 ) -> Iterator[BatchInfo]:
     """Yield this rank's part of each global batch from `position` on; `order` None means 0..length-1."""
     rank, world, size, drop_last = share
@@ -239,7 +240,7 @@ def _on_all_replicas(info: BatchInfo, rank: int, world: int) -> BatchInfo:
 class BatchOrder:
     """A user's `batch_sampler`: its batches go round the ranks."""
 
-    def __init__(self, batch_sampler: Iterable[object]):
+    def __init__(self, batch_sampler: Iterable[Iterable[object]]):
         self.batch_sampler = batch_sampler
         _sized_length(batch_sampler, "batch_sampler")
         inner = getattr(batch_sampler, "sampler", None)
@@ -268,7 +269,7 @@ class BatchOrder:
         return dealt_batches(lists, epoch, position, share.rank, share.world)
 
 
-def dealt_batches(lists: list[list[Any]], epoch: int, position: int, rank: int, world: int) -> Iterator[BatchInfo]:
+def dealt_batches(lists: list[list[object]], epoch: int, position: int, rank: int, world: int) -> Iterator[BatchInfo]:
     """Deal ready-made batches to the ranks in turn, from the one that starts at `position`."""
     start, place = 0, 0
     while place < position and start < len(lists):
@@ -281,7 +282,7 @@ def dealt_batches(lists: list[list[Any]], epoch: int, position: int, rank: int, 
     return _deal(lists, epoch, start, place, rank, world)
 
 
-def _deal(lists: list[list[Any]], epoch: int, start: int, place: int, rank: int, world: int) -> Iterator[BatchInfo]:
+def _deal(lists: list[list[object]], epoch: int, start: int, place: int, rank: int, world: int) -> Iterator[BatchInfo]:
     for start_of_round in range(start, len(lists), world):
         hands = lists[start_of_round : start_of_round + world]
         sizes = [len(hand) for hand in hands]
@@ -295,7 +296,7 @@ def _deal(lists: list[list[Any]], epoch: int, start: int, place: int, rank: int,
         place += total
 
 
-def draw_stream(sampler: Iterable[object], seed: int, epoch: int) -> list[Any]:
+def draw_stream(sampler: Iterable[T], seed: int, epoch: int) -> list[T]:
     """Return the whole stream of a sampler for one epoch.
 
     A sampler that draws from the shared generators gets them seeded for the epoch, and they are restored: the same epoch has
@@ -310,7 +311,7 @@ def draw_stream(sampler: Iterable[object], seed: int, epoch: int) -> list[Any]:
         return list(sampler)
 
 
-def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[Any]:
+def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[object]:
     """Return a stream of whole numbers as a tensor, within `rows` where that is given; other keys stay a list."""
     try:
         indices = torch.tensor([operator.index(key) for key in keys], dtype=torch.int64)

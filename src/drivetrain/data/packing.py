@@ -221,7 +221,7 @@ def check_packing(max_length: int, strategy: str, buffer: int = 1) -> None:
         raise ParameterError(unknown_name("strategy", strategy, STRATEGIES, where="packing"))
 
 
-BEGINNING: dict[str, Any] = {"documents": 0, "rows": 0, "source": None}
+BEGINNING: StateDict = {"documents": 0, "rows": 0, "source": None}
 """The place of a packed stream that has given out nothing."""
 
 

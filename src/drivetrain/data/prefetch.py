@@ -35,7 +35,7 @@ def to_device(pairs: Pairs, device: torch.device, depth: int) -> Pairs:
 
 
 def _ahead(pairs: Pairs, side: "_SideStream", depth: int) -> Pairs:
-    under_way: deque[tuple[BatchInfo, Batch, Any]] = deque()
+    under_way: deque[tuple[BatchInfo, Batch, torch.Event]] = deque()
     for info, batch in pairs:
         under_way.append((info, *side.send(batch)))
         if len(under_way) > depth:
@@ -55,9 +55,9 @@ class _SideStream:
         self.stream = module.Stream(device)
         self.new_event = module.Event
         self.queued = module.Event()
-        self.spare: list[Any] = []
+        self.spare: list[torch.Event] = []
 
-    def send(self, batch: Batch) -> tuple[Batch, Any]:
+    def send(self, batch: Batch) -> tuple[Batch, torch.Event]:
         """Start the copy of a batch; return it with the event that says when it has arrived."""
         pinned = pin(batch)
         sent = self.spare.pop() if self.spare else self.new_event()
@@ -68,7 +68,7 @@ class _SideStream:
         sent.record(self.stream)
         return moved, sent
 
-    def receive(self, moved: Batch, sent: Any) -> Batch:
+    def receive(self, moved: Batch, sent: torch.Event) -> Batch:
         """Let the consumer's stream wait for the copy, and hand the batch out."""
         self.module.current_stream(self.device).wait_event(sent)
         self.spare.append(sent)  # the wait refers to this recording; the event may be recorded again

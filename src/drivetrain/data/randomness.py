@@ -28,8 +28,8 @@ class KeptGenerators(NamedTuple):
     """The states of the caller's generators."""
 
     torch: torch.Tensor
-    python: Any
-    numpy: tuple[Any, float | None]
+    python: tuple[object, ...]
+    numpy: tuple[object, float | None]
 
 
 class _NumpyExchange:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from drivetrain.core.arguments import check_count
 from drivetrain.core.errors import DrivetrainWarning, ParameterError, ResumeError, StateError, unknown_name
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import Batch, Settings, StateDict
 from drivetrain.data.columns import Columns, ColumnSamples, find_columns
 from drivetrain.data.fetch import GatherFetch, UserFetch, dataset_length, sized_length
 from drivetrain.data.order import BatchInfo, BatchOrder, IndexOrder, ReplicaOrder, SampleOrder, SamplerOrder
@@ -135,7 +135,7 @@ def local_batch_size(global_batch_size: int, world: int) -> int:
     return size
 
 
-def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
+def arguments_of(loader: DataLoader[object]) -> Settings:
     """Return the arguments that make a loader like a plain torch one."""
     arguments: Settings = {
         "dataset": loader.dataset,
@@ -159,7 +159,7 @@ def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {**arguments, "sampler": sampler}
 
 
-Collate = Callable[[Any], Any]
+Collate = Callable[[Any], Batch]
 
 
 @dataclass(kw_only=True)
@@ -187,8 +187,8 @@ def stream_source(
 def indexed_source(
     dataset: Any,
     shuffle: bool,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Any] | None,
+    sampler: Iterable[object] | None,
+    batch_sampler: Iterable[Iterable[object]] | None,
     collate: Collate | None,
     batched: bool,
     rng: RngMode,

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import torch.utils.data
 
 from drivetrain.core.errors import DistributedError, ResumeError
-from drivetrain.core.types import Batch
+from drivetrain.core.types import Batch, StateDict
 from drivetrain.data.order import BatchInfo, Pairs, RankShare, share_of
 from drivetrain.data.randomness import RngMode, keep_generators, restore_generators, seed_generators
 from drivetrain.data.workers import WorkerPool
@@ -98,7 +98,7 @@ class StreamReader:
             if kept is not None:
                 restore_generators(kept)
 
-    def take(self, position: int, count: int) -> list[Any]:
+    def take(self, position: int, count: int) -> list[object]:
         """Read up to `count` samples, the first of which is at `position`."""
         if self.rng != "sample":
             return list(itertools.islice(self.iterator, count))
@@ -124,13 +124,13 @@ class StreamReader:
                     "it was started with."
                 )
 
-    def collated(self, samples: list[Any], *place: int) -> Batch:
+    def collated(self, samples: list[object], *place: int) -> Batch:
         """Make a batch; a user's collation gets random numbers of this place."""
         if self.own_collate and self.rng != "off":
             seed_generators(derive_seed(self.start.seed, "fetch", self.start.epoch, *self.lane, *place))
         return self.collate(samples if self.batched else samples[0])
 
-    def place(self, ended: bool) -> dict[str, Any] | None:
+    def place(self, ended: bool) -> StateDict | None:
         """Return the position of the stream now, or None if it has none; at its end it may have gone back to the beginning."""
         for part in (self.iterator, self.dataset):
             if _keeps_state(part) and not ended:
@@ -164,7 +164,7 @@ class FilterReader(StreamReader):
             yield step
             position = step[0].end
 
-    def _next(self, position: int, share: RankShare, wanted: bool) -> Any:
+    def _next(self, position: int, share: RankShare, wanted: bool) -> tuple[BatchInfo, Batch] | None:
         whole = share.batch_size * share.world
         samples = self.take(position, whole)
         if not samples or (share.drop_last and len(samples) < whole):
@@ -182,10 +182,10 @@ class FilterReader(StreamReader):
 class ShardedReader(StreamReader):
     """Yields the batches of this rank's and worker's own stream."""
 
-    def batches(self, start: StreamStart, worker: int) -> Iterator[tuple[int, Any, dict[str, Any]]]:
+    def batches(self, start: StreamStart, worker: int) -> Iterator[tuple[int, Batch, StateDict]]:
         """Yield size, batch and place of each batch of the stream of one worker."""
         size = start.share.batch_size
-        place: dict[str, Any] = {"samples": 0, "state": None, "ended": False}
+        place: StateDict = {"samples": 0, "state": None, "ended": False}
         if start.stream is not None:
             place = start.stream["workers"].get(worker, place)
         if place["ended"]:
@@ -201,7 +201,7 @@ class ShardedReader(StreamReader):
             read = step[2]["samples"]
             yield step
 
-    def _next(self, read: int, size: int, drop_last: bool) -> Any:
+    def _next(self, read: int, size: int, drop_last: bool) -> tuple[int, Batch, StateDict] | None:
         samples = self.take(read, size)
         if not samples or (drop_last and len(samples) < size):
             return None
@@ -217,7 +217,7 @@ class StreamAnswer:
         self.reader = reader.fresh()
         self.reader.puts_back = False
         self.token: int | None = None
-        self.steps: Iterator[Any] = iter(())
+        self.steps: Iterator[tuple[object, ...]] = iter(())
 
     def __call__(self, job: tuple[StreamStart, int]) -> Any:
         start, number = job
@@ -248,7 +248,7 @@ class HiddenWorker:
     A dataset that splits itself by `get_worker_info()` would, in `filter` mode, lose what the other workers have.
     """
 
-    def __init__(self, init: Callable[[int], Any] | None):
+    def __init__(self, init: Callable[[int], object] | None):
         self.init = init
 
     def __call__(self, worker_id: int) -> None:
@@ -289,7 +289,7 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
     turn = stream["turn"]
     steps = _sharded_steps(reader, start, pool, lanes, turn)
     workers, position = dict(stream["workers"]), start.position
-    last: tuple[int, Any] | None = None
+    last: tuple[int, Batch] | None = None
     for index in itertools.count(stream.get("batches", 0)):
         step = next(steps, None)
         size = 0 if step is None else step[1]
@@ -313,7 +313,7 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
 
 def _sharded_steps(
     reader: ShardedReader, start: StreamStart, pool: WorkerPool | None, lanes: int, turn: int
-) -> Iterator[Batch]:
+) -> Iterator[tuple[int, int, Batch, StateDict, int]]:
     """Yield (worker, size, batch, place, next turn) in the order in which workers take turns."""
     if pool is None:
         for size, batch, place in reader.fresh().batches(start, 0):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
 from drivetrain.runtime.environment import end_with_parent
@@ -38,7 +38,7 @@ END_SECONDS = 3.0
 """How long all workers together may take to end by themselves."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_running: weakref.WeakKeyDictionary[Any, "weakref.ref[DataLoader[Any]]"] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[Any, "weakref.ref[DataLoader[object]]"] = weakref.WeakKeyDictionary()
 """torch's iterators that have started workers, each with its loader."""
 
 
@@ -61,7 +61,7 @@ _scopes = _WorkerScopes()
 class WorkerStart:
     """The first thing a worker calls: from here on only its parent ends it, and its parent's end does."""
 
-    def __init__(self, init: Callable[[int], Any] | None):
+    def __init__(self, init: Callable[[int], object] | None):
         self.init = init
 
     def __call__(self, worker_id: int) -> None:
@@ -80,7 +80,7 @@ def _leave_to_parent(number: int, frame: FrameType | None) -> None:
     pass
 
 
-def start_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+def start_iterator(loader: DataLoader[object], make: Callable[[], Any]) -> Any:
     """Return a loader's iterator; workers that it starts are noted, and cannot be hit by a signal before they handle it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS) if hasattr(signal, "pthread_sigmask") else None
     try:
@@ -113,7 +113,7 @@ def ending_workers() -> Iterator[None]:
             undo()
 
 
-def guard_workers(loader: DataLoader[Any]) -> None:
+def guard_workers(loader: DataLoader[object]) -> None:
     """Treat the workers of a user's plain loader like ours until the surrounding `ending_workers()` ends."""
     scope = _scopes.outermost
     if scope is None or not loader.num_workers or "_get_iterator" in vars(loader):
@@ -176,7 +176,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-class WorkerSide(Dataset[Any]):
+class WorkerSide(Dataset[object]):
     """What a worker has in hand: the user's dataset and the function that answers a job.
 
     It replaces the dataset in `get_worker_info()`, so names it does not know are the dataset's, for reading and writing.
@@ -186,7 +186,7 @@ class WorkerSide(Dataset[Any]):
         own = self.__dict__
         own["dataset"], own["answer"] = dataset, answer
 
-    def __getitem__(self, job: object) -> Any:
+    def __getitem__(self, job: object) -> object:
         return self.__dict__["answer"](job)
 
     def __getattr__(self, name: str) -> Any:
@@ -230,18 +230,18 @@ class _JobSampler:
     def __init__(self) -> None:
         self.jobs: Iterator[object] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.jobs
 
 
 class WorkerPool:
     """Worker processes that answer jobs; with `persistent_workers` the same ones for every epoch."""
 
-    def __init__(self, side: WorkerSide, options: dict[str, Any]):
+    def __init__(self, side: WorkerSide, options: Settings):
         self._side, self._options = side, options
         self._sampler = _JobSampler()
         self._busy = False
-        self._inner: DataLoader[Any] = DataLoader(
+        self._inner: DataLoader[object] = DataLoader(
             side,
             batch_size=None,
             sampler=self._sampler,
@@ -258,7 +258,7 @@ class WorkerPool:
         self._busy = True
         iterator = None
         try:
-            sent: deque[Any] = deque()
+            sent: deque[object] = deque()
             self._sampler.jobs = _recorded(jobs, sent)
             self._inner.generator.manual_seed(base_seed)
             iterator = start_iterator(self._inner, self._inner.__iter__)

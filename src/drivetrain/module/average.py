@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import StateError, nearest_name
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor, local_part
 from drivetrain.module.wrapping import clean_key, is_fully_sharded, unwrap
 
@@ -115,7 +116,7 @@ class AveragedWeights:
         self._plan = None
         return self
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the number of updates and the averaged tensors by name."""
         if self.is_swapped:
             raise StateError("the model holds the averaged weights now; call swap(model) before saving.")
@@ -179,7 +180,7 @@ class _View:
         self.model = weakref.ref(root)
         self.sharded = [module for module in root.modules() if is_fully_sharded(module)]
         self.names: list[str] = []
-        self.places: list[tuple[dict[str, Any], str]] = []
+        self.places: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
         for path, module in root.named_modules():
             prefix = clean_key(root, path)
@@ -200,7 +201,7 @@ class _View:
         for module in self.sharded:
             # After a forward pass without backward some parameters are still gathered; writing to those would be lost.
             module.reshard()  # type: ignore[operator]
-        return [home[key] for home, key in self.places]
+        return [home[key] for home, key in self.places]  # type: ignore[misc]  # those that were there
 
     def named(self) -> dict[str, Tensor]:
         """Return the same by name."""

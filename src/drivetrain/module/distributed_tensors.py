@@ -1,10 +1,13 @@
 """The few things the other files need to know about DTensors, without importing them before anybody else does."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -38,7 +41,7 @@ def fit_tensor(value: Tensor, live: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def synchronise(tensors: list[Tensor], mesh: Any) -> None:
+def synchronise(tensors: list[Tensor], mesh: "DeviceMesh") -> None:
     """Give every rank of the mesh the values that its first rank holds."""
     import torch.distributed as dist
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from drivetrain.module.wrapping import written_class
 
@@ -157,7 +157,7 @@ class FakeRun:
 
     def __init__(self, root: nn.Module, sample: object):
         self.root, self.sample = root, sample
-        self._calls: dict[nn.Module, tuple[list[object], list[object]]] | None = (
+        self._calls: dict[nn.Module, tuple[list[Node], list[Node]]] | None = (
             None  # graph nodes into and out of a module
         )
 
@@ -170,8 +170,8 @@ class FakeRun:
             return None
         return all(_reaches(into, set(out)) for (_, out), (into, _) in pairwise(calls))
 
-    def _run(self) -> dict[nn.Module, tuple[list[object], list[object]]]:
-        calls: dict[nn.Module, tuple[list[object], list[object]]] = {}
+    def _run(self) -> dict[nn.Module, tuple[list[Node], list[Node]]]:
+        calls: dict[nn.Module, tuple[list[Node], list[Node]]] = {}
 
         def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             calls.setdefault(module, (_nodes((args, kwargs)), _nodes(output)))
@@ -206,13 +206,13 @@ def _call_on_fake_tensors(root: nn.Module, sample: object) -> None:
         torch.func.functional_call(root, state, args, kwargs, tie_weights=True)
 
 
-def _nodes(value: object) -> list[object]:
+def _nodes(value: object) -> list[Node]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf.grad_fn for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
 
 
-def _reaches(starts: Iterable[Any], goals: set[Any]) -> bool:
+def _reaches(starts: Iterable[Node], goals: set[Node]) -> bool:
     """Return whether walking the autograd graph backwards from `starts` meets one of `goals`."""
     stack, seen = list(starts), set(starts)
     while stack:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.core.errors import DistributedError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import clean_key, unwrap
 from drivetrain.runtime.collectives import control_group, distributed_barrier
@@ -24,7 +25,7 @@ DEADLINE = timedelta(minutes=5)
 """How long a rank that gathers waits for the others to do the same."""
 
 
-def full_state_dict(model: nn.Module, *, prefix: str = "") -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
     """Return the whole state of a model under its own names, sharded tensors gathered on the CPU; all ranks must call this.
 
     >>> list(full_state_dict(nn.Linear(2, 1)))

@@ -11,7 +11,6 @@ missing here counts as zero; if it is missing everywhere it stays missing, so th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,8 @@ from drivetrain.module.wrapping import inner_attribute, is_compiled_shell, is_fu
 from drivetrain.runtime.ranks import data_group, is_distributed, num_data_ranks
 
 BUCKET_BYTES = 25 * 1024 * 1024
-Group = Any
+Group = dist.ProcessGroup | None
+"""The ranks that are averaged over; None for the default group."""
 
 
 class GradientSync:
@@ -110,12 +110,12 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
                 p.grad = None
 
 
-def start_sum_over_ranks(value: Count, device: Any, group: Group = None) -> Callable[[], Count]:
+def start_sum_over_ranks(value: Count, device: torch.device | str | None, group: Group = None) -> Callable[[], Count]:
     """Start to add a number up over the ranks of a group, by default the data ranks.
 
     The returned function gives the sum, on a device as a tensor that is not read.
     """
-    dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    dtype = torch.float32 if torch.device(device or "cpu").type == "mps" else torch.float64
     if isinstance(value, Tensor):
         total = value.detach().to(device=device, dtype=dtype, copy=True)
     else:
@@ -158,7 +158,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-def _send(bucket: list[nn.Parameter], world: int, group: Group) -> tuple[Tensor, Any]:
+def _send(bucket: list[nn.Parameter], world: int, group: Group) -> tuple[Tensor, dist.Work]:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(world)
     return flat, dist.all_reduce(flat, group=group, async_op=True)

@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from drivetrain.core.errors import DrivetrainWarning
+from drivetrain.core.types import StateDict
 
 _MAX_NODES = 20_000  # of a graph to look for float16 in; enough for any in which it occurs at all
 
@@ -25,7 +26,7 @@ class Scaling:
         self.autocast_dtype: torch.dtype | None = None
         self._knows_precision = False
         self._decided = False
-        self._waiting: dict[str, Any] | None = None
+        self._waiting: StateDict | None = None
 
     def scaler_for(
         self, loss: Tensor, parameters: Sequence[Tensor], is_wanted: bool, name: str
@@ -47,11 +48,11 @@ class Scaling:
         """Take the precision from whoever knows it; None means no autocast."""
         self.autocast_dtype, self._knows_precision = autocast_dtype, True
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> StateDict | None:
         """Return the scaler's state, None without one."""
         return self._waiting if self.scaler is None else self.scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | None, can_scale: bool, name: str) -> None:
+    def load_state_dict(self, state: StateDict | None, can_scale: bool, name: str) -> None:
         """Take a saved scale; one that arrives before the first backward waits for the decision."""
         if not state:
             return
@@ -74,8 +75,8 @@ class Scaling:
 
 def computes_in_float16(loss: Tensor) -> bool:
     """Return whether any gradient on the way back from the loss is float16; autocast is usually left before backward."""
-    todo: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
+    todo: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
     while todo and len(seen) < _MAX_NODES:
         node = todo.pop()
         if node is None or node in seen:

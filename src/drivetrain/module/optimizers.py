@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from drivetrain.core.types import StateDict
+
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
 
@@ -205,7 +207,7 @@ class MasterCopies:
         for parameter, _ in self._served:
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the optimizer's state, with each copy that is more precise than its parameter beside what is kept about it."""
         state = super().state_dict()  # type: ignore[misc]
         masters, wider = self._masters(), {id(m) for p, m in self._served if p.dtype != m.dtype}

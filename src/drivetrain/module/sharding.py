@@ -8,7 +8,7 @@ would meet the head with the wrong type; only the root turns its output back to 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,18 @@ from drivetrain.module.families import is_plain_container
 from drivetrain.module.wrapping import is_fully_sharded, named_clean_parameters, unwrap
 from drivetrain.runtime.ranks import is_distributed, num_data_ranks
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 
 def shard_fully(
-    model: nn.Module, mesh: Any = None, *, wrap: Any = "auto", mixed_precision: Any = None, **fully_shard_kwargs: Any
+    model: nn.Module,
+    mesh: "DeviceMesh | None" = None,
+    *,
+    wrap: object = "auto",
+    mixed_precision: "torch.dtype | MixedPrecisionPolicy | None" = None,
+    **fully_shard_kwargs: Any,
 ) -> nn.Module:
     """Shard the model in place over a device mesh and return it; names and tied parameters are kept.
 
@@ -106,7 +115,7 @@ def rebind_optimizer(optimizer: Optimizer, old_names: Mapping[str, Tensor], mode
             optimizer.state[fresh] = states[id(old)]
 
 
-def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dict[str, Any]:
+def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dict[str, object]:
     """Return optimizer state for `new` made of that for `old`."""
     if not is_dtensor(new):
         return dict(state)
@@ -124,7 +133,7 @@ def _sharded_state(state: Mapping[str, object], old: Tensor, new: Tensor) -> dic
     return result
 
 
-def _default_mesh(model: nn.Module) -> Any:
+def _default_mesh(model: nn.Module) -> "DeviceMesh":
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -204,7 +213,7 @@ def _without_shared(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]
     return list(chosen)
 
 
-def _policies(mixed_precision: object) -> tuple[Any, Any]:
+def _policies(mixed_precision: object) -> "tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]":
     """Return the policy of the blocks and that of the root."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -221,7 +230,7 @@ def _policies(mixed_precision: object) -> tuple[Any, Any]:
     )
 
 
-def _share_statistics(model: nn.Module, mesh: Any) -> None:
+def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
     """Average the running statistics of batch norms over ranks after every pass of training, so that evaluation is the same on all.
 
     They are small, and go in one message.
@@ -238,7 +247,7 @@ def _share_statistics(model: nn.Module, mesh: Any) -> None:
     if not norms:
         return
 
-    def average(module: nn.Module, args: Any, outputs: Any) -> None:
+    def average(module: nn.Module, args: object, outputs: object) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
         # By `.data`: backward in training mode does not read them, but autograd would notice that they have changed.
@@ -253,7 +262,7 @@ def _share_statistics(model: nn.Module, mesh: Any) -> None:
     model.register_forward_hook(average)
 
 
-def _average_gradient(parameter: nn.Parameter, mesh: Any) -> None:
+def _average_gradient(parameter: nn.Parameter, mesh: "DeviceMesh") -> None:
     """Average the gradient of a parameter that cannot be sharded, each time it has been accumulated.
 
     Averaging what is already the same on all ranks changes nothing, so accumulation over several backward passes is

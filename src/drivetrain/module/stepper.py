@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.core.errors import ResumeError
+from drivetrain.core.types import StateDict
 from drivetrain.module.accumulation import AccumulationWindow, Count, as_factor, scale_gradients, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.finite import NonFinitePolicy, StepGuard, any_nonfinite
@@ -56,7 +57,7 @@ class Stepper:
         """Keeps updates that are not finite out of the weights; its counts are saved with the window."""
         self.sync: GradientSync | None = None
         """Who averages gradients over ranks, where a loop has to know."""
-        self.model: Any = None
+        self.model: object = None
         """Whose gradients are saved inside a window."""
         self.axes: dict[str, int] = {}
         """The axes along which ranks work on the same samples: their open windows cannot be moved to other ranks."""
@@ -70,7 +71,7 @@ class Stepper:
         """Whether every batch is an update of one optimizer on one process, without scaler or copies: there is nothing to weigh."""
         self.is_complete = False
         """Whether losses are weighted by the known size of their window, so that gradients are complete after the last backward."""
-        self._step: Callable[[], Any] | None = None  # of the optimizer, without the profiler's mark
+        self._step: Callable[[], object] | None = None  # of the optimizer, without the profiler's mark
         self._is_normalised = False  # over the window as the caller had planned it, on as many ranks
         self._total: Callable[[], Count] | None = None  # the items of the window on all ranks, on their way
 
@@ -197,7 +198,7 @@ class Stepper:
             for found in scaler._found_inf_per_device(self.optimizer).values():
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.sync.group())
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
         """Update the parameters; a scaler skips the step when a gradient overflowed."""
         if self._step is None or closure is not None:
             self.was_skipped = step(self.optimizer, self.scaler, closure)
@@ -247,7 +248,7 @@ class Stepper:
 
     # State.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the counts of the window and, when it is open, the gradients that this rank has collected in it."""
         window, partial = self.window, {}
         counts = window.state_dict()
@@ -290,7 +291,7 @@ class Stepper:
         return [(clean_name(name), p) for name, p in model.named_parameters()] if isinstance(model, nn.Module) else []
 
 
-def merge_windows(saved: Sequence[Any], rank: int, counted: str = "items") -> dict[str, Any]:
+def merge_windows(saved: Sequence[Mapping[str, Any]], rank: int, counted: str = "items") -> StateDict:
     """Return one rank's part of a window that another number of ranks has opened.
 
     What counts is the sum over all ranks, of gradients and of items (see `accumulation.py`): the first rank takes it, and the others
@@ -327,7 +328,7 @@ def backward(loss: Tensor, scaler: "torch.amp.GradScaler | None", **kwargs: Any)
         scaler.scale(loss).backward(**kwargs)
 
 
-def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callable[[], Any] | None = None) -> bool:
+def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callable[[], object] | None = None) -> bool:
     """Step an optimizer; return whether its scaler has left the step out because a gradient overflowed."""
     if scaler is None:
         optimizer.step() if closure is None else optimizer.step(closure)
@@ -341,7 +342,7 @@ def step(optimizer: Any, scaler: "torch.amp.GradScaler | None", closure: Callabl
     return bool(scaler.get_scale() < before)
 
 
-def unmarked_step(optimizer: Any) -> Callable[[], Any] | None:
+def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
     """Return an optimizer's `step` without the mark that it leaves for profilers, or None where it has no such mark.
 
     Torch wraps every optimizer's `step` to mark it and to call hooks. On a CPU the mark alone may cost more than the step of a small
@@ -364,7 +365,7 @@ def unmarked_step(optimizer: Any) -> Callable[[], Any] | None:
         return None
     (own_pre, own_post), (all_pre, all_post), replaced = own, everywhere, vars(optimizer)
 
-    def call() -> Any:
+    def call() -> object:
         if own_pre or own_post or all_pre or all_post or "step" in replaced or profiles():
             return optimizer.step()
         return inner(optimizer)
@@ -437,11 +438,8 @@ def _norm_over_ranks(grads: Sequence[Tensor], norm_type: float, device: torch.de
     for grad in grads:
         parts = stages
         if is_dtensor(grad):
-            mesh: Any = grad.device_mesh  # type: ignore[attr-defined]
-            placements: Any = grad.placements  # type: ignore[attr-defined]
-            parts *= math.prod(
-                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
-            )
+            split = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+            parts *= math.prod(map(grad.device_mesh.size, split))  # type: ignore[attr-defined]
         local = local_part(grad)
         if local.numel():
             held.setdefault(parts, []).append(local)

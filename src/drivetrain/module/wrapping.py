@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from drivetrain.core.errors import StateError, nearest_name
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import fit_tensor
 
 # (package that defines it, class, attribute that holds the inner module)
@@ -190,7 +191,7 @@ class StateFault(NamedTuple):
     reason: str = ""
 
 
-def clean_state_dict(module: nn.Module) -> dict[str, Any]:
+def clean_state_dict(module: nn.Module) -> StateDict:
     """Return the module's state under its own names, with torch's `_metadata` kept.
 
     >>> list(clean_state_dict(nn.DataParallel(nn.Linear(2, 1))))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_number
 from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name, unknown_name
+from drivetrain.core.types import Settings
 from drivetrain.module.wrapping import clean_key
 from drivetrain.optim.arguments import keywords_of
 
@@ -153,7 +154,7 @@ def build_optimizer(
     return optimizer
 
 
-def check_groups(groups: object) -> list[dict[str, Any]]:
+def check_groups(groups: object) -> list[Settings]:
     """Return the `param_groups` argument as a list of mappings with `match`, or raise an error that names the problem."""
     if groups is None:
         return []
@@ -269,10 +270,10 @@ def _check_shapes(maker: OptimizerMaker, label: str, own: Mapping[str, nn.Parame
 
 def _named_groups(
     own: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]], *, with_names: bool
-) -> list[dict[str, Any]]:
+) -> list[Settings]:
     """Split own parameters over groups: the first match wins, what is left comes first as the default group."""
     left = dict(own)
-    made: list[dict[str, Any]] = []
+    made: list[Settings] = []
     for group in groups:
         entries = as_list("param_groups.match", group["match"]) or []
         for entry in entries:

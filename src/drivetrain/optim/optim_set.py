@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.context.moving import move_to_device
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.core.yaml import YamlSource
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.loss_scaling import Scaling
@@ -154,7 +155,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """Average over ranks, unscale and rescale the gradients of the units whose windows close; once per batch."""
         finish_units(self.due)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, closure: Callable[[], object] | None = None) -> bool:
         """Clip, check and step every unit whose window closed; True if any changed its parameters."""
         if closure is not None:
             raise NotImplementedError(
@@ -217,7 +218,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """Return the parameters that the next `step()` updates."""
         return [p for unit in self.due for p in unit.params]
 
-    def sync_context(self, plan: BatchPlan) -> AbstractContextManager[Any]:
+    def sync_context(self, plan: BatchPlan) -> AbstractContextManager[object]:
         """Return the context for forward and backward of a batch in a hand-written loop: DDP's no_sync where it is due."""
         if plan.ddp_sync:
             return nullcontext()
@@ -229,7 +230,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
     # ------------------------------------------------------------------ as an optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Settings]:
         """The live groups of all optimizers, each with its unit's name under "unit"."""
         return [group for unit in self._units.values() for group in unit.optimizer.param_groups]
 
@@ -280,7 +281,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
                             optimizer.state[p][key] = move_to_device(device, value)
         return self
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of each unit under its name."""
         return {name: unit.state_dict() for name, unit in self._units.items()}
 
@@ -348,7 +349,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """
         return cls(read_units_of_file(source, model, **shared))
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> Settings:
         """Return the configuration from which `from_config` builds the same set."""
         return to_config(self)
 

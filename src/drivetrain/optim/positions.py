@@ -11,13 +11,16 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+
+if TYPE_CHECKING:
+    from drivetrain.context.state import State
 
 _DECIMALS = 9  # forgives binary fractions: 0.2 of 7 epochs is 1.4 epochs, and 0.29 of 100 batches is batch 29
 _EPOCH, _BATCH, _STEP = TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP
@@ -46,7 +49,7 @@ class Position:
         return getattr(self._state, name)
 
 
-def position_in(unit: TimeUnit, state: Any) -> float:
+def position_in(unit: TimeUnit, state: "State") -> float:
     """Return the time since the start of the run in a unit; epochs include the part of the present one, if its length is known."""
     clock, ahead = state.clock, getattr(state, "ahead", 0)
     if unit is _EPOCH:
@@ -57,7 +60,7 @@ def position_in(unit: TimeUnit, state: Any) -> float:
     return float(clock.get(unit).value)
 
 
-def span_of(time: Time, state: Any, ssr: float = 1.0) -> Span:
+def span_of(time: Time, state: "State", ssr: float = 1.0) -> Span:
     """Return a time as a real number of units; a fraction of the run in the unit of its length, others multiplied by `ssr`."""
     if time.unit is not TimeUnit.DURATION:
         return Span(round(time.value * ssr, _DECIMALS), time.unit)
@@ -69,7 +72,7 @@ def span_of(time: Time, state: Any, ssr: float = 1.0) -> Span:
     return Span(round(time.value * run.value, _DECIMALS), run.unit)
 
 
-def in_common_unit(first: Span, second: Span, state: object, who: str) -> tuple[Span, Span]:
+def in_common_unit(first: Span, second: Span, state: "State", who: str) -> tuple[Span, Span]:
     """Return both spans in the second one's unit, or both in batches where one is in epochs."""
     if first.unit is second.unit:
         return first, second
@@ -82,7 +85,7 @@ def in_common_unit(first: Span, second: Span, state: object, who: str) -> tuple[
     return converted, second
 
 
-def check_covers_run(end: Span, state: Any, who: str) -> None:
+def check_covers_run(end: Span, state: "State", who: str) -> None:
     """Reject a schedule that ends before the run does; one that cannot be compared is taken as it is."""
     run = state.max_duration
     if run is None:
@@ -94,7 +97,7 @@ def check_covers_run(end: Span, state: Any, who: str) -> None:
         )
 
 
-def _convert(span: Span, unit: TimeUnit, state: object) -> Span | None:
+def _convert(span: Span, unit: TimeUnit, state: "State") -> Span | None:
     batches, window = _batches_per_epoch(state), getattr(state, "accumulation_steps", 1) or 1
     in_batches = {_EPOCH: batches, _BATCH: 1, _STEP: window if batches is None or batches % window == 0 else None}
     if span.unit is unit:
@@ -103,7 +106,7 @@ def _convert(span: Span, unit: TimeUnit, state: object) -> Span | None:
     return Span(span.value * given / wanted, unit) if given and wanted else None
 
 
-def _batches_per_epoch(state: Any) -> int | None:
+def _batches_per_epoch(state: "State") -> int | None:
     length = state.dataloader_len
     return None if length is None else int(length)
 
@@ -182,11 +185,13 @@ def real_steps(name: str, time: Time, run: RunLength, accum_grad: int, total: in
 class StateSchedule(Protocol):
     """Anything that returns the factor on the learning rate for a state."""
 
-    def __call__(self, state: object, ssr: float = 1.0) -> float:
+    def __call__(self, state: "State", ssr: float = 1.0) -> float:
         """Return the factor."""
 
 
-def compile_state_schedule(scheduler: Callable[..., float], state: Any, ssr: float = 1.0) -> Any:
+def compile_state_schedule(
+    scheduler: Callable[..., float], state: "State", ssr: float = 1.0
+) -> LambdaLR | tuple[LambdaLR, ...]:
     """Return torch's LambdaLR for the state's optimizer that follows a scheduler; a tuple of them for several optimizers."""
     takes_ssr = _takes_ssr(scheduler)
     if not takes_ssr and ssr != 1.0:

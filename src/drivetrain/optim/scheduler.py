@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_choice, check_count, check_flag
 from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarning, unknown_name
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.accumulation import AccumulationWindow
 from drivetrain.module.gradient_sync import GradientSync
 from drivetrain.module.loss_scaling import Scaling
@@ -43,7 +44,7 @@ from drivetrain.optim.passes import Losses, LossNames, Pass, Weight, finish_unit
 from drivetrain.optim.positions import RunLength
 from drivetrain.optim.state import load_unit, save_unit
 
-TimeFunction = Callable[[list[str | None]], AbstractContextManager[Any]]
+TimeFunction = Callable[[list[str | None]], AbstractContextManager[object]]
 _log = logging.getLogger(__name__)
 
 GENERAL = (
@@ -392,7 +393,7 @@ class OptimScheduler(ABC):
         self._make_stepper()
 
     @property
-    def given_arguments(self) -> dict[str, Any]:
+    def given_arguments(self) -> Settings:
         """The shared arguments that are set: given here, or shared by set or Trainer."""
         return {name: getattr(self, name) for name in SHARED if name in self._given or name in self._shared}
 
@@ -463,7 +464,7 @@ class OptimScheduler(ABC):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return optimizer, scaler, clock and, inside a window, its gradients."""
         return save_unit(self)
 

@@ -76,7 +76,7 @@ class SetStepper(Stepper):
         for window in (self.window, *(unit.window for unit in self.optimizer.values())):
             window.is_sum = is_sum
 
-    def backward(self, loss: Tensor, losses: Mapping[str, Tensor] | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, losses: Mapping[str, Tensor] | None = None, **kwargs: object) -> None:
         """Run the passes of all active units; `losses` are the losses by name."""
         self.optimizer.backward({**(losses or {}), "loss": loss}, weight=self._weight)
 
@@ -84,7 +84,7 @@ class SetStepper(Stepper):
         """Complete the gradients of the units whose windows close."""
         self.optimizer.finish_gradients()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
         """Step the units whose windows close."""
         self.was_skipped = False
         self.optimizer.step(closure)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 _CLOCK = ("real_step", "update_count", "skipped_steps", "param_names", "partial")
 
 
-def save_unit(unit: "OptimScheduler") -> dict[str, Any]:
+def save_unit(unit: "OptimScheduler") -> StateDict:
     """Return the state of a unit as plain containers and tensors."""
     return {
         "optimizer": unit.optimizer.state_dict(),

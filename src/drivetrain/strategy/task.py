@@ -211,7 +211,7 @@ class CallModel:
 
     input_format: str | None = None
 
-    def __call__(self, model: nn.Module, inputs: Batch) -> Any:
+    def __call__(self, model: nn.Module, inputs: Any) -> Any:
         if self.input_format == "unpack_dict":
             return model(**inputs)
         return model(*inputs) if self.input_format == "unpack_sequence" else model(inputs)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts
+from drivetrain.core.containers import is_namedtuple, same_tuple
 from drivetrain.core.errors import ConfigError, ConfigTypeError, unknown_name
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Logger
@@ -273,10 +274,10 @@ def scale_sequences(batch: object, scaling: float) -> Batch:
     if isinstance(batch, Mapping):
         scaled = {name: _scaled(value, scaling, repr(name)) for name, value in batch.items()}
         return scaled if type(batch) is dict else type(batch)(scaled)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_scaled(value, scaling, repr(name)) for name, value in zip(batch._fields, batch)))
     if isinstance(batch, list | tuple):
-        return type(batch)(_scaled(value, scaling, f"number {index}") for index, value in enumerate(batch))
+        names = map(repr, batch._fields) if is_namedtuple(batch) else (f"number {index}" for index in range(len(batch)))  # type: ignore[union-attr]
+        items = [_scaled(value, scaling, name) for name, value in zip(names, batch)]
+        return same_tuple(batch, items) if isinstance(batch, tuple) else type(batch)(items)
     return _scaled(batch, scaling, "itself")
 
 

@@ -82,7 +82,7 @@ def check_loss_is_outside(state: State, who: str) -> None:
         )
 
 
-def check_soft_targets(state: State, logits: Batch, targets: Batch, who: str) -> None:
+def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> None:
     """Reject a loss that only takes class indices, by a trial with two rows."""
     check_loss_is_outside(state, who)
     if state.loss_fn is None or not isinstance(logits, Tensor):

@@ -6,6 +6,7 @@ the State's generators are the host's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.types import Batch
 
 
-def map_tensors(function: Callable[..., object], part: Batch, *others: Batch) -> Batch:
+def map_tensors(function: Callable[..., object], part: object, *others: Any) -> Batch:
     """Return the part with `function` applied to each tensor, together with the tensors at the same position of the other parts."""
     if isinstance(part, Tensor):
         return function(part, *others)
@@ -49,7 +50,11 @@ def first_tensor(part: object, who: str) -> Tensor:
     return found
 
 
-def take_rows(part: object, index: Tensor) -> Batch:
+@overload
+def take_rows(part: Tensor, index: Tensor) -> Tensor: ...
+@overload
+def take_rows(part: object, index: Tensor) -> object: ...
+def take_rows(part: object, index: Tensor) -> object:
     """Return the rows that `index` names, of every tensor."""
     return map_tensors(lambda tensor: tensor.index_select(0, index.to(tensor.device)), part)
 

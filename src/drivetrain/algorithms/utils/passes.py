@@ -6,7 +6,7 @@ be synchronised.
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +60,7 @@ def call_model(state: State, batch: object) -> Batch:
     return model(batch)
 
 
-def own_loss(state: State) -> Batch:
+def own_loss(state: State) -> Callable[..., object] | None:
     """Return the model's method `loss(outputs, batch)`, or None where it has none."""
     loss = getattr(unwrap(state.model), "loss", None) if isinstance(state.model, nn.Module) else None
     return loss if inspect.ismethod(loss) and len(inspect.signature(loss).parameters) >= 2 else None

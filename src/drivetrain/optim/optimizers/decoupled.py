@@ -6,7 +6,6 @@ learning rate here. Steps are torch's own, with its foreach and fused kernels.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 from drivetrain.core.arguments import check_flag, check_numbers
 from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
+    Closure,
     ParamGroup,
     bare_step,
     check_betas,
@@ -59,7 +59,7 @@ class DecoupledAdamW(AdamW):
         _remember_rate(self.param_groups[-1])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Take AdamW's step with the decay that makes 1 - lr * decay the factor wanted."""
         loss = evaluate(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
@@ -100,7 +100,7 @@ class DecoupledSGDW(SGD):
         _remember_rate(self.param_groups[-1])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Decay the parameters that have a gradient, then take SGD's step without decay."""
         loss = evaluate(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
@@ -161,7 +161,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:

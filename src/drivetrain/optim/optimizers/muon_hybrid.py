@@ -8,7 +8,7 @@ one schedule drives both rates and keeps their ratio.
 import fnmatch
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
 from drivetrain.module.distributed_tensors import is_dtensor, like_sharded, local_part
 from drivetrain.module.params import muon_groups
 from drivetrain.optim.optimizers.stepping import (
+    Closure,
     ParamGroup,
     check_betas,
     check_rates,
@@ -251,7 +252,7 @@ class MuonHybrid(Optimizer):
         return [(side, [one for one, is_hidden in zip(members, hidden) if is_hidden is side]) for side in (True, False)]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:

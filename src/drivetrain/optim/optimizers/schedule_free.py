@@ -7,7 +7,6 @@ weights are kept aside until then, so that `train()` goes on from exactly the y 
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,8 @@ from torch.optim.optimizer import ParamsT
 from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.optim.optimizers.stepping import (
+    Closure,
+    ParamGroup,
     check_betas,
     copy_of,
     evaluate,
@@ -90,7 +91,7 @@ class _ScheduleFree(Optimizer):
         self._training_weights = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Move z by the gradient at y, average it into x, and set y between the two."""
         if not self.training:
             raise RuntimeError(
@@ -115,7 +116,7 @@ class _ScheduleFree(Optimizer):
         """Return what a step of one goes against, weight decay included; each optimizer has its own."""
         raise NotImplementedError
 
-    def _advance(self, group: dict[str, Any]) -> tuple[float, float]:
+    def _advance(self, group: ParamGroup) -> tuple[float, float]:
         """Count the step; return its learning rate and the weight of the new z in the average."""
         group["k"] += 1
         warmup = group["warmup_steps"]
@@ -137,7 +138,7 @@ class _ScheduleFree(Optimizer):
         if parameters:
             torch._foreach_lerp_(local_parts(parameters), local_parts(self.state[p]["z"] for p in parameters), weight)
 
-    def _beta(self, group: dict[str, Any]) -> float:
+    def _beta(self, group: ParamGroup) -> float:
         value = group[self._interpolation]
         return value[0] if isinstance(value, tuple | list) else value
 
@@ -180,7 +181,7 @@ class AdamWScheduleFree(_ScheduleFree):
             },
         )
 
-    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
         beta2, gradients = group["betas"][1], local_parts(p.grad for p in parameters if p.grad is not None)
         squares = local_parts(state_of(self, parameters, "exp_avg_sq", zeros_of))
         torch._foreach_mul_(squares, beta2)
@@ -222,7 +223,7 @@ class SGDScheduleFree(_ScheduleFree):
             },
         )
 
-    def _directions(self, group: dict[str, Any], parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
+    def _directions(self, group: ParamGroup, parameters: list[Tensor], y: list[Tensor]) -> list[Tensor]:
         gradients = local_parts(p.grad for p in parameters if p.grad is not None)
         if not group["weight_decay"]:
             return gradients

@@ -5,7 +5,6 @@ moment is taken; they change slowly, so they are refreshed by one QR step every 
 `max_dim`, keep their own axes.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,16 @@ from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_counts, check_numbers
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import check_betas, check_rates, evaluate, with_gradients
+from drivetrain.optim.optimizers.stepping import (
+    Closure,
+    ParamGroup,
+    check_betas,
+    check_rates,
+    evaluate,
+    with_gradients,
+)
 
 _SIDES = ("left", "right")
 
@@ -48,7 +55,7 @@ class SOAP(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Update every parameter that has a gradient."""
         loss = evaluate(closure)
         for group in self.param_groups:
@@ -60,7 +67,7 @@ class SOAP(Optimizer):
                 self._update(group, parameter)
         return loss
 
-    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _update(self, group: ParamGroup, parameter: Tensor) -> None:
         state = self.state[parameter]
         assert parameter.grad is not None
         gradient = parameter.grad.flatten(1) if parameter.ndim > 2 else parameter.grad
@@ -81,7 +88,7 @@ class SOAP(Optimizer):
         if count % group["precondition_frequency"] == 0:
             _refresh(state)
 
-    def _begin(self, state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, state: StateDict, gradient: Tensor, group: ParamGroup) -> None:
         state["updates"] = 0
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         if gradient.ndim == 2:
@@ -94,14 +101,14 @@ class SOAP(Optimizer):
                 state[f"{side}_basis"] = _laid_out(_eigenvectors(state[side]), gradient)
 
 
-def _average(state: dict[str, Any], gradient: Tensor, beta: float) -> None:
+def _average(state: StateDict, gradient: Tensor, beta: float) -> None:
     if "left" in state:
         state["left"].lerp_(gradient @ gradient.mT, 1 - beta)
     if "right" in state:
         state["right"].lerp_(gradient.mT @ gradient, 1 - beta)
 
 
-def _rotate(matrix: Tensor, state: dict[str, Any], back: bool = False) -> Tensor:
+def _rotate(matrix: Tensor, state: StateDict, back: bool = False) -> Tensor:
     """Return a matrix in the eigenbases, or from there back; a side without a basis stays."""
     if "left_basis" in state:
         basis = state["left_basis"]
@@ -125,7 +132,7 @@ def _laid_out(basis: Tensor, like: Tensor) -> Tensor:
     return basis.to(like).contiguous()
 
 
-def _refresh(state: dict[str, Any]) -> None:
+def _refresh(state: StateDict) -> None:
     """Bring the bases up to date by one step of orthogonal iteration, and the second moment into their order."""
     for dim, side in enumerate(_SIDES):
         if side not in state:

@@ -4,23 +4,29 @@ Everything elementwise is done on the part of a tensor that this rank holds, so 
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.core.arguments import check_numbers
+from drivetrain.core.arguments import check_number, check_numbers
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Settings
 from drivetrain.module.distributed_tensors import local_part
 
-ParamGroup = dict[str, Any]
+ParamGroup = Settings
+"""A group of parameters as torch keeps it: `params`, and the settings of the group."""
+Closure = Callable[[], object] | None
+"""Computes the loss and its gradients again, where an optimizer needs that."""
 
 
-def check_rates(who: str, **rates: Any) -> None:
+def check_rates(who: str, **rates: object) -> None:
     """Reject a learning rate that is not a finite number of at least 0; a rate on the device is not read back."""
-    check_numbers(who, **{name: rate for name, rate in rates.items() if not isinstance(rate, Tensor)})
+    for name, rate in rates.items():
+        if not isinstance(rate, Tensor):
+            check_number(name, rate, at_least=0.0, owner=who)
 
 
 def check_betas(who: str, **pairs: object) -> tuple[float, float]:
@@ -32,7 +38,7 @@ def check_betas(who: str, **pairs: object) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def with_gradients(group: Mapping[str, Any], who: str) -> list[Tensor]:
+def with_gradients(group: ParamGroup, who: str) -> list[Tensor]:
     """Return the parameters of a group that have a gradient; sparse ones are rejected."""
     found = [p for p in group["params"] if p.grad is not None]
     if any(p.grad.layout is not torch.strided for p in found):
@@ -70,12 +76,12 @@ def copy_of(parameter: Tensor) -> Tensor:
     return parameter.detach().clone(memory_format=torch.preserve_format)
 
 
-def bare_step(cls: type[Optimizer]) -> Callable[..., Any]:
+def bare_step(cls: type[Optimizer]) -> Callable[..., object]:
     """Return a torch optimizer's own step without the hooks around it, for a subclass whose step has run them already."""
     return inspect.unwrap(cls.step)
 
 
-def evaluate(closure: Callable[[], object] | None) -> Any:
+def evaluate(closure: Closure) -> Any:
     """Call a closure with gradients switched on, as every optimizer does first, and return its loss."""
     if closure is None:
         return None

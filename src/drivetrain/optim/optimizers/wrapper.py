@@ -6,7 +6,7 @@ name for them, but are held apart, because many optimizers take an empty entry t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from drivetrain.core.arguments import check_counts, check_fractions, check_numbers
 from drivetrain.core.errors import ConfigError, ConfigTypeError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
-from drivetrain.optim.optimizers.stepping import ParamGroup, copy_of, evaluate, local_parts
+from drivetrain.optim.optimizers.stepping import Closure, ParamGroup, copy_of, evaluate, local_parts
 
 
 class WrappedOptimizer(Optimizer):
@@ -53,7 +54,7 @@ class WrappedOptimizer(Optimizer):
         self.base_optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> StateDict:
         """The defaults of the optimizer inside."""
         return self.base_optimizer.defaults
 
@@ -88,7 +89,7 @@ class WrappedOptimizer(Optimizer):
         """Yield every parameter, in the order of the groups."""
         return (p for group in self.param_groups for p in group["params"])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of the optimizer inside, with what is kept here beside it."""
         saved = self.base_optimizer.state_dict()
         state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in saved["state"].items()}
@@ -98,7 +99,7 @@ class WrappedOptimizer(Optimizer):
         return {**saved, "state": state}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Give the optimizer inside its part, and take back what is kept here."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own: dict[Any, dict[str, Any]] = {}
@@ -117,7 +118,7 @@ class WrappedOptimizer(Optimizer):
             for name, value in own.get(number, {}).items():
                 self._kept[parameter][name] = value.detach().to(parameter.device, copy=True)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         return {"base_optimizer": self.base_optimizer, "_kept": self._kept, **self._own_settings()}
 
     def _own_settings(self) -> dict[str, object]:
@@ -152,7 +153,7 @@ class Lookahead(WrappedOptimizer):
         self.k, self.alpha = k, alpha
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Step inside, and after every k-th step move the slow weights."""
         loss = evaluate(closure)
         for parameter in self.parameters():
@@ -193,7 +194,7 @@ class Cautious(WrappedOptimizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Let the optimizer inside step, and keep of its step what agrees with the gradient."""
         loss = evaluate(closure)
         groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
@@ -220,7 +221,7 @@ class Cautious(WrappedOptimizer):
             torch._foreach_sub_(new, updates)
         return loss
 
-    def _take_decay(self, group: dict[str, Any]) -> tuple[float, float]:
+    def _take_decay(self, group: ParamGroup) -> tuple[float, float]:
         """Return the share by which this step decays weights, and the setting, which is zero during the step if the decay is decoupled."""
         decay = group.get("weight_decay", 0.0)
         decoupled = group.get("decoupled_weight_decay", type(self.base_optimizer).__name__ in _DECOUPLED)
@@ -270,7 +271,7 @@ class SAMOptimizer(WrappedOptimizer):
         self.rho, self.epsilon, self.interval = rho, epsilon, interval
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Update; a sharpness-aware step needs the closure and returns the loss at the perturbed weights."""
         count = self.param_groups[0].get(_SAM_STEPS, 0) + 1
         loss = None
