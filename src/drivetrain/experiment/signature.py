@@ -281,9 +281,9 @@ def field_help(kind: type) -> dict[str, str]:
 
 
 def _string(node: ast.stmt | None) -> str:
-    value = node.value if isinstance(node, ast.Expr) else None
-    is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
-    return " ".join(value.value.split()) if is_text else ""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return " ".join(node.value.value.split())
+    return ""
 
 
 def _comment(lines: list[str], node: ast.AnnAssign) -> str:
