@@ -14,9 +14,8 @@ from drivetrain.core.types import Item, Saved
 if TYPE_CHECKING:
     import torch
 
-    from drivetrain.context.loading import Loading
-    from drivetrain.context.saving import Saving
-    from drivetrain.context.transforms import DataParallel, Move, Shard
+    from drivetrain.context.context import DataParallel, Move, Shard
+    from drivetrain.context.loading import Loading, Saving
 
 Restore = Callable[[], Any]
 """Restores a saved state and returns the item; called only when everything fits."""

@@ -1,4 +1,4 @@
-"""Restoring a Context in two steps: first find everything that does not fit, then change something.
+"""Taking the state of a Context in one walk, and restoring it in two steps: first find everything that does not fit, then change something.
 
 The first step walks live items and saved states together and notes each problem under its full path. If there is
 none, or if only what fits is wanted, the second step restores: objects that load themselves, because they may still
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.context.codec import Unpacker, classes_in, needs_class, pack, unpack
+from drivetrain.context.codec import Packer, Unpacker, classes_in, needs_class, pack, unpack
 from drivetrain.context.coders import NOT_STATE, tag_of, tagged
 from drivetrain.context.kinds import ItemHolder, Kind, Restore, keep
 from drivetrain.context.optimizers import Names
@@ -29,7 +29,9 @@ from drivetrain.context.table import (
 )
 from drivetrain.core.errors import DrivetrainError, DrivetrainWarning, StateError, nearest_name
 from drivetrain.core.types import Item, Saved
+from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.wrapping import FaultKind
+from drivetrain.runtime.ranks import is_master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,3 +280,50 @@ def _describe(saved: object) -> str:
 def _describe_live(item: object) -> str:
     kind = kind_of(item)
     return f"a {type(item).__name__}" if kind is PLAIN_KIND else f"a {kind.name} ({type(item).__name__})"
+
+
+class Saving(Packer):
+    """One `state_dict()` in progress; `full` gathers sharded tensors on the CPU of rank 0."""
+
+    def __init__(self, root: ItemHolder, full: bool = False):
+        super().__init__(None, _gathered if full else torch.Tensor.detach)
+        self._root = root
+
+    @cached_property
+    def parameter_names(self) -> Names:
+        """Names of all parameters in the Context, by identity."""
+        return parameter_names(self._root)
+
+    def save_named(self, context: ItemHolder, name: str, item: object, path: str) -> Saved:
+        """Save one item of a Context, in the way the Context has for that name."""
+        kind = context._own_kind(name, item)
+        return kind.save(item, self, path) if kind is not None and kind.saves_itself else self.pack(item, path)
+
+    def warn_unknown(self, path: str, item: object) -> None:
+        """Name an object that cannot be saved, once for each Context."""
+        if path in self._root._warned:
+            return
+        self._root._warned = self._root._warned | {path}
+        advice = (
+            "use drivetrain.SmartDataLoader, which saves its position in the data"
+            if isinstance(item, torch.utils.data.DataLoader)
+            else "give it state_dict() and load_state_dict(state)"
+        )
+        warnings.warn(
+            f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if that is meant, "
+            f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore.",
+            DrivetrainWarning,
+            stacklevel=2,
+        )
+
+    def pack_special(self, item: object, path: str) -> Saved:
+        """Ask an item that has state of its own for it."""
+        kind = kind_of(item)
+        return kind.save(item, self, path) if kind.saves_itself else NotImplemented
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    full = tensor.detach()
+    if is_dtensor(full):
+        full = full.full_tensor()  # type: ignore[attr-defined]
+    return full.cpu() if is_master() else None  # the others only take part

@@ -17,8 +17,7 @@ from drivetrain.core.errors import DrivetrainWarning
 from drivetrain.core.types import Item, Saved, Settings
 
 if TYPE_CHECKING:
-    from drivetrain.context.loading import Loading
-    from drivetrain.context.saving import Saving
+    from drivetrain.context.loading import Loading, Saving
 
 
 class PluginsKind(Kind):

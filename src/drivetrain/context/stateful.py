@@ -35,9 +35,8 @@ from drivetrain.module.wrapping import (
 )
 
 if TYPE_CHECKING:
-    from drivetrain.context.loading import Loading
-    from drivetrain.context.saving import Saving
-    from drivetrain.context.transforms import DataParallel, Move, Shard
+    from drivetrain.context.context import DataParallel, Move, Shard
+    from drivetrain.context.loading import Loading, Saving
 
 
 class ModuleKind(Kind):

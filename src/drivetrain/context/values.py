@@ -23,9 +23,8 @@ from drivetrain.core.types import Item, Saved, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor
 
 if TYPE_CHECKING:
-    from drivetrain.context.loading import Loading
-    from drivetrain.context.saving import Saving
-    from drivetrain.context.transforms import DataParallel, Move
+    from drivetrain.context.context import DataParallel, Move
+    from drivetrain.context.loading import Loading, Saving
 
 NUMBERS = (bool, int, float, complex)
 

@@ -16,9 +16,9 @@ from drivetrain.experiment.proxies import params_file as params_file
 from drivetrain.experiment.proxies import random_gen as random_gen
 from drivetrain.experiment.proxies import subprocess_counter as subprocess_counter
 from drivetrain.experiment.running import new_seed as new_seed
-from drivetrain.experiment.subprocesses import launch_subprocess as launch_subprocess
-from drivetrain.experiment.subprocesses import is_subprocess as is_subprocess
-from drivetrain.experiment.subprocesses import local_rank as local_rank
+from drivetrain.experiment.running import launch_subprocess as launch_subprocess
+from drivetrain.experiment.running import is_subprocess as is_subprocess
+from drivetrain.experiment.running import local_rank as local_rank
 from drivetrain.experiment.records import RunRecord as RunRecord
 from drivetrain.experiment.records import read_run as read_run
 from drivetrain.experiment.records import find_runs as find_runs

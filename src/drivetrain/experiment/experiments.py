@@ -24,11 +24,10 @@ from drivetrain.experiment.command_line import (
     usage_line,
 )
 from drivetrain.experiment.directions import check_direction
-from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet
+from drivetrain.experiment.parameters import Parameter, ParameterGroup, ParameterSet, standard_parameters
 from drivetrain.experiment.plugins import app
 from drivetrain.experiment.resolve import Resolved, given_in_python, resolve
 from drivetrain.experiment.signature import CallSignature, description_of
-from drivetrain.experiment.standard import standard_parameters
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -173,7 +172,7 @@ class Experiment(_WithParameters):
 
     def run_in_new_process(self, params: Mapping[str, Any]) -> "BaseProcess":
         """Run in a new process and return its handle; the caller waits for it."""
-        from drivetrain.experiment.subprocesses import run_in_new_process
+        from drivetrain.experiment.running import run_in_new_process
 
         return run_in_new_process(self, dict(params))
 

@@ -1,7 +1,8 @@
 """The life of a run: folder, lock, log, seed, hooks, the main function, and an end that always comes.
 
 After any failure the process is as it was before and can start the next run. On several processes rank 0 decides about
-folder, seed and parameters, and the others receive what it decided, or why it could not.
+folder, seed and parameters, and the others receive what it decided, or why it could not. A subprocess of a run calls the same function
+again, in the same folder.
 """
 
 import inspect
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,19 @@ from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
 from drivetrain.experiment import proxies
 from drivetrain.experiment.logs import run_log
+from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.plugins import app
-from drivetrain.experiment.processes import ExperimentReference, end_subprocesses, launch_experiment, must_launch
+from drivetrain.experiment.processes import (
+    ExperimentReference,
+    end_subprocesses,
+    launch_experiment,
+    leave_launched_world,
+    must_launch,
+    reference_to,
+    start_process,
+)
 from drivetrain.experiment.records import is_run, read_run
-from drivetrain.experiment.resolve import Resolved
+from drivetrain.experiment.resolve import Resolved, given_in_python
 from drivetrain.experiment.resume import (
     AUTO,
     NEVER,
@@ -50,7 +61,6 @@ from drivetrain.experiment.run_folder import (
     write_json,
     write_parameters,
 )
-from drivetrain.experiment.standard import BOOKKEEPING, wants_cpu
 from drivetrain.experiment.summaries import summary_of
 from drivetrain.experiment.sweeps.trial import TrialPruned
 from drivetrain.runtime.environment import launched_world
@@ -426,3 +436,56 @@ def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> Any:
 def new_seed(nbits: int = 32) -> int:
     """Return the next random number of the run's own generator, for seeding others; it starts from `random_seed`."""
     return int(proxies.target(proxies.random_gen).getrandbits(nbits))
+
+
+def run_in_new_process(experiment: "Experiment", params: dict[str, Any]) -> BaseProcess:
+    """Start an experiment in a new process; its parameters and the way to find it are checked before."""
+    experiment.resolve(params)
+    return start_process(_run_params, reference_to(experiment), params)
+
+
+def launch_subprocess(**additional_params: object) -> BaseProcess:
+    """Run the current experiment's main function in another process, with the same parameters and folder.
+
+    It has the same seed too; give it its own with `launch_subprocess(random_seed=new_seed())`.
+    """
+    run = current_run()
+    if run is None:
+        raise ExperimentError("launch_subprocess() works inside a running experiment only; none is running here.")
+    if is_subprocess():
+        raise AssertionError("a subprocess cannot launch further subprocesses; launch them in the main process.")
+    experiment: Experiment = proxies.target(proxies.current_experiment)
+    number = int(proxies.target(proxies.subprocess_counter)) + 1
+    resolved = Resolved(dict(run.params), dict(run.origins), run.secrets, run.public)
+    own = {"subprocess": str(proxies.target(proxies.params_file)), "local_rank": number}
+    for name, given in given_in_python(additional_params | own, experiment.parameters).items():
+        resolved.values[name] = experiment.parameters[name].read(given.value, is_text=False, where="launch_subprocess")
+        resolved.origins[name] = "run"
+    process = start_process(_run_resolved, reference_to(experiment), resolved, ends_with_run=True)
+    proxies.bind(proxies.subprocess_counter, number)
+    return process
+
+
+def is_subprocess() -> bool:
+    """Return whether `launch_subprocess` started this process."""
+    return proxies.target(proxies.params)["subprocess"] is not None
+
+
+def local_rank() -> int:
+    """Return this process's number: 0, or the running number of a subprocess; with several ranks its local rank."""
+    number = int(proxies.target(proxies.params)["local_rank"])
+    if number == 0:
+        from drivetrain.runtime.ranks import get_local_rank
+
+        return get_local_rank()
+    return number
+
+
+def _run_params(reference: ExperimentReference, params: dict[str, Any]) -> None:
+    leave_launched_world()
+    reference.load().run(params)
+
+
+def _run_resolved(reference: ExperimentReference, resolved: Resolved) -> None:
+    leave_launched_world()
+    run_experiment(reference.load(), resolved)

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from drivetrain.context.codec import pack, unpack
 from drivetrain.context.context import Context
+from drivetrain.context.loading import Saving
 from drivetrain.context.optimizers import save_optimizer
-from drivetrain.context.saving import Saving
 from drivetrain.context.table import parameter_names
 from drivetrain.core.errors import StateError
 from drivetrain.core.types import StateDict

@@ -166,7 +166,7 @@ def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Pat
 
 
 def _device(values: dict[str, Any]) -> str:
-    from drivetrain.experiment.standard import wants_cpu
+    from drivetrain.experiment.parameters import wants_cpu
     from drivetrain.runtime.device import choose_device
 
     return "cpu" if wants_cpu(values) else str(choose_device(values["device"]))

@@ -1,7 +1,8 @@
 """The verbs of the command, and what their errors mean for the exit status.
 
 0 is done, 1 is a run that failed or a check that found a problem, 2 is bad input, 3 is a plan that fits nowhere, 130 and 143 are
-SIGINT and SIGTERM.
+SIGINT and SIGTERM. The verb `completion` is about the others, so it is here too: it prints a script, and nothing is run when a key
+is pressed.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from drivetrain.experiment.command_line import BAD_INPUT, Parser, print_any_text, print_error
+from drivetrain.experiment.command_line import BAD_INPUT, Parser, argument, print_any_text, print_error
 
 VERBS = {
     "run": ("run", "run an experiment"),
@@ -24,7 +25,7 @@ VERBS = {
     "plan": ("plan", "find the fastest way to train a model, here or on machines that are not here"),
     "report": ("look", "write one HTML file about one or several runs"),
     "doctor": ("doctor", "check this machine, a run, or whether a program resumes exactly"),
-    "completion": ("completion", "print a script that lets bash, zsh or fish complete verbs and options"),
+    "completion": ("verbs", "print a script that lets bash, zsh or fish complete verbs and options"),
     "demo": ("run", "train a small classifier on built-in data, on the device that is here"),
 }
 """Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
@@ -83,3 +84,53 @@ def _run_verb(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+BASH = """\
+# eval "$(drivetrain completion bash)"
+_drivetrain() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" options=""
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "{verbs}" -- "$word"))
+        return
+    fi
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    case "$word" in
+        -*) COMPREPLY=($(compgen -W "$options --help" -- "$word")) ;;
+        *) COMPREPLY=($(compgen -f -- "$word")) ;;
+    esac
+}}
+complete -o filenames -F _drivetrain drivetrain
+"""
+ZSH = """\
+# eval "$(drivetrain completion zsh)", after compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+ARGUMENTS = {
+    "completion": [argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")]
+}
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print the script."""
+    options = {verb: _options(verb) for verb in VERBS}
+    if arguments.shell == "fish":
+        print("# drivetrain completion fish | source")
+        for verb, (_, text) in VERBS.items():
+            print(f"complete -c drivetrain -n __fish_use_subcommand -a {verb} -d '{text}'")
+            for flag in options[verb]:
+                kind, name = ("-l", flag[2:]) if flag.startswith("--") else ("-s", flag[1:])
+                print(f"complete -c drivetrain -n '__fish_seen_subcommand_from {verb}' {kind} {name}")
+        return 0
+    cases = "\n".join(f'        {verb}) options="{" ".join(flags)}" ;;' for verb, flags in options.items())
+    script = BASH.format(verbs=" ".join(VERBS), cases=cases)
+    print(ZSH + script.partition("\n")[2] if arguments.shell == "zsh" else script, end="")
+    return 0
+
+
+def _options(verb: str) -> list[str]:
+    loaded = importlib.import_module(f"drivetrain.experiment.cli.{VERBS[verb][0]}")
+    return [name for entry in loaded.ARGUMENTS[verb] for name in entry.names if name.startswith("-")]

@@ -14,9 +14,9 @@ from drivetrain.core.display import shown_seconds
 from drivetrain.core.errors import CheckpointError, StateError
 from drivetrain.core.files import is_real_folder, is_regular, read_end
 from drivetrain.experiment.directions import direction_of
+from drivetrain.experiment.parameters import BOOKKEEPING
 from drivetrain.experiment.records import RunRecord, read_run
 from drivetrain.experiment.reports.chart import Point
-from drivetrain.experiment.standard import BOOKKEEPING
 
 PICTURE_FOLDERS = ("images", "figures")
 PICTURE_TYPES = {

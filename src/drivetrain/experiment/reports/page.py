@@ -12,6 +12,7 @@ from typing import Any
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ConfigError
+from drivetrain.experiment.parameters import standard_parameters
 from drivetrain.experiment.reports.chart import Curve, draw_chart, short
 from drivetrain.experiment.reports.gather import (
     ENVIRONMENT,
@@ -28,7 +29,6 @@ from drivetrain.experiment.reports.html import SCRIPT, STYLE, block, cell, folde
 from drivetrain.experiment.reports.many import MANY, MANY_SCRIPT, MANY_STYLE, drawn_runs, runs_table
 from drivetrain.experiment.reports.pictures import pictures
 from drivetrain.experiment.run_folder import write_text
-from drivetrain.experiment.standard import standard_parameters
 
 FILE_NAME = "report.html"
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
