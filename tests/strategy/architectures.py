@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch.utils.data import Dataset
 
-from drivetrain.core.errors import ConfigError, ConflictError, DistributedError
+from drivetrain.core.errors import ConfigError, ConflictError, DistributedError, PlanInfeasible
 from drivetrain.module.wrapping import named_clean_parameters
-from drivetrain.runtime.ranks import clear_data_ranks
+from drivetrain.runtime.ranks import clear_data_ranks, data_rank
 from drivetrain.strategy.trial.checking import NOT_EXACT, TOLERANCES
 from drivetrain.train.auto import auto_accelerate
 
@@ -194,10 +194,10 @@ def has_batch_statistics(name):
 
 
 def all_passes(name, own):
-    """Return the passes of all ranks by step, of which each has the same number of samples; together they are the batch."""
+    """Return the passes of all data ranks by step, of which each has the same number of samples; together they are the batch."""
     gathered = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
-    windows = [[batch for rank in gathered for batch in rank[step]] for step in range(STEPS)]
+    torch.distributed.all_gather_object(gathered, (data_rank(), own))
+    windows = [[batch for rank in dict(gathered).values() for batch in rank[step]] for step in range(STEPS)]
     data = make_rows(name, ROWS * STEPS)
     for step, window in enumerate(windows):
         whole_batch = cut(data, range(step * ROWS, (step + 1) * ROWS))
@@ -221,16 +221,22 @@ def planned_movement(name, plan, **kwargs):
         dataloader_args={"batch_size": ROWS, "num_workers": 0}, load_strategy=plan, device=DEVICE, strict=False,
         **{"ignore_dryrun_on_load_strategy": skips_check, **kwargs},
     )  # fmt: skip
-    assert status, applied.failure
+    if not status:
+        raise PlanInfeasible(f"the check of the plan failed: {applied.failure.message}")
     inner = getattr(result.optim, "inner", None)
     masters = {id(parameter): master for parameter, master in getattr(inner, "_served", ())}
 
+    plain_names = getattr(result.model, "plain_names", {})  # stages of a pipeline may hold a parameter by another name
+
     def state():
-        return {key: whole(masters.get(id(value), value)) for key, value in named_clean_parameters(result.model)}
+        named = named_clean_parameters(result.model)
+        return {plain_names.get(key, key): whole(masters.get(id(value), value)) for key, value in named}
 
     seen, passes = [state()], [[]]
     for batch in result.dataloader:
-        passes[-1].append(batch)
+        parts = getattr(result.model, "microbatches", 1)  # of a pipeline
+        split = {key: value.tensor_split(parts) for key, value in batch.items()}
+        passes[-1] += [{key: value[part] for key, value in split.items()} for part in range(parts)]
         batch = result.prepare_input(batch, result.context.device)
         loss = result.loss_func(batch, result.model(**batch))
         loss.backward()

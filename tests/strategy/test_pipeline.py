@@ -14,6 +14,7 @@ from drivetrain.core.errors import (
     StrategyError,
     UnsupportedMethodError,
 )
+from drivetrain.module.pipeline import split_model
 from drivetrain.module.pipeline_schedule import PipelineOutput
 from drivetrain.strategy.dry_run import try_plan
 from drivetrain.strategy.resolve import resolve_plan
@@ -77,6 +78,12 @@ def train_by(plans, **kwargs):
 def check_same(results, expected, accumulation=1):
     """Compare every rank's losses and weights with the plain loop's; together the ranks hold every parameter."""
     losses, weights = expected
+    results = [(own_losses, dict(own)) for own_losses, own in results]
+    if "head.weight" not in weights:  # tied: the plain model has it once
+        heads = [own.pop("head.weight") for _, own in results if "head.weight" in own]
+        for head in heads:
+            torch.testing.assert_close(head, weights["embedding.weight"], rtol=1e-3, atol=1e-4)
+        assert heads
     seen = set()
     for own_losses, own in results:
         means = torch.tensor(own_losses).view(-1, accumulation).mean(1)
@@ -439,12 +446,131 @@ def test_parameters_of_other_stages_are_freed(world2):
     assert world2(other_stages_are_released) == [True, True]
 
 
+TIED = {
+    2: [
+        [TWO, "pipeline_parallel"],
+        [TWO, ("pipeline_parallel", {"chunks": 2}), ("micro_batch", 4)],
+        [TWO, ("pipeline_parallel", {"nstages": 4, "chunks": 4})],
+        [TWO, "pipeline_parallel", "cpu_offload"],
+    ],
+    4: [
+        [DATA, "pipeline_parallel"],
+        [ZERO, "pipeline_parallel", "fsdp"],
+        [("parallel_mode", GRID), ("tensor_parallel", {"plan": tasks.TENSOR_PLAN}), "pipeline_parallel"],
+    ],
+}
+
+
+def train_tied(plans):
+    return [train(plan, model=tasks.make_model()) for plan in plans]
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_trained_as_one_parameter_on_two(world2):
+    for plan, results in zip(TIED[2], zip(*world2(train_tied, TIED[2]))):
+        check_same(results, tasks.plain_losses(), accumulation=2 if "micro_batch" in str(plan) else 1)
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_trained_as_one_parameter_on_four(world4):
+    for results in zip(*world4(train_tied, TIED[4])):
+        check_same(results, tasks.plain_losses())
+
+
+def clipped_norm():
+    result, _ = start([TWO, "pipeline_parallel"], model=tasks.make_model())
+    batch = result.prepare_input(next(iter(result.dataloader)), result.context.device)
+    result.loss_func(batch, result.model(**batch)).backward()
+    return result.clip_grad_norm_(0.1).item()
+
+
+def test_the_norm_counts_a_tied_parameter_once(world2):
+    model, rows = tasks.make_model(), tasks.make_data(32).tokens[:8]
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    tasks.loss_func(batch, model(**batch)).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    assert world2(clipped_norm) == pytest.approx([expected, expected], rel=1e-5)
+
+
+class Fails(tasks.TinyGPT):
+    """Fails in its second stage, in training."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        self.blocks[1].register_forward_hook(self.fail)
+
+    def fail(self, module, inputs, output):
+        if torch.is_tensor(output) and output.device.type == "cpu" and type(output) is torch.Tensor:
+            raise ArithmeticError("the second block cannot do this")
+
+
+def failures():
+    try:
+        run(start([TWO, "pipeline_parallel"], model=Fails())[0])
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_an_error_in_one_stage_ends_all_ranks_at_once(world2):
+    first, second = world2(failures, timeout=60)
+    assert second == ("ArithmeticError", "the second block cannot do this")
+    assert first[0] == "DistributedError" and "rank 1 failed in stage 1" in first[1] and second[1] in first[1]
+
+
+class DropsOut(tasks.TinyGPT):
+    def forward(self, tokens, labels=None):
+        x = nn.functional.dropout(self.embedding(tokens), 0.5, self.training)
+        for block in self.blocks:
+            x = block(x)
+        shifted = torch.zeros_like(labels)
+        shifted[:, 1:] = labels[:, :-1]
+        shifted.masked_fill_(shifted == 3, 0)
+        return self.head(self.norm(x)) + shifted.unsqueeze(-1)
+
+
+def test_dropout_and_changes_in_place_between_blocks_are_followed():
+    torch.manual_seed(0)
+    model, rows = DropsOut(tied=False), tasks.make_data(4).tokens
+    given = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    first, second = split_model(model, 2, given=given).parts
+    for mode in (True, False):
+        for module in (model, first, second):
+            module.train(mode)
+        torch.manual_seed(1)
+        expected = model(**given)
+        torch.manual_seed(1)
+        found = second(*first(tokens=given["tokens"]), labels=given["labels"])
+        assert torch.equal(found, expected)
+
+
 class Odd(tasks.TinyGPT):
     def forward(self, tokens, labels=None):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(nn.functional.dropout(self.norm(x), 0.1, self.training))
+        return self.head(self.norm(x) * 2 if self.training else self.norm(x))
+
+
+class Thrice(tasks.TinyGPT):
+    """One norm in the first, the third and the last of four stages."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        self.blocks = nn.ModuleList([tasks.Block() for _ in range(4)])
+
+    def forward(self, tokens, labels=None):
+        x = self.norm(self.embedding(tokens))
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return self.head(x)
+
+
+def head_by_itself(model):
+    named = dict(model.named_parameters())
+    first = [p for name, p in named.items() if name != "head.weight"]
+    return (
+        [{"params": first}, {"params": [named["head.weight"]], "lr": 0.5}]
+        if "head.weight" in named
+        else [{"params": first}]
+    )
 
 
 def refusals():
@@ -452,7 +578,8 @@ def refusals():
     tied, plain = tasks.make_model(), tasks.make_model(tied=False)
     before = {name: parameter.clone() for name, parameter in tied.named_parameters()}
     trials = {
-        "tied": lambda: start([TWO, "pipeline_parallel"], model=tied),
+        "tied": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4})], model=Thrice()),
+        "groups": lambda: start([TWO, "pipeline_parallel"], model=tasks.make_model(), optim_param_func=head_by_itself),
         "stages": lambda: start([TWO, ("pipeline_parallel", {"nstages": 3})]),
         "schedule": lambda: start([TWO, ("pipeline_parallel", {"nstages": 4, "schedule": "1F1B"})]),
         "few": lambda: start([TWO, ("pipeline_parallel", {"chunks": 1})]),
@@ -486,7 +613,8 @@ def refusals():
 
 
 EXPECTED = {
-    "tied": (MethodConfigError, "embedding.weight is used in stages 0 and 1 .*untie"),
+    "tied": (MethodConfigError, "share a parameter .*two of them are on one rank"),
+    "groups": (ConfigError, "embedding.weight and head.weight are one parameter .*'lr': '0.5'"),
     "stages": (MethodConfigError, "3 stages do not divide"),
     "schedule": (MethodConfigError, "Interleaved1F1B for 4 stages on 2 ranks"),
     "few": (MethodConfigError, "at least as many as stages"),
@@ -495,7 +623,7 @@ EXPECTED = {
     "count": (MethodConfigError, "makes 3 stages, and stages=2"),
     "many": (MethodConfigError, "too few for 64 stages"),
     "loss": (ConfigError, "needs loss_func"),
-    "mode": (MethodConfigError, "nn.Dropout"),
+    "mode": (MethodConfigError, "something else in training than in evaluation"),
     "scaler": (UnsupportedMethodError, "bf16"),
     "compile": (ConflictError, "scope 'model'"),
     "open": (ConflictError, "stages begin inside blocks"),

@@ -351,7 +351,7 @@ def follow_loss(model: nn.Module, batch: object, rows: int, compute: Callable[[]
         with torch.no_grad(), buffers_copied(model), watch:
             loss = compute()
         return watch.items_of(loss), watch.factors
-    except (RuntimeError, ValueError, TypeError):
+    except Exception:  # whatever a model raises here, it raises again in the first step, where it can be seen
         return UNKNOWN, []
     finally:
         restore_rng(generators)

@@ -3,7 +3,8 @@
 A cut stands before a block. Whatever the code before a cut makes of parameters and the code after it needs is sent from stage to
 stage; what it makes of the inputs alone (masks, positions) is made again, because every rank of a pipeline holds the inputs. Where
 to cut is found by balancing the floating-point operations of a sample, or without one the parameters, of which an embedding's do not
-count: looking up costs nothing. Parameters used on both sides of a cut are rejected.
+count: looking up costs nothing. A parameter that is used on both sides of a cut, such as a head that is tied to the embedding, is held by
+each stage that uses it, and their gradients are added up.
 """
 
 import copy
@@ -19,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.core.errors import ConfigError, unknown_name
 from drivetrain.module.blocks import repeated_blocks
-from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart
-from drivetrain.module.pipeline_tracing import FLOPS, VALUE, trace_chain
+from drivetrain.module.pipeline_parts import COMPUTED_IN, StagePart, in_mode
+from drivetrain.module.pipeline_tracing import FLOPS, VALUE, changed_copy, trace_chain
 from drivetrain.module.wrapping import unwrap
 
 
@@ -39,6 +40,8 @@ class Split:
     """Arguments that some stage uses."""
     unused: frozenset[str]
     """Arguments that no stage uses, whatever is given for them."""
+    tied: tuple[Mapping[int, str], ...] = ()
+    """Of each parameter that several stages hold, its name in each of them."""
 
 
 def split_model(
@@ -61,10 +64,10 @@ def split_model(
     names = _candidates(model, num_stages) if isinstance(split, str) else _named(model, split, num_stages)
     opened = _ancestors(model, names)
     graph = trace_chain(model, opened, given)
-    _refuse_mode(model, opened, graph, given)
+    _follow_mode(model, opened, graph, given)
     _free_from_values(model, graph)
     nodes = list(graph.nodes)
-    places = _places(model, nodes, names)
+    places = _places(model, nodes, names, are_given=not isinstance(split, str))
     if isinstance(split, str):
         cuts = _balanced(model, nodes, sorted(places.values()), num_stages)
     else:
@@ -76,8 +79,8 @@ def split_model(
     return _cut(model, nodes, cuts)
 
 
-def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, object] | None) -> None:
-    """Reject code between blocks that does something else in evaluation: the recorded steps are one of the two."""
+def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, given: Mapping[str, object] | None) -> None:
+    """Let dropout between blocks follow the mode of its stage; reject other code there that does something else in evaluation."""
     modes = [(module, module.training) for module in opened]
     for module, mode in modes:
         module.training = not mode
@@ -86,11 +89,38 @@ def _refuse_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
     finally:
         for module, mode in modes:
             module.training = mode
-    if str(other) != str(graph):
+    for one, two in zip(_used(graph), _used(other)):
+        name = getattr(one.target, "__name__", "")
+        is_of_torch = one.target == two.target and getattr(nn.functional, name, None) is one.target
+        if is_of_torch and one.kwargs.get("training") != two.kwargs.get("training"):
+            for node in (one, two):
+                node.args, node.target = (name, *node.args), in_mode
+                node.kwargs = {name: value for name, value in node.kwargs.items() if name != "training"}
+    if _steps_of(other) != _steps_of(graph):
         raise ConfigError(
-            f"the forward of {type(model).__name__} does something else in training than in evaluation between its blocks, such as "
-            "dropout by F.dropout(x, training=self.training). Use modules for that (nn.Dropout)."
+            f"the forward of {type(model).__name__} does something else in training than in evaluation between its blocks. Move the code "
+            "that asks for self.training into a module of its own."
         )
+
+
+def _used(graph: fx.Graph) -> list[fx.Node]:
+    """Return the steps whose results are used, in order."""
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    used, waiting = {output}, [output]
+    while waiting:
+        more = [node for node in waiting.pop().all_input_nodes if node not in used]
+        used.update(more)
+        waiting += more
+    return [node for node in graph.nodes if node in used]
+
+
+def _steps_of(graph: fx.Graph) -> list[tuple[object, ...]]:
+    """Return what a graph computes, without the names of its values."""
+    numbers = {node: index for index, node in enumerate(_used(graph))}
+    return [
+        (node.op, str(node.target), str(fx.node.map_arg((node.args, node.kwargs), lambda other: f"%{numbers[other]}")))
+        for node in numbers
+    ]
 
 
 def _free_from_values(model: nn.Module, graph: fx.Graph) -> None:
@@ -210,8 +240,8 @@ def _ancestors(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
     return {model, *(model.get_submodule(path) for path in paths)}
 
 
-def _places(model: nn.Module, nodes: list[fx.Node], names: Sequence[str]) -> dict[str, int]:
-    """Return where each module is first run; all names of one module are the same place."""
+def _places(model: nn.Module, nodes: list[fx.Node], names: Sequence[str], are_given: bool) -> dict[str, int]:
+    """Return where each module is first run, of those that are; all names of one module are the same place."""
     first: dict[int, int] = {}
     for index, node in enumerate(nodes):
         if node.op == "call_module":
@@ -219,9 +249,10 @@ def _places(model: nn.Module, nodes: list[fx.Node], names: Sequence[str]) -> dic
     places: dict[str, int] = {}
     for name in names:
         place = first.get(id(model.get_submodule(name)))
-        if place is None:
+        if place is not None:
+            places[name] = place
+        elif are_given:
             raise ConfigError(f"the module {name} is not run by the model's forward, so no stage can begin at it.")
-        places[name] = place
     return places
 
 
@@ -284,7 +315,7 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
         pieces.append((in_order, from_before, wanted))
         wanted = from_before
     pieces.reverse()
-    _refuse_shared(model, [piece[0] for piece in pieces])
+    tied = _tied(model, [piece[0] for piece in pieces])
     parts = tuple(_part(model, *piece) for piece in pieces)
     work = [sum(_work(model, node) for node in piece[0]) for piece in pieces]
     signature = inspect.signature(model.forward)
@@ -297,6 +328,7 @@ def _cut(model: nn.Module, nodes: list[fx.Node], cuts: list[int]) -> Split:
         signature=signature,
         inputs=inputs,
         unused=frozenset(node_name for node_name in traced - inputs if _is_unused(nodes, node_name)),
+        tied=tied,
     )
 
 
@@ -353,7 +385,8 @@ def _is_random(model: nn.Module, node: fx.Node) -> bool:
         return any(
             isinstance(m, nn.modules.dropout._DropoutNd) for m in model.get_submodule(str(node.target)).modules()
         )
-    name = str(getattr(node.target, "__name__", node.target))
+    target = node.args[0] if node.target is in_mode else node.args[1] if node.target is changed_copy else node.target
+    name = str(getattr(target, "__name__", target))
     return any(word in name for word in ("rand", "dropout", "bernoulli", "multinomial", "normal"))
 
 
@@ -364,25 +397,20 @@ def _attribute(model: nn.Module, path: str) -> object:
     return found
 
 
-def _refuse_shared(model: nn.Module, steps: list[list[fx.Node]]) -> None:
-    """Reject parameters that two stages would hold; each would train a copy of its own."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    holder: dict[int, int] = {}
+def _tied(model: nn.Module, steps: list[list[fx.Node]]) -> tuple[Mapping[int, str], ...]:
+    """Return the parameters that several stages hold, by their names in each of them."""
+    held: dict[int, dict[int, str]] = {}
     for stage, nodes in enumerate(steps):
         for node in nodes:
+            path, found = str(node.target), []
             if node.op == "call_module":
-                held = list(model.get_submodule(str(node.target)).parameters())
-            elif node.op == "get_attr":
-                held = [p for p in [_attribute(model, str(node.target))] if isinstance(p, nn.Parameter)]
-            else:
-                continue
-            for parameter in held:
-                if holder.setdefault(id(parameter), stage) != stage:
-                    raise ConfigError(
-                        f"the parameter {names[id(parameter)]} is used in stages {holder[id(parameter)]} and {stage} (again in "
-                        f"{node.target}). A pipeline keeps a tied parameter in one stage: untie it, or name split points that leave both "
-                        "uses on one side."
-                    )
+                named = model.get_submodule(path).named_parameters(remove_duplicate=False)
+                found = [(f"{path}.{name}", parameter) for name, parameter in named]
+            elif node.op == "get_attr" and isinstance(parameter := _attribute(model, path), nn.Parameter):
+                found = [(path, parameter)]
+            for name, parameter in found:
+                held.setdefault(id(parameter), {}).setdefault(stage, name)
+    return tuple(names for names in held.values() if len(names) > 1)
 
 
 def _part(model: nn.Module, inside: list[fx.Node], received: list[fx.Node], wanted: list[fx.Node]) -> StagePart:

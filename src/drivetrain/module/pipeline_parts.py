@@ -20,6 +20,15 @@ COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=
 """The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
 
 
+IN_TRAINING: ContextVar[bool] = ContextVar("IN_TRAINING", default=True)
+"""Whether the stage that runs trains."""
+
+
+def in_mode(function: str, *args: object, **kwargs: object) -> Tensor:
+    """Call a function of `torch.nn.functional`, such as dropout, in the mode of the stage that runs."""
+    return getattr(nn.functional, function)(*args, **kwargs, training=IN_TRAINING.get())
+
+
 class Elsewhere(nn.Module):
     """Stands where the user's model has a module that another stage holds; it has no parameters."""
 
@@ -62,11 +71,12 @@ class StagePart(nn.Module):
         return call.flatten_output(output)
 
     def _steps(self, received: tuple[Tensor, ...], inputs: Mapping[str, Any]) -> Any:
-        token = COMPUTED_IN.set(self.compute_dtype)
+        token, mode = COMPUTED_IN.set(self.compute_dtype), IN_TRAINING.set(self.training)
         try:
             return vars(self)["_run"](self, *received, *(inputs[name] for name in self.inputs))
         finally:
             COMPUTED_IN.reset(token)
+            IN_TRAINING.reset(mode)
 
 
 class FlatCall:

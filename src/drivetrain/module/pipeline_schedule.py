@@ -7,19 +7,23 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.core.errors import BatchSizeError, ConfigError, unknown_name
+from drivetrain.core import errors
+from drivetrain.core.errors import BatchSizeError, ConfigError, DistributedError, unknown_name
 from drivetrain.module.accumulation import Count, as_factor, share_of
+from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline import Split
 from drivetrain.module.pipeline_parts import FlatCall, is_batched, mount
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
+from drivetrain.runtime.collectives import all_gather_values
+from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 
@@ -29,6 +33,10 @@ class LossWeights(Protocol):
 
     is_sum: bool
     """Whether the losses of parts add up to that of the whole, instead of being averaged."""
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether the batch in hand is the last one before an update."""
 
     def items_of(self, inputs: object) -> Count | None:
         """Return how many items the loss of a model's input is a mean over; None: its samples."""
@@ -43,7 +51,7 @@ class LossWeights(Protocol):
 class _BySamples:
     """Every sample counts the same."""
 
-    is_sum = False
+    is_sum, is_last_pass = False, True
 
     def items_of(self, inputs: object) -> Count | None:
         return None
@@ -89,6 +97,8 @@ class PipelinedModel(nn.Module):
     device: torch.device
     all_names: frozenset[str]
     """Every key of the whole model's state."""
+    plain_names: Mapping[str, str]
+    """The first name of each parameter that the whole model has under several."""
     _names: set[str]
     _runs: dict[Any, "_ScheduleRun"]
     _full_size: int | None
@@ -117,6 +127,9 @@ class PipelinedModel(nn.Module):
         fields["group"], fields["device"] = group, device
         fields["_names"] = {name for index in own for name in split.parts[index].targets}
         fields["all_names"] = frozenset(model.state_dict(keep_vars=True))
+        firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {name: firsts[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        fields["plain_names"] = {name: first for name, first in names.items() if name != first}
         fields["_runs"] = {}
         fields["_full_size"] = None
         mount(self, model, self._names)
@@ -149,6 +162,30 @@ class PipelinedModel(nn.Module):
                 if last in source:
                     self.get_submodule(holder)._parameters[last] = source[last]
         self._runs.clear()
+        for parameter, ranks in self.tied_parameters():  # each stage may have made its own
+            _take_from_first(local_part(parameter.detach()), ranks, self)
+
+    def tied_parameters(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Return the parameters of this rank that others hold too, with the ranks of the pipeline that do, in the same order on all."""
+        ranks = torch.distributed.get_world_size(self.group)
+        return [
+            (unwrap(part).get_parameter(names[index]), sorted(stage % ranks for stage in names))
+            for names in self.split.tied
+            for index, part in zip(self.own, self.parts)
+            if index in names
+        ]
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Add up the gradients of parameters that several stages hold, so that all of them make the same step."""
+        for parameter, ranks in self.tied_parameters():
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif is_dtensor(parameter):  # a lookup's gradient may be whole where the table is split
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+            _sum_over(local_part(parameter.grad), ranks, self)
 
     def train(self, mode: bool = True) -> "PipelinedModel":
         """Set the mode of all stages."""
@@ -242,6 +279,36 @@ def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
+def _sum_over(tensor: Tensor, ranks: Sequence[int], pipeline: PipelinedModel) -> None:
+    """Replace a tensor by its sum over some ranks of a pipeline, exactly the same on all of them."""
+    import torch.distributed as dist
+
+    own, first = dist.get_rank(pipeline.group), ranks[0]
+    held = tensor.to(pipeline.device).contiguous()
+    if own == first:
+        other = torch.empty_like(held)
+        for rank in ranks[1:]:
+            dist.recv(other, group=pipeline.group, group_src=rank)
+            held = held + other
+    else:
+        dist.send(held, group=pipeline.group, group_dst=first)
+    tensor.copy_(held)
+    _take_from_first(tensor, ranks, pipeline)
+
+
+def _take_from_first(tensor: Tensor, ranks: Sequence[int], pipeline: PipelinedModel) -> None:
+    """Give some ranks of a pipeline the tensor of the first of them."""
+    import torch.distributed as dist
+
+    held = tensor.to(pipeline.device).contiguous()
+    if dist.get_rank(pipeline.group) == ranks[0]:
+        for rank in ranks[1:]:
+            dist.send(held, group=pipeline.group, group_dst=rank)
+    else:
+        dist.recv(held, group=pipeline.group, group_src=ranks[0])
+        tensor.copy_(held)
+
+
 class _ScheduleRun:
     """The schedule for batches of one shape."""
 
@@ -254,7 +321,7 @@ class _ScheduleRun:
         self._last: Any = None
         self._weights: Sequence[Count] = ()  # of the gradients of micro-batches
         self._shares: Sequence[Count] = ()  # of micro-batches in the loss of the batch
-        self._is_first, self._is_odd = True, False
+        self._is_first = True
         stages = [
             PipelineStage(part, index, pipeline.num_stages, pipeline.device, group=pipeline.group)
             for part, index in zip(pipeline.parts, pipeline.own)
@@ -272,6 +339,8 @@ class _ScheduleRun:
     def __call__(self, inputs: dict[str, Any], batch: object) -> Any:
         """Run all micro-batches of one batch."""
         pipeline = self.pipeline
+        if self._is_first:
+            self._try_stages(inputs, batch)
         calls = [
             FlatCall(
                 inputs,
@@ -292,6 +361,8 @@ class _ScheduleRun:
             kept = self._put_gradients_aside()
             self._schedule.step(**calls[0].batched, target=torch.arange(self.chunks), losses=[], **self._settings)
             self._add_gradients(kept)
+            if pipeline._weights.is_last_pass:
+                pipeline.sum_tied_gradients()
             return PipelineOutput(self._joined(items))
         with torch.no_grad():
             self._schedule.step(**calls[0].batched, **self._settings)
@@ -321,25 +392,13 @@ class _ScheduleRun:
         place = int(index)  # on the CPU: nobody waits
         assert pipeline._loss_func is not None
         loss = pipeline._loss_func(self._chunk(self._batch, place), self._last.unflatten_output(output))
-        self._is_odd |= isinstance(loss, list | tuple)
-        loss = without_empty(_first(loss), self._shares[place])
+        loss = without_empty(loss, self._shares[place])
         self._values[place] = loss.detach()
         return loss * as_factor(self._weights[place], loss)
 
     def _joined(self, items: Count | None) -> Tensor:
         """Return the loss of the whole batch, as a leaf whose backward reaches no parameter."""
-        import torch.distributed as dist
-
-        pipeline = self.pipeline
-        if self._is_first:
-            self._is_first = False
-            odd = torch.tensor(float(self._is_odd), device=pipeline.device)
-            dist.all_reduce(odd, group=pipeline.group)
-            if odd.item():
-                raise ConfigError(
-                    "pipeline_parallel: loss_func returns more than the loss, and the rest would exist on the last stage only. Return "
-                    "the loss alone."
-                )
+        pipeline, self._is_first = self.pipeline, False
         if pipeline.is_last:
             loss = sum(self._values[place].float() * share for place, share in enumerate(self._shares))
         else:
@@ -347,6 +406,51 @@ class _ScheduleRun:
         self._batch, self._values = None, {}
         assert isinstance(loss, Tensor)
         return pipeline._everywhere(loss, items).requires_grad_()
+
+    # Before the first step of a shape.
+
+    def _try_stages(self, inputs: dict[str, Any], batch: object) -> None:
+        """Run a micro-batch through one stage after the other, so that an error in one of them ends all ranks at once."""
+        import torch.distributed as dist
+
+        pipeline, random_state = self.pipeline, capture_rng()
+        rank, ranks = dist.get_rank(pipeline.group), dist.get_world_size(pipeline.group)
+        passed: list[tuple[list[int], torch.dtype]] = []
+        for stage in range(pipeline.num_stages):
+            error, made = None, passed
+            if stage % ranks == rank:
+                try:
+                    made = self._try_stage(stage, inputs, batch, passed)
+                except Exception as caught:  # whatever the user's model raises
+                    error = caught
+            outcomes = all_gather_values((_described(error), made))
+            failed = next((index for index, (text, _) in enumerate(outcomes) if text is not None), None)
+            if failed is not None:
+                raise error if error is not None else _failure(failed, stage, *outcomes[failed][0])
+            passed = outcomes[dist.get_global_rank(pipeline.group, stage % ranks)][1]
+        restore_rng(random_state)
+
+    def _try_stage(
+        self, stage: int, inputs: dict[str, Any], batch: object, passed: Sequence[tuple[list[int], torch.dtype]]
+    ) -> list[tuple[list[int], torch.dtype]]:
+        """Run a stage of this rank once, on zeros in place of what it receives; return the sizes and types of what it passes on."""
+        pipeline = self.pipeline
+        is_last = stage == pipeline.num_stages - 1
+        part = pipeline.parts[pipeline.own.index(stage)]
+        call = FlatCall(self._chunk(inputs, 0), is_last=is_last, probing=True, collects=False)
+        received = [torch.zeros(sizes, dtype=dtype, device=pipeline.device) for sizes, dtype in passed]
+        unwrap(part).begin(call)  # type: ignore[operator]
+        with torch.no_grad():
+            output = part(*received, **call.batched)
+            if is_last and self.is_training:
+                assert pipeline._loss_func is not None
+                loss = pipeline._loss_func(self._chunk(batch, 0), call.unflatten_output(output))
+                if isinstance(loss, list | tuple):
+                    raise ConfigError(
+                        "pipeline_parallel: loss_func returns more than the loss, and the rest would exist on the last stage only. Return "
+                        "the loss alone."
+                    )
+        return [(list(tensor.shape), tensor.dtype) for tensor in output]
 
     # The first step of a shape finds out what the stages exchange, and clears the gradients of sharded stages on the way.
 
@@ -362,6 +466,18 @@ class _ScheduleRun:
     def _add_gradients(self, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
         for parameter, grad in kept:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def _described(error: Exception | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _failure(rank: int, stage: int, kind: str, text: str) -> Exception:
+    """Return the error of another rank as this rank raises it: a mistake of the user's as it is."""
+    cls = getattr(errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, ConfigError):
+        return cls(text)
+    return DistributedError(f"rank {rank} failed in stage {stage} of the pipeline: {kind}: {text}")
 
 
 def _schedule_class(name: str, chunks: int, num_stages: int, per_rank: int) -> Any:

@@ -20,8 +20,10 @@ from drivetrain.core.errors import ConfigError
 from drivetrain.module.probing import buffers_copied
 
 VALUE, FLOPS = "value", "flops"
-_FACTORIES = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "triu_indices", "tril_indices")
-"""Functions of torch that take sizes and no tensors, and so do not notice a traced size by themselves."""
+_FACTORIES = (
+    "arange", "zeros", "ones", "full", "empty", "linspace", "eye", "tensor", "triu_indices", "tril_indices", "finfo", "iinfo",
+)  # fmt: skip
+"""Functions of torch that take sizes or types and no tensors, and so do not notice a traced one by themselves."""
 _UNKNOWN = object()
 
 
@@ -53,7 +55,7 @@ def _trace(
     state = torch.get_rng_state()
     try:
         # A batch norm would count the fake batch, and remembered keys belong to whole models.
-        with _factories_traced(tracer), buffers_copied(model), _without_cache(model):
+        with _factories_traced(tracer), buffers_copied(model), on_fake_tensors(model):
             return tracer.trace(model, concrete_args=constants or None)
     except ConfigError:
         raise
@@ -68,18 +70,28 @@ def _trace(
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn off the cache of keys and values of a transformers model for a while."""
-    config = getattr(model, "config", None)
-    uses_cache = getattr(config, "use_cache", None)
-    if config is None or not uses_cache:
-        yield
-        return
-    config.use_cache = False
+def on_fake_tensors(model: nn.Module) -> Iterator[None]:
+    """Let a transformers model run on fake tensors: without its cache of keys and values, and with experts of plain products.
+
+    The grouped product of experts has a rule for fake tensors in bfloat16 alone.
+    """
+    wanted = {"use_cache": False, "_experts_implementation": "batched_mm"}
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    before = [
+        (config, name, getattr(config, name))
+        for config in configs.values()
+        for name in wanted
+        if getattr(config, name, None)
+    ]
+    for config, name, _ in before:
+        setattr(config, name, wanted[name])
     try:
         yield
     finally:
-        config.use_cache = uses_cache
+        for config, name, value in before:
+            setattr(config, name, value)
 
 
 def _first_line(error: Exception) -> str:
@@ -94,6 +106,22 @@ class _ValueProxy(fx.Proxy):
         value = self.node.meta.get(VALUE, _UNKNOWN)
         return len(value) if value is not _UNKNOWN else super().__len__()
 
+    def __setitem__(self, index: object, value: object) -> None:
+        """Record a copy that has the item; this value is the copy from now on."""
+        self.node = self.tracer.create_proxy("call_function", with_item, (self, index, value), {}).node
+
+
+def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    """Return a copy of a tensor in which an item is set."""
+    result = tensor.clone()
+    result[index] = value
+    return result
+
+
+def changed_copy(tensor: Tensor, method: str, *args: object, **kwargs: object) -> Tensor:
+    """Return a copy of a tensor that a method has changed in place."""
+    return getattr(tensor.clone(), method)(*args, **kwargs)
+
 
 class _Tracer(fx.Tracer):
     """Traces through the opened modules, with values of a sample beside the symbols."""
@@ -103,6 +131,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, opened: set[nn.Module], given: Mapping[str, object] | None):
         super().__init__(autowrap_modules=(math,))
         self._opened, self._given = opened, given
+        self._installed: set[nn.Module] = set()
         self._mode: Any = None
         self._is_computing = False
         if given is not None:
@@ -118,6 +147,7 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Return how the forward is called, by name, whatever decorators stand around it; arguments without a symbol are constants."""
         constants = dict(concrete_args or {})
+        self._installed = set(self.root.modules())
         parameters = inspect.signature(self.root.forward).parameters
         loose = [name for name, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         names = [name for name in parameters if name not in constants and name not in loose]
@@ -147,7 +177,7 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
-        if self._is_computing:  # inside a single step, on fake values
+        if self._is_computing or m not in self._installed:  # inside a single step, or made on the way, such as a loss
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -166,9 +196,14 @@ class _Tracer(fx.Tracer):
         return super().iter(obj)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *others: Any, **more: Any) -> fx.Proxy:
+        changed = args[0] if kind == "call_method" and _is_in_place(target) and isinstance(args[0], fx.Proxy) else None
+        if changed is not None:
+            kind, target, args = "call_function", changed_copy, (changed, target, *args[1:])
         proxy = super().create_proxy(kind, target, args, kwargs, *others, **more)
         if self._mode is not None:
             self._compute(proxy.node)
+        if changed is not None:
+            changed.node = proxy.node
         return proxy
 
     def _compute(self, node: fx.Node) -> None:
@@ -209,6 +244,10 @@ class _Tracer(fx.Tracer):
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_in_place(method: object) -> bool:
+    return isinstance(method, str) and method.endswith("_") and not method.endswith("__")
 
 
 @contextmanager

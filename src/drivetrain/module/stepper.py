@@ -392,10 +392,10 @@ def grad_norm(
 
     `stages` is the number of pipeline stages, each of which holds other parameters. `device` is where ranks exchange numbers.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if stages == 1 and not any(map(is_dtensor, grads)):
-        return torch.nn.utils.get_total_norm(grads, norm_type)
-    return _norm_over_ranks(grads, norm_type, torch.device("cpu" if device is None else device), stages)
+    held = [(p.grad, getattr(p, "tied_stages", 1)) for p in parameters if p.grad is not None]
+    if stages == 1 and not any(is_dtensor(grad) for grad, _ in held):
+        return torch.nn.utils.get_total_norm([grad for grad, _ in held], norm_type)
+    return _norm_over_ranks(held, norm_type, torch.device("cpu" if device is None else device), stages)
 
 
 def scale_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -425,18 +425,21 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm_over_ranks(grads: Sequence[Tensor], norm_type: float, device: torch.device, stages: int) -> Tensor:
+def _norm_over_ranks(
+    grads: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, stages: int
+) -> Tensor:
     """Return the norm over all gradients of all ranks, the same on each of them, with one exchange.
 
     Each rank adds up what it holds. An entry that several ranks hold is counted by each of them for its share: a whole gradient is on
-    all ranks of its stage, a sharded one on as many as there are ranks for each of its parts.
+    all ranks of its stage, a sharded one on as many as there are ranks for each of its parts. Each gradient comes with the number of
+    stages that hold it.
     """
     import torch.distributed as dist
 
     world, is_largest = dist.get_world_size(), math.isinf(norm_type)
-    held: dict[int, list[Tensor]] = {}
-    for grad in grads:
-        parts = stages
+    held: dict[float, list[Tensor]] = {}
+    for grad, holders in grads:
+        parts = stages / holders
         if is_dtensor(grad):
             split = [dim for dim, placement in enumerate(grad.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
             parts *= math.prod(map(grad.device_mesh.size, split))  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision, autocast_forward, warn_unscaled_float16
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
 from drivetrain.module.wrapping import unwrap
+from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 
@@ -60,6 +61,8 @@ class Stepping:
         if self.pipeline is not None:
             replicas = ctx.plan.site.axis("tensor") * ctx.plan.site.axis("sequence")
             self.pipeline.connect(self._user_loss, self, replicas)
+            if ctx.optimizer is not None:
+                _mark_tied(self.pipeline, ctx.optimizer)
         self.begin(None)
 
     def begin(self, info: BatchInfo | None, total: int | None = None) -> None:
@@ -166,6 +169,11 @@ class Stepping:
         micro = 1 if self.batch is None else self.batch.micro
         return micro, micro * self.window.world
 
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether the micro-batch in hand closes its window."""
+        return self.window.closes
+
     def amount(self, items: Count | None) -> Count:
         """Return how much this rank's loss counts in the mean over all data ranks: its items, else its samples."""
         return self._sizes()[0] if items is None else items
@@ -186,6 +194,29 @@ class Stepping:
         So `zero_grad` may stand at the beginning of a loop's body as well as at its end.
         """
         return self.window.closes if self._is_stepped else self.window.opens
+
+
+def _mark_tied(pipeline: PipelinedModel, optimizer: Optimizer) -> None:
+    """Mark what several stages train, so that a norm counts it once; reject optimizers that would train it differently there."""
+    copies = {id(parameter): copied for parameter, copied in getattr(optimizer, "_served", ())}
+    trained = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    settings = {}
+    for names, (parameter, ranks) in zip(
+        [names for names in pipeline.split.tied if not set(names).isdisjoint(pipeline.own)], pipeline.tied_parameters()
+    ):
+        held = copies.get(id(parameter), parameter)
+        held.tied_stages = len(ranks)
+        group = trained.get(id(held), {})
+        settings[" and ".join(names.values())] = {key: str(value) for key, value in group.items() if key != "params"}
+    everywhere: dict[str, Any] = {}
+    for rank, found in enumerate(all_gather_values(settings)):
+        for names, own in found.items():
+            other = everywhere.setdefault(names, own)
+            if own != other:
+                raise ConfigError(
+                    f"pipeline_parallel: {names} are one parameter that several stages hold, and the optimizer would train it by {other} "
+                    f"in one of them and by {own} on rank {rank}. Put both names into groups with the same settings."
+                )
 
 
 class PlannedOptimizer(Optimizer):

@@ -172,6 +172,12 @@ class PipelineParallel(Method):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         own = range(rank, stages, ranks)
         _refuse_open_blocks(ctx, split)
+        for names in split.tied:
+            if len({stage % ranks for stage in names}) < len(names):
+                raise MethodConfigError(
+                    f"pipeline_parallel: the stages {', '.join(map(str, names))} share a parameter ({', '.join(names.values())}), and two "
+                    "of them are on one rank. Use one stage on each rank."
+                )
         ctx.whole = ctx.model
         ctx.model = PipelinedModel(
             ctx.model,
