@@ -24,6 +24,8 @@ def test_a_wheel_installs_and_starts_outside_of_the_tree(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(source / "src").as_posix() for path in (source / "src" / "drivetrain").rglob("*.py*")}
     assert {name for name in modules if name.endswith((".py", ".pyi"))} <= names and "drivetrain/py.typed" in names
+    assets = {path.name for path in (source / "src/drivetrain/experiment/reports/assets").iterdir()}
+    assert assets and {f"drivetrain/experiment/reports/assets/{name}" for name in assets} <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "tools"))]
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True, timeout=120

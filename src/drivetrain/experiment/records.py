@@ -174,11 +174,12 @@ def _well_formed(content: dict[str, Any], fields: Mapping[str, type | types.Unio
 
 def find_runs(place: str | Path, depth: int = 4) -> Iterator[RunRecord]:
     """Yield the runs in a folder and the folders within it, trials of sweeps included, oldest first."""
-    records = [read_run(folder) for folder in _run_folders(Path(place), depth)]
+    records = [read_run(folder) for folder in run_folders(Path(place), depth)]
     yield from sorted(records, key=lambda record: (record.started, record.folder.name))
 
 
-def _run_folders(place: Path, depth: int) -> Iterator[Path]:
+def run_folders(place: Path, depth: int = 4) -> Iterator[Path]:
+    """Yield the folders of the runs in a place, without reading them."""
     if not place.is_dir():
         return
     if is_run(place):
@@ -186,7 +187,7 @@ def _run_folders(place: Path, depth: int) -> Iterator[Path]:
     elif depth > 0:
         for entry in sorted(place.iterdir()):
             if is_real_folder(entry) and not entry.name.startswith("."):
-                yield from _run_folders(entry, depth - 1)
+                yield from run_folders(entry, depth - 1)
 
 
 FRESH = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_([0-9a-z]{6})")
@@ -209,7 +210,7 @@ def short_id(folder: Path) -> str:
 
 def find_by_id(place: Path, wanted: str, depth: int = 4) -> list[Path]:
     """Return the run and sweep folders in a place that a short id names; the first characters of one are enough if there are three."""
-    folders = [*_run_folders(place, depth), *sweep_folders(place, depth)]
+    folders = [*run_folders(place, depth), *sweep_folders(place, depth)]
     ids = {folder: short_id(folder) for folder in folders}
     same = [folder for folder, own in ids.items() if wanted in (own, folder.name)]
     return same or [folder for folder, own in ids.items() if len(wanted) >= 3 and own.startswith(wanted)]

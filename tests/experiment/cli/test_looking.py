@@ -115,6 +115,21 @@ def test_report_is_written_into_the_run_and_its_path_printed(command, tmp_path):
     assert status == 0 and json.loads(out)["runs"] == [str(folder)]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("report", "{}", "--watch", "--output", "x.html"), "--output names a file"),
+        (("report", "{}", "--port", "8000"), "Give --watch"),
+        (("board", "nowhere"), "there is no folder nowhere"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_errors(command, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path)
+    status, _, err = command(*(word.replace("{}", str(folder)) for word in words))
+    assert status == 2 and message in err
+
+
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_tables_fit_the_width(command, tmp_path, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

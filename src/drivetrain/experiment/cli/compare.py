@@ -15,8 +15,7 @@ from drivetrain.experiment.cli.runs import RunLine, find_all_runs, read_lines, v
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import best_places, direction_of, read_directions
 from drivetrain.experiment.records import RunRecord
-from drivetrain.experiment.reports.chart import Point, short
-from drivetrain.experiment.reports.gather import ENVIRONMENT, SEED, differs, gather_run
+from drivetrain.experiment.reports.gather import ENVIRONMENT, SEED, Point, differs, read_series, short
 
 SIDE_BY_SIDE = 5
 """More runs than this are rows, not columns."""
@@ -100,7 +99,7 @@ def _best(line: RunLine, tag: str) -> float | None:
 
 def _parting_losses(records: Sequence[RunRecord]) -> dict[str, float | None]:
     """Return the first step at which each loss differs between runs."""
-    series = [gather_run(record.folder, verify="off").series for record in records]
+    series = [read_series(record.metrics_path) for record in records]
     shared = Counter(tag for own in series for tag in own if "loss" in tag.lower())
     return {
         tag: first_difference([own[tag] for own in series if tag in own]) for tag, count in shared.items() if count > 1

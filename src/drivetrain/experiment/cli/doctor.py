@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -263,18 +262,17 @@ def check_run(record: RunRecord) -> Iterator[Check]:
 
 
 def _metrics(run: RunData) -> Iterator[Check]:
-    count = sum(len(points) for points in run.series.values())
+    count = sum(curve.count for curve in run.curves.values())
     problem = "; ".join(run.notes)
-    yield Check(not problem, "metrics", problem or f"{count} values of {len(run.series)} metrics")
-    for tag, points in run.series.items():
-        bad = next((step for step, value in points if not math.isfinite(value)), None)
-        if bad is not None:
+    yield Check(not problem, "metrics", problem or f"{count} values of {len(run.curves)} metrics")
+    for tag, curve in run.curves.items():
+        if curve.bad_step is not None:
             remedy = (
                 "lower the learning rate, clip gradients, look at the data of that step"
                 if "loss" in tag.lower()
                 else ""
             )
-            yield Check(False, tag, f"not finite from step {bad:g} on", remedy)
+            yield Check(False, tag, f"not finite from step {curve.bad_step} on", remedy)
 
 
 def _checkpoints(run: RunData) -> Iterator[Check]:

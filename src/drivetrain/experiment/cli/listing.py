@@ -20,8 +20,7 @@ from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import best_places, direction_of, read_directions
 from drivetrain.experiment.filters import check_names, read_condition
 from drivetrain.experiment.records import STATES, change_remarks, find_runs, short_id
-from drivetrain.experiment.reports.chart import short
-from drivetrain.experiment.reports.gather import differs
+from drivetrain.experiment.reports.gather import differs, short
 
 COMPARISON = re.compile(r"[<>=~]")
 DIRECTION = argument(

@@ -1,14 +1,15 @@
-"""`drivetrain show` and `report`: everything about a run or a sweep, on the terminal or as one HTML file."""
+"""`drivetrain show`, `report` and `board`: everything about a run or a sweep, on the terminal, as one HTML file or as a live page."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import shown_bytes
+from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.locking import is_locked
 from drivetrain.experiment.cli.listing import DIRECTION, SEVERAL_HELP
 from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_json, print_lines, print_table
-from drivetrain.experiment.cli.runs import find_all_runs, find_run, find_sweep
+from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_all_runs, find_run, find_sweep, locate
 from drivetrain.experiment.command_line import JSON, argument
 from drivetrain.experiment.directions import read_directions
 from drivetrain.experiment.records import read_remarks, short_id
@@ -17,11 +18,23 @@ from drivetrain.experiment.reports.gather import ENVIRONMENT, RunData, duration,
 SHOWN_LOG_LINES = 10
 REPORT_HELP = "the file to write (default: report.html in the run, or here for several)"
 
+PORT = argument("--port", type=int, metavar="N", help="the port of the live page (default: a free one)")
+
 ARGUMENTS = {
     "show": [argument("run", metavar="RUN", help="the folder or short id of a run or a sweep"), DIRECTION, JSON],
     "report": [
         argument("runs", nargs="+", metavar="RUN", help=SEVERAL_HELP),
         argument("--output", metavar="FILE", help=REPORT_HELP),
+        argument(
+            "--watch", action="store_true", help="serve the page on this machine and keep it up to date, as board does"
+        ),
+        PORT,
+        DIRECTION,
+        JSON,
+    ],
+    "board": [
+        argument("runs", nargs="*", metavar="RUN or DIR", help=f"{SEVERAL_HELP} (default: {DEFAULT_PLACE})"),
+        PORT,
         DIRECTION,
         JSON,
     ],
@@ -74,7 +87,7 @@ def _as_data(run: RunData) -> dict[str, Any]:
             entry.tag: {"last": entry.last, "best": entry.best, "best_step": entry.best_step, "count": entry.count}
             for entry in run.metrics()
         },
-        "summary": run.summary,
+        "summary": run.recorded.results,
         "checkpoints": [vars(line) for line in run.checkpoints],
         "notes": list(run.notes),
         "log": run.log_tail.splitlines()[-SHOWN_LOG_LINES:],
@@ -102,7 +115,7 @@ def _print_run(run: RunData) -> None:
     print_table(["environment", ""], [(name, str(value)) for name, value in found if value not in (None, "")])
     if record.manifest.get("plan"):
         print_table(["plan"], [[record.manifest["plan"]]])
-    if run.series:
+    if run.curves:
         metrics = [(entry.tag, entry.last, entry.best, entry.best_step, entry.count) for entry in run.metrics()]
         print_table(["metric", "last", "best", "at step", "values"], metrics)
     if run.checkpoints:
@@ -125,13 +138,32 @@ def _print_run(run: RunData) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the report."""
+    """Write the report, or serve it."""
     from drivetrain.experiment.reports.page import write_report
 
+    if arguments.watch:
+        if arguments.output is not None:
+            raise ConfigError("--output names a file and --watch serves a page. Give one of them.")
+        return board(arguments)
+    if arguments.port is not None:
+        raise ConfigError("--port is the port of a live page. Give --watch as well.")
     folders = [record.folder for record in find_all_runs(arguments.runs)]
     path = write_report(folders, arguments.output, directions=read_directions(arguments.direction)).resolve()
     if arguments.json:
         print_json({"report": str(path), "runs": [str(folder) for folder in folders]})
     else:
         print_lines(str(path))
+    return 0
+
+
+def board(arguments: argparse.Namespace) -> int:
+    """Serve the report of runs that go on until Ctrl-C; runs that begin later appear, too."""
+    from drivetrain.experiment.reports.live import serve
+
+    places = [locate(name) for name in arguments.runs or [DEFAULT_PLACE]]
+    for place in places:
+        if not place.is_dir():
+            raise ExperimentError(f"there is no folder {place}. Give a run, or the --output-dir of your runs.")
+    directions = read_directions(arguments.direction)
+    serve(places, directions=directions, port=arguments.port or 0, prints_json=arguments.json)
     return 0

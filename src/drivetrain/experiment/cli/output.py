@@ -173,7 +173,7 @@ def _without_nan(data: object) -> Any:
 
 def plain_text(value: object) -> str:
     """Return a value as a table shows it."""
-    from drivetrain.experiment.reports.chart import short
+    from drivetrain.experiment.reports.gather import short
 
     if value is None:
         return "–"

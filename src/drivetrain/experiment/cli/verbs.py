@@ -24,6 +24,7 @@ VERBS = {
     "compare": ("compare", "show how runs differ"),
     "plan": ("plan", "find the fastest way to train a model, here or on machines that are not here"),
     "report": ("look", "write one HTML file about one or several runs"),
+    "board": ("look", "serve a live page about runs, on this machine only"),
     "doctor": ("doctor", "check this machine, a run, or whether a program resumes exactly"),
     "completion": ("verbs", "print a script that lets bash, zsh or fish complete verbs and options"),
     "demo": ("run", "train a small classifier on built-in data, on the device that is here"),

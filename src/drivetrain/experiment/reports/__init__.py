@@ -1,6 +1,7 @@
-"""The report: one HTML file with everything a run or several runs left behind, readable without network or server.
+"""The report: one page about a run or several, as a file that needs neither network nor server, or live while they go on.
 
-`gather` reads run folders into plain values, `chart` and `pictures` draw, `html` has the pieces, `page` puts them together.
+`curves` reads metrics, `gather` the rest of a run folder, `data` makes plain values of it, `page` puts them into HTML, `live` keeps
+a page up to date. Style and script of the page are in `assets`.
 """
 
 from drivetrain.core.lazy import lazy_exports
@@ -10,6 +11,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".page": ["write_report", "make_page"],
         ".gather": ["RunData", "gather_run"],
-        ".chart": ["Curve", "draw_chart"],
+        ".live": ["Board", "serve"],
     },
 )

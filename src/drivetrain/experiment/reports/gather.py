@@ -16,7 +16,11 @@ from drivetrain.core.files import is_real_folder, is_regular, read_end
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.parameters import BOOKKEEPING
 from drivetrain.experiment.records import RunRecord, read_run
-from drivetrain.experiment.reports.chart import Point
+from drivetrain.experiment.reports.curves import Curve, MetricsCurves
+from drivetrain.experiment.summaries import TagSummary, read_added
+
+Point = tuple[float, float]
+"""A step and a value."""
 
 PICTURE_FOLDERS = ("images", "figures")
 PICTURE_TYPES = {
@@ -90,10 +94,7 @@ class RunData:
     """Everything a report or a table shows about one run."""
 
     record: RunRecord
-    series: dict[str, tuple[Point, ...]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    histograms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
+    recorded: MetricsCurves = field(default_factory=MetricsCurves)
     pictures: tuple[PictureFile, ...] = ()
     checkpoints: tuple[CheckpointLine, ...] = ()
     log_tail: str = ""
@@ -107,82 +108,66 @@ class RunData:
         """Experiment and folder, which together name a run."""
         return f"{self.record.experiment}/{self.record.folder.resolve().name}"
 
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The curve of each metric."""
+        return self.recorded.curves
+
     def metrics(self) -> list[MetricSummary]:
         """Return last and best value of every metric."""
-        return [summarize(tag, points, self.directions) for tag, points in self.series.items()]
+        return [summarize(tag, curve, self.directions) for tag, curve in self.recorded.tags.items()]
 
 
-def gather_run(folder: str | Path, *, verify: str = "size", directions: Mapping[str, str] | None = None) -> RunData:
-    """Read a run folder; `verify` is how carefully checkpoints are checked: off, size or full."""
-    record = read_run(folder)
-    notes: list[str] = []
-    rows = _rows(record.metrics_path, notes)
-    texts: dict[str, str] = {}
-    histograms: dict[str, dict[str, Any]] = {}
-    summary: dict[str, Any] = {}
-    for row in rows:
-        kind, tag, value = row["kind"], str(row["tag"]), row["value"]
-        if kind == "text":
-            texts[tag] = str(value)
-        elif kind == "histogram" and isinstance(value, dict):
-            histograms[tag] = {"step": row["step"], **value}
-        elif kind == "summary" and isinstance(value, dict):
-            summary |= value
+def gather_run(
+    folder: str | Path,
+    *,
+    verify: str = "size",
+    directions: Mapping[str, str] | None = None,
+    known: MetricsCurves | None = None,
+) -> RunData:
+    """Read a run folder; `verify` is how carefully checkpoints are checked: off, size or full.
+
+    With what is `known` of its metrics, only rows that were added since are read.
+    """
+    record, notes = read_run(folder), list[str]()
+    recorded = MetricsCurves() if known is None else known
+    try:
+        recorded = read_added(recorded, record.metrics_path)
+    except FileNotFoundError:
+        recorded = MetricsCurves()
+    except (OSError, StateError) as error:  # what comes before a damaged row is kept
+        notes.append(f"the metrics cannot be read: {error}")
+    by_name: dict[str, str] = {}
+    for source in (directions or {}, recorded.directions, record.directions):  # the first that names a metric counts
+        by_name |= {name: good for name, good in source.items() if name not in by_name}
     return RunData(
         record=record,
-        series=gather_series(rows),
-        texts=texts,
-        histograms=histograms,
-        summary=summary,
+        recorded=recorded,
         pictures=tuple(find_pictures(record.folder)),
         checkpoints=tuple(read_checkpoints(record.checkpoints_path, verify)),
         log_tail=tail(record.log_path),
-        directions=_directions(record, rows, directions),
+        directions=by_name,
         notes=tuple(notes),
     )
 
 
-def _directions(
-    record: RunRecord, rows: Sequence[Mapping[str, object]], given: Mapping[str, str] | None
-) -> dict[str, str]:
-    """Return declared directions: given here, else with the Recorder, else with the experiment."""
-    recorded = {
-        str(row["tag"]): row["value"] for row in rows if row["kind"] == "direction" and row["value"] in ("min", "max")
-    }
-    by_name: dict[str, str] = {}
-    for source in (given or {}, recorded, record.directions):  # the first entry that matches a tag counts
-        by_name |= {name: good for name, good in source.items() if name not in by_name}
-    return by_name
+def read_series(path: Path) -> dict[str, tuple[Point, ...]]:
+    """Return every scalar of a metrics file, by tag; nothing where it is missing or damaged."""
+    from drivetrain.record.jsonl import read_metrics
 
-
-def gather_series(rows: list[dict[str, Any]]) -> dict[str, tuple[Point, ...]]:
-    """Return the scalars among rows of metrics, by tag."""
     series: dict[str, list[Point]] = {}
-    for row in rows:
-        if row["kind"] == "scalar" and isinstance(row["value"], int | float):
-            series.setdefault(str(row["tag"]), []).append((row["step"], float(row["value"])))
+    try:
+        for row in read_metrics(path, kind="scalar"):
+            series.setdefault(row["tag"], []).append((row["step"], float(row["value"])))
+    except (OSError, StateError):
+        return {}
     return {tag: tuple(points) for tag, points in series.items()}
 
 
-def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    from drivetrain.record.jsonl import read_metrics
-
-    try:
-        return read_metrics(path)
-    except FileNotFoundError:
-        return []
-    except (OSError, StateError) as error:
-        notes.append(f"the metrics cannot be read: {error}")
-        return []
-
-
-def summarize(tag: str, points: tuple[Point, ...], directions: Mapping[str, str] | None = None) -> MetricSummary:
+def summarize(tag: str, known: TagSummary, directions: Mapping[str, str] | None = None) -> MetricSummary:
     """Return the last value of a metric, and the best one where its direction is declared or its name gives it."""
-    best_step, best, good = None, None, direction_of(tag, directions)
-    if good is not None:
-        finite = [(step, value) for step, value in points if math.isfinite(value)] or [points[-1]]
-        best_step, best = (min if good == "min" else max)(finite, key=lambda point: point[1])
-    return MetricSummary(tag=tag, last=points[-1][1], best=best, best_step=best_step, count=len(points))
+    best, best_step = known.best(tag, directions)
+    return MetricSummary(tag=tag, last=known.last, best=best, best_step=best_step, count=known.count)
 
 
 def main_metric(series: Iterable[str]) -> str | None:
@@ -269,12 +254,6 @@ def tail(path: Path, lines: int = LOG_LINES) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def names_of(runs: Sequence[RunData]) -> list[str]:
-    """Return how runs are called side by side: by folder, with the experiment where they differ in that."""
-    several = len({run.record.experiment for run in runs}) > 1
-    return [run.name if several else run.record.folder.resolve().name for run in runs]
-
-
 def differs(values: Sequence[object]) -> bool:
     """Return whether not all values are the same."""
     return any(value != values[0] for value in values[1:])
@@ -294,6 +273,20 @@ def varying_settings(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for own in settings for name in own)
     columns = {name: [own.get(name) for own in settings] for name in names}
     return {name: values for name, values in columns.items() if differs(values)}
+
+
+def short(value: float) -> str:
+    """Return a number in few characters.
+
+    >>> short(0.1), short(12500.0), short(3e-05), short(1e6)
+    ('0.1', '12.5k', '3e-05', '1M')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}" if abs(value) < 1e13 else f"{value:.3g}"
+    return f"{value:.4g}"
 
 
 def moment(seconds: float) -> str:

@@ -1,0 +1,437 @@
+"""The page in a real browser: what a person does with it, by mouse and keyboard, and what it shows."""
+
+import json
+import random
+import statistics
+import threading
+
+import pytest
+
+from drivetrain.experiment.cli.runs import read_lines
+from drivetrain.experiment.filters import read_condition
+from drivetrain.experiment.records import read_run
+from drivetrain.experiment.reports import write_report
+from drivetrain.experiment.reports.live import Board, Server
+from tests.experiment.folders import make_run, write_png
+from tests.experiment.reports.test_page import HOSTILE
+from tools.browser import CHROMIUM, Browser
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+READY = "document.documentElement.dataset.ready === 'yes'"
+ROWS = "[...document.querySelectorAll('#table tbody tr')].map(row => row.cells[1].textContent)"
+SETTLED = "new Promise(done => setTimeout(() => requestAnimationFrame(() => done(true)), 150))"
+CONDITIONS = """
+lr<0.35 and state=finished | lr >= 0.65 | lr=0.1 | lr!=0.1 | state=failed or lr<0.25 | lr=inf | lr<1e0 | lr>-1 | lr<zero
+(state=failed or lr<0.25) and depth>1 | depth=none | depth!=none | optimizer~AD | optimizer="adam w" | optimizer='sgd' | optimizer<a
+nesterov=true | nesterov=False | nesterov!=True | betas=0.9 | betas!=0.9 | betas~9 | train/loss<0.01 | train/loss>=0 | train/loss=nan
+eval/accuracy>0.97 | accuracy=0.9 | name~run-1 | id=run-3 | experiment=digits | steps>10 | seconds<31 | seed=7 | tag=base | tag!=base
+tag~AS | note~"two words" | last>0.9 | best>=0.98 | ghost=nan
+""".replace("\n", "|")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as browser:
+        yield browser
+
+
+def write_runs(place, number=10):
+    """Write runs with parameters of all kinds, pictures, histograms and times."""
+    folders = []
+    for place_of in range(number):
+        losses = [(place_of + 1) * 0.9**step for step in range(60)]
+        folder = make_run(
+            place,
+            f"run-{place_of}",
+            lr=0.1 * (place_of + 1),
+            losses=losses,
+            state="failed" if place_of == 6 else "finished",
+        )
+        parameters = {
+            "lr": 0.1 * (place_of + 1),
+            "optimizer": ["adam w", "sgd"][place_of % 2],
+            "nesterov": place_of % 3 == 0,
+            "betas": [0.9, 0.99] if place_of % 2 else [0.8],
+            "epochs": 3,
+        }
+        if place_of:
+            parameters["depth"] = place_of % 4
+        (folder / "parameters.yaml").write_text(json.dumps(parameters))
+        if place_of % 2:
+            (folder / "remarks.json").write_text(json.dumps({"tags": ["base", "x"], "note": "of two words"}))
+        metrics = folder / "metrics.jsonl"
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rows = [row | {"time": 1e9 + 2 * row["step"]} for row in rows]
+        rows += [
+            {"step": s, "time": 1e9 + 2 * s, "kind": "scalar", "tag": "epoch", "value": s / 20}
+            for s in range(0, 60, 10)
+        ]
+        rows += [
+            {
+                "step": s,
+                "time": 1e9,
+                "kind": "histogram",
+                "tag": "weights",
+                "value": {"low": -1, "high": 1 + s, "counts": [1, 5, 2]},
+            }
+            for s in (5, 10, 20)
+        ]
+        rows.append({"step": 60, "time": 1e9 + 120, "kind": "scalar", "tag": "ghost", "value": "nan"})
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for step in (1, 2, 30):
+            write_png(folder / "images" / "sample" / f"{step}.png", 8 + step)
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def report(folders, tmp_path_factory):
+    return write_report(folders, tmp_path_factory.mktemp("page") / "page.html")
+
+
+@pytest.fixture(scope="module")
+def shared(browser, report):
+    with browser.open(report.as_uri(), height=2400) as page:
+        page.wait_for(READY)
+        yield page
+
+
+@pytest.fixture
+def page(shared):
+    """The page as it is when it is opened; what a test has chosen is forgotten."""
+    shared.evaluate(
+        "state.chosen = null, state.sort = null, state.brushes.clear(), state.axis = byId('axis').value = 'step', state.smoothing = 0, "
+        "state.filter = byId('filter').value = '', state.condition = () => true, byId('filter-error').textContent = '', refresh(), "
+        "[...charts.values()].forEach(chart => { chart.hidden.clear(); chart.zoom = null; chart.isLog = false; chart.change(); })"
+    )
+    shared.wait_for("document.querySelectorAll('canvas').length > 1")
+    return shared
+
+
+def box_of(page, selector):
+    """Return the middle, width and height of an element on the screen."""
+    find = f"document.querySelector({json.dumps(selector)})"
+    page.evaluate(f"{find}.scrollIntoView({{block: 'center'}})")
+    return page.evaluate(f"(r => [r.x + r.width / 2, r.y + r.height / 2, r.width])({find}.getBoundingClientRect())")
+
+
+def filter_by(page, text):
+    page.evaluate(f"byId('filter').value = {json.dumps(text)}, byId('filter').dispatchEvent(new Event('input'))")
+    page.evaluate(SETTLED)
+    return page.evaluate(ROWS)
+
+
+LOSS = "[...charts.values()].find(chart => chart.title === 'train/loss')"
+
+
+def over(page):
+    """Return middle and size of the drawing area of the loss."""
+    page.evaluate(f"{LOSS}.figure.id = 'loss'")
+    return box_of(page, "#loss .u-over")
+
+
+def test_the_page_draws_asks_for_nothing_and_has_no_problem(page, report):
+    assert page.problems() == [] and page.requests() == [report.as_uri()]
+    assert page.evaluate("document.querySelector('h1').textContent") == "10 runs"
+    titles = page.evaluate("[...charts.values()].map(chart => chart.title)")
+    assert titles[0] == "eval/accuracy" and {"train/loss", "epoch"} <= set(titles)
+    assert page.evaluate(f"{LOSS}.lines.length") == 8  # the best eight of ten
+    assert page.evaluate(f"new Set({LOSS}.members.map(member => member.colour)).size") == 8
+
+
+def test_columns_sort_and_the_best_is_marked(page):
+    heads = "[...document.querySelectorAll('#table thead button')]"
+    press = lambda name: page.evaluate(f"{heads}.find(head => head.textContent === {json.dumps(name)}).click()")
+    press("lr")
+    names = [f"run-{number}" for number in range(10)]
+    assert page.evaluate(ROWS) == names
+    assert page.evaluate("document.querySelector('#table th[aria-sort=ascending]').textContent") == "lr"
+    press("lr")
+    assert page.evaluate(ROWS) == names[::-1]
+    press("depth")
+    assert page.evaluate(ROWS)[-1] == "run-0"  # it has none
+    press("train/loss (best)")
+    assert page.evaluate(ROWS) == names
+    heads = page.evaluate("[...document.querySelectorAll('#table thead th')].map(head => head.textContent)")
+    assert "epochs" not in heads and {"lr", "optimizer", "nesterov", "betas", "depth"} <= set(heads)
+    column = heads.index("train/loss (best)")
+    assert page.evaluate(f"document.querySelectorAll('#table tbody tr')[0].cells[{column}].textContent").endswith(
+        "★ best"
+    )
+    assert page.evaluate("document.querySelectorAll('td.best').length") == 1  # accuracies are all the same
+
+
+def test_conditions_mean_what_they_mean_on_the_command_line(page, folders):
+    lines = read_lines([read_run(folder) for folder in folders], {})
+    conditions = [text.strip() for text in CONDITIONS.split("|") if text.strip()]
+    code = "(texts => texts.map(text => runs.filter(readCondition(text)).map(run => run.id)))"
+    found = page.evaluate(f"{code}({json.dumps(conditions)})")
+    for text, own in zip(conditions, found):
+        holds, _ = read_condition(text)
+        assert own == [line.id for line in lines if holds(line.values())], text
+    assert len(conditions) > 35 and len({str(own) for own in found}) > 12
+
+
+def test_the_filter_takes_conditions_and_words_and_names_mistakes(page):
+    assert filter_by(page, "lr<0.35 and state=finished") == ["run-0", "run-1", "run-2"]
+    assert page.evaluate("byId('count').textContent") == "3 of 10 runs"
+    assert page.evaluate(f"{LOSS}.lines.length") == 3  # charts follow
+    assert filter_by(page, "failed") == ["run-6"]
+    for text, message in (
+        ("lr<", "its end"),
+        ("lrr<1", "No run has a value “lrr”"),
+        ("(lr<1", "Not understood"),
+        ("lr<1 !", "from"),
+    ):
+        assert len(filter_by(page, text)) == 10 and message in page.evaluate("byId('filter-error').textContent")
+    assert len(filter_by(page, "")) == 10 and page.evaluate("byId('filter-error').textContent") == ""
+
+
+def test_pointing_at_a_chart_shows_values(page):
+    x, y, width = over(page)
+    page.mouse("moved", x - 5, y)
+    page.mouse("moved", x - width / 2 + 20.2 / 59 * width, y)
+    text = page.wait_for("!byId('tooltip').hidden && byId('tooltip').textContent")
+    row = "[...byId('tooltip').querySelectorAll('div')].find(row => row.textContent.includes('run-0')).textContent"
+    assert text.startswith("step 20") and page.evaluate(row) == f"run-0{0.9**20:.4g}"
+    page.evaluate("state.smoothing = 0.9")
+    page.evaluate(f"{LOSS}.change()")
+    page.mouse("moved", x - width / 2 + 20.1 / 59 * width, y)
+    page.wait_for(f"{row}.startsWith('run-0{0.9**20:.4g} (smooth 0.1')")
+
+
+def test_dragging_zooms_and_a_double_click_shows_everything_again(page):
+    x, y, width = over(page)
+    page.drag(x - width / 4, y, x + width / 4, y)
+    low, high = page.wait_for(f"{LOSS}.zoom")
+    assert low == pytest.approx(59 / 4, abs=0.8) and high == pytest.approx(59 * 3 / 4, abs=0.8)
+    top = page.evaluate(f"{LOSS}.plotted.scales.y.max")
+    assert top < 8 * 0.9**13 * 1.2  # the vertical range follows
+    for clicks in (1, 2):
+        page.mouse("pressed", x, y, clickCount=clicks)
+        page.mouse("released", x, y, clickCount=clicks)
+    page.wait_for(f"{LOSS}.zoom === null && {LOSS}.plotted.scales.x.min === 0 && {LOSS}.resetButton.hidden")
+
+
+def test_the_legend_hides_curves_by_mouse_and_keyboard(page):
+    over(page)
+    press = "document.querySelector('#loss .legend button')"
+    label = page.evaluate(f"{press}.textContent")
+    page.evaluate(f"{press}.click()")
+    page.evaluate(SETTLED)
+    assert page.evaluate(f"{press}.getAttribute('aria-pressed')") == "false"
+    assert label not in page.evaluate(f"{LOSS}.lines.map(line => line.label)")
+    page.evaluate(f"{press}.focus()")
+    page.call("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    page.call("Input.dispatchKeyEvent", type="keyUp", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    page.wait_for(f"{LOSS}.lines.length === 8")
+    assert page.evaluate("document.activeElement.closest('.legend') !== null")  # the focus stays
+
+
+def test_arrow_keys_read_values_and_zoom(page):
+    over(page)
+    page.evaluate("document.querySelector('#loss .plot').focus()")
+    page.key("Home")
+    assert page.evaluate("byId('status').textContent").startswith("step 0: run-0 1, run-1 2")
+    page.key("ArrowRight")
+    assert page.evaluate("byId('status').textContent").startswith("step 1: ")
+    page.key("+")
+    assert page.wait_for(f"{LOSS}.zoom")[1] < 40
+    page.key("0")
+    page.wait_for(f"{LOSS}.zoom === null")
+
+
+def test_the_horizontal_axis_can_be_epochs_or_time(page):
+    over(page)
+    for axis, extent in (("epoch", [0, 59 / 20]), ("time", [0, 118]), ("step", [0, 59])):
+        page.evaluate(f"byId('axis').value = '{axis}', byId('axis').dispatchEvent(new Event('change')), {SETTLED}")
+        assert page.evaluate(f"{LOSS}.extent") == pytest.approx(extent)
+
+
+def test_runs_are_chosen_in_the_table(page):
+    page.evaluate("byId('draw-none').click()")
+    assert page.evaluate("drawn().length") == 0
+    page.evaluate("document.querySelector('#table tbody input').click()")
+    assert page.evaluate("drawn().length") == 1
+    page.evaluate("byId('draw-all').click()")
+    page.evaluate(SETTLED)
+    assert page.evaluate("drawn().length") == 10 and page.problems() == []
+
+
+def test_dragging_along_an_axis_chooses_runs(page):
+    names = page.evaluate("[...document.querySelectorAll('#parallel .handle')].length")
+    at = page.evaluate(
+        "(g => (r => [r.x + r.width / 2, r.y, r.height])(g.querySelector('.handle').getBoundingClientRect()))"
+        "([...document.querySelectorAll('#parallel svg > g')].find(g => g.textContent.includes('lr')))"
+    )
+    assert names == 6  # five parameters and the objective
+    x, y, height = at
+    page.drag(x, y + 0.61 * height, x, y + height - 2)
+    assert page.wait_for("state.brushes.size") == 1
+    assert sorted(page.evaluate(ROWS)) == [f"run-{number}" for number in range(4)]
+    page.evaluate("byId('clear-brushes').click()")
+    assert len(page.evaluate(ROWS)) == 10
+
+
+def ranks_of(values):
+    """Return ranks from 1 on, equal values with their mean rank."""
+    return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
+
+
+def kruskal_wallis(groups):
+    """Return the statistic of the test, corrected for ties (Kruskal and Wallis, 1952)."""
+    every = [value for group in groups for value in group]
+    n, ranks = len(every), dict(zip(every, ranks_of(every)))
+    statistic = 12 / (n * (n + 1)) * sum(sum(ranks[v] for v in group) ** 2 / len(group) for group in groups) - 3 * (
+        n + 1
+    )
+    ties = sum(every.count(value) ** 3 - every.count(value) for value in set(every))
+    return statistic / (1 - ties / (n**3 - n))
+
+
+@pytest.mark.parametrize("kind", ["names", "numbers", "few numbers"])
+def test_importance_is_that_of_the_kruskal_wallis_test(page, kind):
+    draw = random.Random(3)
+    scores = [draw.choice([draw.gauss(0, 1), 0.5]) for _ in range(40)]
+    values = [draw.choice("abc") if kind == "names" else draw.choice([1, 2, 4]) for _ in scores]
+    if kind == "numbers":
+        values = [draw.random() for _ in scores]
+        scores = [(value - 0.5) ** 2 + draw.gauss(0, 0.02) for value in values]  # the best is in the middle
+    places = [int((rank - 0.5) / 40 * 5) for rank in ranks_of(values)] if kind == "numbers" else values
+    groups = [[score for score, own in zip(scores, places) if own == place] for place in set(places)]
+    expected, k = kruskal_wallis(groups), len(groups)
+    found = page.evaluate(f"importanceOf({json.dumps(values)}, {json.dumps(scores)})")
+    assert found["share"] == pytest.approx(max(0, (expected - k + 1) / (40 - k)), abs=1e-9)
+    assert kind != "numbers" or found["share"] > 0.3
+    trend = None if kind == "names" else pytest.approx(statistics.correlation(ranks_of(values), ranks_of(scores)))
+    assert found["trend"] == trend
+
+
+def test_pictures_and_histograms_have_sliders_over_steps(page):
+    images = "[...document.querySelectorAll('#picture-list img')]"
+    page.wait_for(f"{images}.length === 8 && {images}.every(image => image.complete)")
+    newest = page.evaluate(f"{images}[0].naturalWidth")
+    page.evaluate(
+        "(s => { s.value = 0; s.dispatchEvent(new Event('input')); })(document.querySelector('#picture-list input'))"
+    )
+    page.wait_for(f"{images}.every(image => image.complete)")
+    assert newest == 38 and page.evaluate(f"{images}[0].naturalWidth") == 9
+    label = "document.querySelector('#histogram-list svg').getAttribute('aria-label')"
+    assert "at step 20: 8 values from -1 to 21" in page.evaluate(label)
+    page.evaluate(
+        "(s => { s.value = 0; s.dispatchEvent(new Event('input')); })(document.querySelector('#histogram-list input'))"
+    )
+    assert "at step 5: 8 values from -1 to 6" in page.evaluate(label)
+
+
+def test_everything_that_can_be_used_has_a_name(page):
+    page.call("Accessibility.enable")
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {
+        "button",
+        "checkbox",
+        "combobox",
+        "slider",
+        "searchbox",
+        "textbox",
+        "table",
+        "image",
+        "img",
+        "link",
+        "region",
+    }
+    used = [node for node in nodes if not node["ignored"] and node.get("role", {}).get("value") in roles]
+    assert len(used) > 60
+    assert not [node["role"]["value"] for node in used if not node.get("name", {}).get("value", "").strip()]
+    page.call("Accessibility.disable")
+
+
+def test_names_from_runs_stay_text(browser, tmp_path):
+    folders = []
+    for number in range(4):
+        folder = make_run(tmp_path, f"run-{number}", state="failed", error=HOSTILE, diff=f"+{HOSTILE}")
+        (folder / "parameters.yaml").write_text(
+            json.dumps({HOSTILE: f"{HOSTILE}{number}", "lr": number, "__proto__": number})
+        )
+        (folder / "remarks.json").write_text(json.dumps({"tags": [HOSTILE], "note": HOSTILE}))
+        (folder / "log.txt").write_text(HOSTILE)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest |= {"experiment": HOSTILE, "devices": [HOSTILE], "plan": HOSTILE, "packages": {HOSTILE: HOSTILE}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        tags = (HOSTILE, "constructor", "__proto__")
+        row = {"step": 0, "time": 1, "kind": "scalar"}
+        rows = [row | {"step": step, "tag": tag, "value": step + number} for step in range(3) for tag in tags]
+        rows += [{"step": 1, "time": 1, "kind": "text", "tag": HOSTILE, "value": HOSTILE}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(folder)
+    path = write_report(folders, tmp_path / "page.html")
+    with browser.open(path.as_uri(), height=3000) as page:
+        page.wait_for(READY)
+        page.evaluate("byId('draw-all').click()")
+        page.evaluate(SETTLED)
+        page.evaluate("[...document.querySelectorAll('details')].forEach(part => { part.open = true; })")
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.evaluate("document.scripts.length") == 3
+        assert HOSTILE.strip() in page.evaluate("byId('table').textContent") and page.problems() == []
+        assert page.requests() == [path.as_uri()]
+
+
+def test_the_page_fits_a_phone_and_follows_the_colour_scheme(browser, report):
+    with browser.open(report.as_uri(), width=390, height=844) as page:
+        page.wait_for(READY)
+        page.evaluate(SETTLED)
+        assert page.evaluate("Math.max(document.documentElement.scrollWidth, innerWidth)") == 390
+        shade = "getComputedStyle(document.body).backgroundColor"
+        light, line = page.evaluate(shade), page.evaluate(f"{LOSS}.members[0].colour")
+        page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        assert page.evaluate(shade) != light
+        page.wait_for(f"{LOSS}.members[0].colour !== '{line}'")
+        assert page.problems() == []
+
+
+def test_one_run_has_cards_and_one_colour_for_each_metric(browser, tmp_path):
+    folder = make_run(tmp_path)
+    row = {"time": 1, "kind": "scalar"}
+    tags = ("train_loss", "eval_loss")
+    rows = [row | {"step": step, "tag": tag, "value": 1 / (step + 1)} for step in range(3) for tag in tags]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with browser.open(write_report([folder]).as_uri()) as page:
+        page.wait_for(READY)
+        page.wait_for("document.querySelectorAll('canvas').length === 1")
+        (colours,) = page.evaluate("[...charts.values()].map(chart => chart.members.map(one => [one.tag, one.colour]))")
+        assert [tag for tag, _ in colours] == list(tags) and len({colour for _, colour in colours}) == 2
+        assert page.evaluate("byId('runs').hidden && byId('influence').hidden && !byId('summary').hidden")
+        assert (
+            "eval_loss; best 0.3333 at step 2" in page.evaluate("byId('cards').textContent") and page.problems() == []
+        )
+
+
+def test_a_live_page_follows_its_runs(browser, tmp_path):
+    first = make_run(tmp_path, "first")
+    with Server(Board([tmp_path])) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            with browser.open(server.url, height=2000) as page:
+                page.wait_for(READY)
+                page.wait_for("[...charts.values()].some(chart => chart.lines.length)")
+                assert page.evaluate("document.querySelector('h1').textContent").startswith("digits/first")
+                with open(first / "metrics.jsonl", "a") as stream:
+                    stream.write('{"step": 100, "time": 1.0, "kind": "scalar", "tag": "train/loss", "value": 0.125}\n')
+                make_run(tmp_path, "second", lr=0.2)
+                page.wait_for("runs.length === 2")  # without being asked
+                page.wait_for(f"{LOSS}.lines.length === 2 && {LOSS}.extent[1] === 100")
+                assert sorted(page.evaluate(ROWS)) == ["first", "second"] and page.problems() == []
+                assert page.evaluate("byId('live-text').textContent").startswith("live, ")
+                assert {url.partition("?")[0] for url in page.requests()} == {server.url, server.url + "data"}
+                page.evaluate("window.fetch = () => Promise.reject(new Error('gone')), poll()")
+                page.wait_for("byId('live-text').textContent.startsWith('not connected')")
+        finally:
+            server.shutdown()
+            thread.join()
