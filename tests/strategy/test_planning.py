@@ -24,7 +24,7 @@ class PlannedTrainer(Trainer):
     """Calls the planner where the Trainer's preparation does."""
 
     def _create_accelerator(self):
-        return Runtime(self._requested_device, self._requested_precision)
+        return Runtime(self._options.device, self._options.precision)
 
     def _prepare_model_optimizer_and_dataloaders(self):
         apply_strategy(self)

@@ -29,6 +29,7 @@ from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import get_local_rank, get_num_processes, get_rank, is_distributed
 from drivetrain.train import loaders
+from drivetrain.train.batches import map_tensors
 
 T = TypeVar("T")
 
@@ -236,19 +237,3 @@ def _holds_parts(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_holds_parts, value))
     return is_dtensor(value)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: object) -> Any:
-    """Return nested containers with every tensor replaced by what the function makes of it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        made = type(value)({k: map_tensors(function, v) for k, v in value.items()})
-        if hasattr(value, "_metadata"):  # the versions of modules in a state dict
-            made._metadata = value._metadata  # type: ignore[attr-defined]
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, v) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, v) for v in value)
-    return value

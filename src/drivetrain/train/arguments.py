@@ -113,7 +113,9 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
         if isinstance(model, torch.optim.Optimizer) or inspect.isroutine(model):
             raise ConfigTypeError(f"model={model!r} is a {type(model).__name__}, expected an nn.Module.")
         return
-    unmade = [name for name, tensor in _tensors_of(model) if tensor.device.type == "meta"]
+    unmade = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
+    ]
     if unmade:
         raise ConfigError(
             f"model: {len(unmade)} tensors are on the meta device and have no values, first {unmade[0]!r}. Build the model on a real "
@@ -131,10 +133,6 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
         warnings.warn(
             message + "The model's forward and the Trainer's loss_func are used.", DrivetrainWarning, stacklevel=4
         )
-
-
-def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def check_loss_func(loss_func: object, optimizer: object = None) -> None:

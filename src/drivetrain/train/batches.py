@@ -14,12 +14,15 @@ The choice is made on the first batch and again only when the type of the batch 
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from drivetrain.core.containers import map_items
 from drivetrain.core.errors import BatchOutputError, ConfigError, ConfigTypeError, DrivetrainWarning
 from drivetrain.module.accumulation import as_factor, share_of
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
@@ -250,6 +253,13 @@ def batch_size_of(targets: object, batch: object) -> int:
     return 1 if tensor is None else tensor.shape[0]
 
 
+def map_tensors(function: Callable[[Tensor], object], value: object) -> Any:
+    """Return nested containers with every tensor replaced by what the function makes of it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return map_items(value, partial(map_tensors, function))
+
+
 def first_tensor(value: object) -> Tensor | None:
     """Return the first tensor with a first dimension in a nest of containers."""
     if isinstance(value, Tensor):
@@ -285,7 +295,7 @@ def join_outputs(parts: list[Any]) -> Any:
     """Join the outputs of micro-batches along their first dimension, detached."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return first.detach() if not first.dim() else _cat([part.detach() for part in parts])
+        return first.detach() if not first.dim() else torch.cat([part.detach() for part in parts])
     if isinstance(first, Mapping):
         joined = {k: join_outputs([part[k] for part in parts]) for k in first}
         return joined if type(first) is dict else _like(first, joined)
@@ -317,12 +327,6 @@ def _like(example: Mapping[str, object], values: dict[str, object]) -> Mapping[s
         return type(example)(**values)
     except TypeError:
         return values
-
-
-def _cat(tensors: list[Tensor]) -> Tensor:
-    import torch
-
-    return torch.cat(tensors)
 
 
 # ---------------------------------------------------------------------- generated sequences

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.context.moving import move_to_device
+from drivetrain.core.containers import map_items
 from drivetrain.core.engine import Engine
 from drivetrain.core.errors import BatchOutputError, ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
@@ -23,7 +25,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders
 from drivetrain.train.accelerator import TrainerRuntime
 from drivetrain.train.arguments import check_batch_output
-from drivetrain.train.batches import BatchOutput, _like, find_form, find_inputs, join_outputs
+from drivetrain.train.batches import BatchOutput, _like, find_form, find_inputs, join_outputs, map_tensors
 from drivetrain.train.failures import explain_failure
 from drivetrain.train.hooks import TrainerHooks
 from drivetrain.train.items import LossCounting
@@ -362,7 +364,7 @@ def run_prediction(
                 state.batch_output = output
                 rows = join_outputs([_with_rows(output["model_outputs"], trainer.device)])
                 rows = _in_dataset_order(trainer.runtime, loader, rows)
-                parts.append(_to_cpu(rows) if to_cpu else rows)
+                parts.append(move_to_device("cpu", rows) if to_cpu else rows)
                 fire.predict_batch_end()
         fire.predict_end()
     if not parts:
@@ -384,16 +386,16 @@ def _in_dataset_order(runtime: TrainerRuntime, loader: object, rows: object) -> 
     """Join this batch's outputs of all data ranks: a global batch is contiguous, rank after rank, so joining keeps the order."""
     if not is_distributed():
         return rows
-    own = _no_rows(rows) if loaders.is_padding(loader) else rows
+    own = map_tensors(lambda leaf: leaf[:0], rows) if loaders.is_padding(loader) else rows
     shapes = of_data_ranks([tuple(leaf.shape) for leaf in _leaves(own)])
     if all(shape[1:] == first[1:] for of_rank in shapes for shape, first in zip(of_rank, shapes[0])):
         return runtime.gather(own)
     # Rows of different shapes travel padded to the largest, and are cut to their own shapes afterwards.
     largest = [tuple(map(max, zip(*(shape[1:] for shape in of_leaf)))) for of_leaf in zip(*shapes)]
     sizes = iter(largest)
-    gathered = runtime.gather(_map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
+    gathered = runtime.gather(map_tensors(lambda leaf: _padded(leaf, next(sizes), 0), own))
     of_leaves = iter(list(zip(*shapes)))
-    return _map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
+    return map_tensors(lambda leaf: _cut(leaf, next(of_leaves)), gathered)
 
 
 def _leaves(value: object) -> list[Tensor]:
@@ -401,10 +403,6 @@ def _leaves(value: object) -> list[Tensor]:
     if values is None:
         return [value] if isinstance(value, Tensor) else []
     return [leaf for item in values for leaf in _leaves(item)]
-
-
-def _map_tensors(function: Callable[[Tensor], object], value: object) -> object:
-    return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _padded(rows: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
@@ -428,30 +426,13 @@ def _cut(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor | _Rows:
     return _Rows(row[tuple(slice(size) for size in shape[1:])] for part, shape in zip(parts, shapes) for row in part)
 
 
-def _no_rows(value: object) -> object:
-    return _map_leaves(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _with_rows(value: object, device: torch.device) -> object:
+def _with_rows(value: object, device: torch.device) -> Any:
     """Give numbers and tensors without dimensions one row, so that a value per batch, such as a loss, is kept for every batch."""
-
-    def row(leaf: object) -> object:
-        if isinstance(leaf, Tensor):
-            return leaf if leaf.dim() else leaf.reshape(1)
-        return torch.tensor([leaf], device=device) if isinstance(leaf, bool | int | float) else leaf
-
-    return _map_leaves(row, value)
-
-
-def _map_leaves(function: Callable[[object], object], value: object) -> object:
-    """Apply a function to what containers hold; they stay what they are."""
-    if isinstance(value, Mapping):
-        changed = {name: _map_leaves(function, item) for name, item in value.items()}
-        return changed if type(value) is dict else _like(value, changed)
-    if isinstance(value, list | tuple):
-        items: list[Any] = [_map_leaves(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return function(value)
+    if isinstance(value, Tensor):
+        return value if value.dim() else value.reshape(1)
+    if isinstance(value, bool | int | float):
+        return torch.tensor([value], device=device)
+    return map_items(value, partial(_with_rows, device=device))
 
 
 def _join(parts: list[Any], padding_value: float | None = None, place: str = "the output") -> Any:
@@ -487,9 +468,3 @@ def _join_rows(parts: list[Any], padding_value: float | None) -> Tensor | list[T
         return rows
     largest = tuple(map(max, zip(*(row.shape for row in rows))))
     return torch.cat([_padded(row.unsqueeze(0), largest, padding_value) for row in rows])
-
-
-def _to_cpu(value: object) -> object:
-    from drivetrain.context.moving import move_to_device
-
-    return move_to_device("cpu", value)

@@ -22,7 +22,7 @@ from drivetrain.module.finite import NONFINITE, REJECTED
 from drivetrain.module.stepper import Stepper
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.accelerator import map_tensors
+from drivetrain.train.batches import map_tensors
 
 if TYPE_CHECKING:
     from drivetrain.train.agreement import Agreement

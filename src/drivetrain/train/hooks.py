@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from drivetrain.context.state import State
 from drivetrain.core.errors import StopTrainingError, TrainingStopped
 from drivetrain.core.types import Settings
-from drivetrain.module.precision import Precision
 from drivetrain.module.wrapping import unwrap
 from drivetrain.optim.positions import compile_state_schedule, follows_state
 from drivetrain.train import loaders
@@ -162,14 +161,6 @@ class TrainerHooks:
     def device(self) -> torch.device:
         """Where the model and the batches live."""
         return self.runtime.device
-
-    @property
-    def _requested_device(self) -> torch.device | str | None:
-        return self._options.device
-
-    @property
-    def _requested_precision(self) -> str | Precision | None:
-        return self._options.precision
 
     def request_stop(self, reason: str | Exception = "a stop was requested") -> None:
         """Ask for an orderly end at the next step boundary; all ranks will agree."""

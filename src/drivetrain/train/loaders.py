@@ -36,6 +36,7 @@ from drivetrain.runtime.ranks import (
 )
 from drivetrain.runtime.seeds import seed_worker
 from drivetrain.train.arguments import check_dataset
+from drivetrain.train.batches import map_tensors
 from drivetrain.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -324,19 +325,9 @@ def move_model(runtime: "TrainerRuntime", model: object) -> Any:
 
 def to_float32(value: object) -> Any:
     """Return outputs with low-precision floats as float32, so that a user's loss is computed in it."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-    if isinstance(value, Mapping):
-        if type(value) is dict:
-            return {name: to_float32(item) for name, item in value.items()}
-        for name, item in list(value.items()):
-            value[name] = to_float32(item)  # type: ignore[index]
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(to_float32, value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(to_float32, value))
-    return value
+    return map_tensors(
+        lambda tensor: tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor, value
+    )
 
 
 def token_counter(batch: object) -> Callable[[Any], int] | None:

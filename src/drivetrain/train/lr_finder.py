@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from drivetrain.core.arguments import check_count, check_number
 from drivetrain.core.errors import ConfigError, StopTrainingError
 from drivetrain.core.types import Settings
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.train.batches import BatchOutput
+from drivetrain.train.batches import BatchOutput, map_tensors
 from drivetrain.train.callbacks.base import TrainerCallback
 from drivetrain.train.evaluation import discarded_history, restored_modes
 
@@ -116,18 +114,12 @@ class _Keepsake:
     def __init__(self, trainer: "Trainer"):
         self._trainer = trainer
         self._model = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-        self._optimizer = _copy(trainer.optimizer.state_dict())
+        self._optimizer = map_tensors(lambda tensor: tensor.detach().clone(), trainer.optimizer.state_dict())
         self._clock = trainer.state.clock.state_dict()
         self._rng = capture_rng()
         self._fields = {
             name: getattr(trainer, name)
-            for name in (
-                "run",
-                "train_dataset",
-                "eval_dataset",
-                "create_scheduler_fn",
-                "collate_fn",
-            )
+            for name in ("run", "train_dataset", "eval_dataset", "create_scheduler_fn", "collate_fn")
         }
         self._schedulers, self._scheduler_is_ours = trainer.state.schedulers, trainer.run.shared.scheduler_is_ours
 
@@ -143,14 +135,6 @@ class _Keepsake:
             setattr(trainer, name, value)
         trainer.state.schedulers, trainer.run.shared.scheduler_is_ours = self._schedulers, self._scheduler_is_ours
         restore_rng(self._rng)
-
-
-def _copy(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return type(value)(map(_copy, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _steepest_fall(lrs: list[float], losses: list[float]) -> float | None:

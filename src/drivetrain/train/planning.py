@@ -30,7 +30,6 @@ from drivetrain.strategy.value import Strategy
 from drivetrain.train import loaders
 from drivetrain.train.closures import requires_closure
 from drivetrain.train.settings import TrainSettings
-from drivetrain.train.tracking import MetricSet
 from drivetrain.train.trainer_search import (
     NEED_TORCH_OPTIMIZER,
     SAME_AS_ALGORITHM,
@@ -69,7 +68,9 @@ def apply_strategy(trainer: "Trainer") -> None:
         return
     planned = apply_to_state(request_of(trainer))
     loaders.keep_data_ranks(run.shared)
-    _join_metrics(run.measures.eval_metrics, run.measures.train_metrics)
+    if num_data_ranks() != get_num_processes():  # other ranks hold the same samples
+        run.measures.eval_metrics.join(data_group())
+        run.measures.train_metrics.join(data_group())
     run.shared.planned_model, trainer.plan = trainer.model, planned.plan
     trainer.run.loss.form = None  # how a batch is passed to the model depends on the loss function
     runtime = trainer.runtime
@@ -267,13 +268,6 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
             "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, and train_metrics, an algorithm, a "
             "callback or an overridden hook looks at them. Leave loss_parallel out."
         )
-
-
-def _join_metrics(*sets: MetricSet) -> None:
-    """Let metrics of torchmetrics join the data ranks only, where other ranks hold the same samples."""
-    if num_data_ranks() != get_num_processes():
-        for metrics in sets:
-            metrics.join(data_group())
 
 
 def _microbatch_size(resolved: ResolvedPlan, settings: TrainSettings | None) -> int | None:

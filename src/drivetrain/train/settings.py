@@ -375,38 +375,22 @@ _SYMBOLS: dict[str, Callable[..., object]] = {
 }
 
 
+def _operation(symbol: str) -> Callable[[object, object], "PlaceholderExpression"]:
+    return lambda left, right: PlaceholderExpression(symbol, left, right)
+
+
+def _reflected(symbol: str) -> Callable[[object, object], "PlaceholderExpression"]:
+    return lambda right, left: PlaceholderExpression(symbol, left, right)
+
+
 class _Arithmetic:
     """Gives a class `+ - * / //` on either side, each of which makes an expression."""
 
-    def __add__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("+", self, other)
-
-    def __radd__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("+", other, self)
-
-    def __sub__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("-", self, other)
-
-    def __rsub__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("-", other, self)
-
-    def __mul__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("*", self, other)
-
-    def __rmul__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("*", other, self)
-
-    def __truediv__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("/", self, other)
-
-    def __rtruediv__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("/", other, self)
-
-    def __floordiv__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("//", self, other)
-
-    def __rfloordiv__(self, other: object) -> "PlaceholderExpression":
-        return PlaceholderExpression("//", other, self)
+    __add__, __radd__ = _operation("+"), _reflected("+")
+    __sub__, __rsub__ = _operation("-"), _reflected("-")
+    __mul__, __rmul__ = _operation("*"), _reflected("*")
+    __truediv__, __rtruediv__ = _operation("/"), _reflected("/")
+    __floordiv__, __rfloordiv__ = _operation("//"), _reflected("//")
 
 
 class PlaceholderExpression(_Arithmetic):

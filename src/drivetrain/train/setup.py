@@ -29,7 +29,7 @@ from drivetrain.module.probing import buffers_kept
 from drivetrain.module.stepper import Stepper
 from drivetrain.optim.scheduler import OptimScheduler
 from drivetrain.runtime.collectives import all_gather_values
-from drivetrain.runtime.ranks import is_distributed, num_data_ranks
+from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.train import loaders, resuming
@@ -316,7 +316,7 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     """Turn units, a mapping of them or a configuration into an `OptimSet`; a torch optimizer is not changed."""
     run, optimizer = trainer.run, trainer.optimizer
     run.units = None
-    if isinstance(optimizer, torch.optim.Optimizer) or not _describes_units(optimizer):
+    if not isinstance(optimizer, str | Path | Mapping | OptimScheduler) and not inspect.isfunction(optimizer):
         return
     from drivetrain.optim.plain import as_optim_set
 
@@ -327,10 +327,6 @@ def resolve_optimizer(trainer: "Trainer") -> None:
     with naming("optimizer", optimizer):
         trainer.optimizer = run.units = as_optim_set(optimizer, trainer.get_model(), **shared)
     trainer.runtime.scaler = None  # units scale for themselves
-
-
-def _describes_units(optimizer: object) -> bool:
-    return isinstance(optimizer, str | Path | Mapping | OptimScheduler) or inspect.isfunction(optimizer)
 
 
 def make_run_config(
@@ -408,7 +404,6 @@ def choose_microbatch_size(trainer: "Trainer") -> int | None:
         return given
     if torch.device(trainer.device).type == "cpu":
         return None  # a CPU swaps before it runs out: there is nothing to find
-
     return find_microbatch_size(trainer)
 
 
@@ -453,7 +448,7 @@ def find_microbatch_size(trainer: "Trainer") -> int | None:
     generators = capture_rng()
     try:
         with buffers_kept(trainer.model):
-            while not _fits_everywhere(trainer, batch, size):
+            while not all(all_gather_values(_fits(trainer, split_batch(batch, size)[0]))):
                 if size == 1:
                     raise DeviceError(
                         "microbatch_size='auto': not even one row fits on the device. Use a smaller model or activation checkpointing."
@@ -463,11 +458,6 @@ def find_microbatch_size(trainer: "Trainer") -> int | None:
         trainer.optimizer_zero_grad()
         restore_rng(generators)
     return None if size == rows else size
-
-
-def _fits_everywhere(trainer: "Trainer", batch: object, size: int) -> bool:
-    fits = _fits(trainer, split_batch(batch, size)[0])
-    return all(all_gather_values(fits)) if is_distributed() else fits
 
 
 def _fits(trainer: "Trainer", part: object) -> bool:

@@ -145,7 +145,7 @@ def request_of(trainer: "Trainer") -> PlanRequest:
         find_form=trainer.run.loss.find_form,
         outputs_are_read=_reads_outputs(trainer),
         has_train_metrics=bool(trainer.run.measures.train_metrics),
-        overridden_hook=_overridden_hook(trainer),
+        overridden_hook=next((name for name in _HOOKS if trainer.overrides(name)), None),
         ddp_settings=ddp_settings(trainer),
         folder=None if folder is None else Path(folder),
         writes_files=trainer.writes_files,
@@ -228,10 +228,6 @@ def _reads_outputs(trainer: "Trainer") -> bool:
         or engine.has_algorithm_for(Event.AFTER_LOSS)
         or any(trainer.overrides(name) for name in ("forward", "compute_loss", "calculate_train_batch_loss"))
     )
-
-
-def _overridden_hook(trainer: "Trainer") -> str | None:
-    return next((name for name in _HOOKS if trainer.overrides(name)), None)
 
 
 def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:

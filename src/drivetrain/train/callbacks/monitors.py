@@ -4,7 +4,7 @@ They read clocks and counters on the host, never the device, and send their numb
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,46 +146,45 @@ class ThroughputMonitor(TrainerCallback):
 SpeedMonitor = ThroughputMonitor
 
 
-class MemoryMonitor(TrainerCallback):
+class _IntervalMonitor(TrainerCallback):
+    """Logs what `measure` returns, every so often."""
+
+    def __init__(self, interval: str | int = "50ba"):
+        self.interval = ensure_time(interval, "ba")
+        self._interval = Interval(self.interval)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Keep the rhythm of a resumed run."""
+        self._interval.reset(state.clock)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log when it is due."""
+        if self._interval.due(state.clock):
+            logger.log_metrics(self.measure(state))
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        """Log when an interval in epochs is due."""
+        self.batch_end(state, logger)
+
+    def measure(self, state: State) -> Mapping[str, float | Tensor]:
+        """Return the numbers of this moment."""
+        raise NotImplementedError
+
+
+class MemoryMonitor(_IntervalMonitor):
     """Logs the peak and the reserved memory of the device in GiB, and the peak of the process itself on a CPU."""
 
-    def __init__(self, interval: str | int = "50ba"):
-        self.interval = ensure_time(interval, "ba")
-        self._interval = Interval(self.interval)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Keep the rhythm of a resumed run."""
-        self._interval.reset(state.clock)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Log when it is due."""
-        if self._interval.due(state.clock):
-            logger.log_metrics(_memory(torch.device(state.device)))
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Log when an interval in epochs is due."""
-        self.batch_end(state, logger)
+    def measure(self, state: State) -> dict[str, float]:
+        """Return the memory in use."""
+        return _memory(torch.device(state.device))
 
 
-class LRMonitor(TrainerCallback):
+class LRMonitor(_IntervalMonitor):
     """Logs the learning rate of every parameter group, and of every unit of an `OptimSet`."""
 
-    def __init__(self, interval: str | int = "50ba"):
-        self.interval = ensure_time(interval, "ba")
-        self._interval = Interval(self.interval)
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Keep the rhythm of a resumed run."""
-        self._interval.reset(state.clock)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Log when it is due."""
-        if self._interval.due(state.clock):
-            logger.log_metrics(learning_rates(state.optimizers))
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        """Log when an interval in epochs is due."""
-        self.batch_end(state, logger)
+    def measure(self, state: State) -> dict[str, float | Tensor]:
+        """Return the rates."""
+        return learning_rates(state.optimizers)
 
 
 LearningRateMonitor = LRMonitor

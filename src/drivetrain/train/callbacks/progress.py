@@ -18,6 +18,7 @@ from drivetrain.core.plugin import Logger
 from drivetrain.runtime.device import AsyncReadback
 from drivetrain.runtime.ranks import get_local_rank, num_data_ranks
 from drivetrain.train.callbacks.base import TrainerCallback
+from drivetrain.train.loaders import length
 from drivetrain.train.run import Measures
 from drivetrain.train.run_history import format_metric
 
@@ -56,7 +57,7 @@ class ProgressBarCallback(TrainerCallback):
         earlier = epoch - 1 - clock.epoch  # epochs of runs before this one that the history still holds
         name = f"epoch {epoch}" + (f"/{epochs + earlier}" if epochs is not None else "")
         self._epoch_began = clock.batch - clock.batch_in_epoch
-        self._begin(trainer, _Phase(name, _length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
+        self._begin(trainer, _Phase(name, length(trainer.run.data.train), clock.batch_in_epoch, clock.sample))
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Count a training batch, and show it when it is time."""
@@ -77,7 +78,7 @@ class ProgressBarCallback(TrainerCallback):
         """Begin an evaluation."""
         state = trainer.state
         name = "evaluation" if state.dataloader_label == "eval" else f"evaluation on {state.dataloader_label}"
-        self._begin(trainer, _Phase(name, _length(state.dataloader), 0, 0, trains=False))
+        self._begin(trainer, _Phase(name, length(state.dataloader), 0, 0, trains=False))
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Count an evaluation batch, and show it when it is time."""
@@ -276,13 +277,6 @@ def _make_display() -> _Display:
     if console.is_jupyter:  # rich draws bars there with ipywidgets, and nothing at all without
         return _BarDisplay(console) if find_spec("ipywidgets") is not None else _Display()
     return _BarDisplay(console) if console.is_terminal and not console.is_dumb_terminal else _Display()
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _first_rate(optimizers: Sequence[Any]) -> float | None:
