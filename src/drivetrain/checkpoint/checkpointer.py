@@ -143,7 +143,7 @@ class Checkpointer:
         self.last_stall = 0.0
         """Seconds the last save held training: the copy of a background save, or all of another one."""
 
-    def step(self, metrics: Mapping[str, Any] | None = None) -> Path | None:
+    def step(self, metrics: Mapping[str, object] | None = None) -> Path | None:
         """Count one step; save when it is due or asked for by SIGUSR1, and on SIGTERM or SIGINT save and leave.
 
         Returns the folder of the checkpoint when one was saved or begun.
@@ -172,7 +172,7 @@ class Checkpointer:
             requeue_under_slurm()
         return path
 
-    def save(self, id: object = None, metrics: Mapping[str, Any] | None = None, *, final: bool = False) -> Path:
+    def save(self, id: object = None, metrics: Mapping[str, object] | None = None, *, final: bool = False) -> Path:
         """Save now and return the folder; a background save is only begun here.
 
         A disk that fails is warned about and the run goes on, up to two times in a row; `final=True` writes in the
@@ -338,7 +338,7 @@ class Checkpointer:
             weakref.finalize(self, self._signals.release)
         return self._signals.agreed()
 
-    def _metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _metrics(self, metrics: Mapping[str, object] | None) -> dict[str, object]:
         found = dict(metrics or {})
         if self.best is not None and self.best.metric not in found:
             for item in getattr(self.ctx, "__dict__", {}).values():  # a Recorder knows the last value of each tag
@@ -458,7 +458,7 @@ class Checkpointer:
         )
 
 
-def _unpacked(value: object) -> Any:
+def _unpacked(value: object) -> object:
     try:
         return unpack(value)
     except StateError:  # its class is not at hand; the packed form still shows what it was

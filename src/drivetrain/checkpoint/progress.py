@@ -17,12 +17,12 @@ from drivetrain.checkpoint.layout import Manifest
 from drivetrain.checkpoint.reader import Rejected
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Interval, Time, TimeUnit
-from drivetrain.core.types import Settings
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.runtime.collectives import start_agree_any
 from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import restore_rng
 
-_continued: "weakref.WeakKeyDictionary[Any, Mapping[str, float]]" = weakref.WeakKeyDictionary()
+_continued: "weakref.WeakKeyDictionary[object, Mapping[str, float]]" = weakref.WeakKeyDictionary()
 """Counters of sources that have been restored: a Checkpointer made afterwards goes on from there."""
 
 _CLOCK_FIELDS = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "sample", "tok": "token", "sec": "total_wct"}
@@ -155,7 +155,7 @@ class Restored:
     """Newer checkpoints that were passed over, each with the reason."""
     parameters: Settings = field(default_factory=dict)
     """Parameters of the run that wrote it, empty outside a run."""
-    rng: dict[str, Any] | None = field(default=None, repr=False)
+    rng: StateDict | None = field(default=None, repr=False)
     """This rank's random states."""
     report: Any = field(default=None, repr=False)
     """What the Context said while loading."""

@@ -48,13 +48,14 @@ from drivetrain.checkpoint.snapshot import Merge, RankState, read_rank, state_fo
 from drivetrain.checkpoint.tree import STATE_LIMIT, parse_structure, tensor_names, unflatten
 from drivetrain.core.errors import CheckpointError, ResumeError
 from drivetrain.core.files import read_limited
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.ranks import get_num_processes, get_rank
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 60.0
 """Seconds in which a reader looks again when a writer has replaced what it reads."""
-LiveState = Callable[[], Any]
+LiveState = Callable[[], object]
 """Returns the state into which the checkpoint will be loaded; its sharded tensors say how the saved ones are wanted."""
 
 
@@ -73,7 +74,7 @@ class Loaded:
     manifest: Manifest
     kind: Literal["context", "dict"]
     state: Any
-    run: dict[str, Any] | None
+    run: StateDict | None
     """Parameters, the generator of new seeds and the elapsed time, when it was saved within a run."""
     rank: RankState | None
     rejected: list[Rejected] = field(default_factory=list)
@@ -86,7 +87,7 @@ class CheckpointReader:
     verify: Verify = "full"
     exchange: RankExchange = field(default_factory=RankExchange)
     """The ranks that read together and must all take the same checkpoint."""
-    map_location: Any = "cpu"
+    map_location: object = "cpu"
     live: LiveState | None = None
     """Where the layouts of sharded tensors come from; None: they are read whole."""
     merges: Mapping[str, Merge] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def take_snapshot(
     exchange: RankExchange | None = None,
     *,
     folder: Path | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
     progress: Mapping[str, float] | None = None,
 ) -> Snapshot:
     """Take a source apart for this rank; tensors are those of the source, not copies.
@@ -97,7 +97,7 @@ def _is_alike(flat: FlatState, exchange: RankExchange) -> bool:
     exchange.meet("saving a checkpoint")
     if len(set(exchange.gather(digest))) == 1:
         return True
-    first: dict[str, Any] = {}
+    first: dict[str, object] = {}
     for rank, theirs in enumerate(exchange.gather(sharded)):
         for name, description in theirs.items():
             if first.setdefault(name, description) != description:
@@ -121,7 +121,7 @@ def _written_here(sharded: Mapping[str, Tensor], exchange: RankExchange) -> dict
     if exchange.size == 1:
         return dict(sharded)
     own = {name: sorted(tensor.device_mesh.mesh.flatten().tolist()) for name, tensor in sharded.items()}  # type: ignore[attr-defined]
-    first: dict[str, Any] = {}
+    first: dict[str, object] = {}
     for theirs in exchange.gather(own):
         for name, ranks in theirs.items():
             first[name] = min(first.get(name, ranks), ranks)
@@ -237,15 +237,15 @@ def reading_from(source: object, folder: Path) -> AbstractContextManager[None]:
 
 _KEY = "drivetrain"
 
-Merge = Callable[[list[Any], int], Any]
+Merge = Callable[..., object]
 """Makes the value of one of the new ranks out of those of all saved ranks; raises `ResumeError` where that is not possible."""
 
 
 class RankState(NamedTuple):
     """The random state of one rank's process, and its own values by name."""
 
-    rng: dict[str, Any]
-    local: dict[str, Any]
+    rng: StateDict
+    local: StateDict
 
 
 def local_test(source: object) -> IsLocal:
@@ -307,7 +307,7 @@ def state_for_rank(
     return RankState(_fresh_rng(derive_seed(seed, "resume", rank, manifest.sequence)), local)
 
 
-def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifest: Manifest, size: int) -> Any:
+def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifest: Manifest, size: int) -> object:
     first = values[0]
     shared = len(values) > 1 and all(_equal(first, other) for other in values[1:])
     if is_packed_generator(first):

@@ -31,6 +31,7 @@ from drivetrain.checkpoint.snapshot import take_snapshot
 from drivetrain.checkpoint.writer import write_checkpoint
 from drivetrain.context.codec import unpack
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import StateDict
 from drivetrain.runtime.run import current_run
 
 
@@ -65,7 +66,7 @@ def save_checkpoint(
     return write_checkpoint(directory, id, snapshot, exchange, best=None if metric is None else Best("metric"))
 
 
-def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: str = "full") -> dict[str, Any]:
+def load_checkpoint(path: str | Path, *, map_location: object = "cpu", verify: str = "full") -> StateDict:
     """Return the state that was saved. Each rank reads for itself; tensors that were split over ranks come whole.
 
     Args:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drivetrain.context.codec import JsonPacker, JsonUnpacker
 from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 
 STATE_LIMIT = 256 * 2**20
@@ -59,11 +60,11 @@ IsLocal = Callable[[str, object], bool]
 class FlatState:
     """A state taken apart: JSON structure, whole tensors, tensors split over ranks, values of this rank alone."""
 
-    structure: Any = None
+    structure: object = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
     sharded: dict[str, Tensor] = field(default_factory=dict)
     """DTensors by name; stored as views of storable types like the whole ones."""
-    local: dict[str, Any] = field(default_factory=dict)
+    local: StateDict = field(default_factory=dict)
     """Values that differ between ranks, by name, as they were given."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Names of tensors that were met again, and the name each is stored under."""
@@ -215,12 +216,12 @@ class _Builder:
     def decode(self, structure: object) -> object:
         return JsonUnpacker({"$tensor": self._tensor, "$local": self._own}).unpack(structure)
 
-    def _own(self, reference: dict[str, Any]) -> Any:
+    def _own(self, reference: StateDict) -> object:
         if len(reference) != 1:
             raise ValueError("unexpected entries next to $local")
         return self._local[reference["$local"]]
 
-    def _tensor(self, reference: dict[str, Any]) -> Tensor:
+    def _tensor(self, reference: StateDict) -> Tensor:
         name, view = reference["$tensor"], reference.get("view")
         if view is None:
             return self._tensors[name]

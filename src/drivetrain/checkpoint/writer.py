@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +52,7 @@ from drivetrain.checkpoint.layout import (
 )
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.files import TEMPORARY
+from drivetrain.core.types import StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Snapshot:
     local_tensors: dict[str, Tensor] = field(default_factory=dict)
     """Random states and other values of this rank alone, with the structure they have in `local_metadata`."""
     local_metadata: dict[str, str] = field(default_factory=dict)
-    header: dict[str, Any] = field(default_factory=dict)
+    header: StateDict = field(default_factory=dict)
     """Fields of the manifest: run, progress, seed, metrics, versions."""
     write_side_file: Callable[[], None] | None = None
     """Writes and flushes what the state refers to in a file next to the checkpoints; on rank 0 only."""
@@ -356,7 +356,7 @@ class BackgroundJob:
         """Return whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, job: Callable[[], Any], name: str) -> None:
+    def start(self, job: Callable[[], object], name: str) -> None:
         """Run a job in the background; the one before must have been waited for."""
         assert not self.is_busy
         self._thread = threading.Thread(target=self._run, args=(job, name), name=f"drivetrain {name}")

@@ -7,7 +7,7 @@ group can carry them. Values are sent by torch's object collectives, between our
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from drivetrain.core.errors import DistributedError
 from drivetrain.runtime.ranks import data_group, get_rank, is_distributed
 
 CPU_BACKENDS = {"gloo", "fake", "threaded", "mpi"}
+
+T = TypeVar("T")
 
 _control: tuple[object, dist.ProcessGroup] | None = None
 
@@ -88,7 +90,7 @@ def start_agree_any(flag: bool) -> Callable[[], bool]:
     return result
 
 
-def all_gather_values(value: object) -> list[Any]:
+def all_gather_values(value: T) -> list[T]:
     """Return the plain values of all ranks, in rank order, on every rank."""
     group = control_group()
     if group is None:
@@ -96,9 +98,9 @@ def all_gather_values(value: object) -> list[Any]:
     return gather_objects(value, group)
 
 
-def gather_objects(value: object, group: "dist.ProcessGroup | None") -> list[Any]:
+def gather_objects(value: T, group: "dist.ProcessGroup | None") -> list[T]:
     """Return the values of all ranks of a group, in rank order; one that cannot be sent raises on all of them."""
-    gathered: list[object] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, _sendable(value), group=group)
     for rank, item in enumerate(gathered):
         if isinstance(item, _Unsendable):

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.secret import masked
@@ -50,7 +49,7 @@ class ExperimentRun:
     elapsed_before: float = 0.0
     """Seconds that earlier parts of this run took, when it was resumed."""
 
-    restore: Callable[[Any], Any] | None = field(default=None, repr=False)
+    restore: Callable[..., Mapping[str, object] | None] | None = field(default=None, repr=False)
     """Loads a Context from the checkpoint this run begins with and returns random states to continue with, or None."""
 
     interrupted: bool = False
@@ -73,7 +72,7 @@ class ExperimentRun:
         """The parameters that say what the run computes."""
         return {name: value for name, value in self.params.items() if name not in self.bookkeeping}
 
-    def shown(self, values: Mapping[str, object]) -> dict[str, Any]:
+    def shown(self, values: Mapping[str, object]) -> Settings:
         """Return settings without secrets: parameters of this run as declared, other names by what they look like."""
         own = {
             name: masked(value, is_secret=name in self.secrets) for name, value in values.items() if name in self.params

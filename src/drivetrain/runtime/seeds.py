@@ -94,7 +94,7 @@ def _seed_python_and_numpy(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def capture_rng() -> dict[str, Any]:
+def capture_rng() -> StateDict:
     """Return the state of all shared generators of this process, in plain values and tensors."""
     version, words, gauss = random.getstate()
     state: StateDict = {
