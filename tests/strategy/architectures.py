@@ -226,11 +226,8 @@ def planned_movement(name, plan, **kwargs):
     inner = getattr(result.optim, "inner", None)
     masters = {id(parameter): master for parameter, master in getattr(inner, "_served", ())}
 
-    plain_names = getattr(result.model, "plain_names", {})  # stages of a pipeline may hold a parameter by another name
-
     def state():
-        named = named_clean_parameters(result.model)
-        return {plain_names.get(key, key): whole(masters.get(id(value), value)) for key, value in named}
+        return {key: whole(masters.get(id(value), value)) for key, value in named_clean_parameters(result.model)}
 
     seen, passes = [state()], [[]]
     for batch in result.dataloader:

@@ -67,9 +67,9 @@ QUICK = [
 """Every plan is left and entered once; `make test-slow` runs the other pairs."""
 
 
-def start(plan, seed=0):
+def start(plan, seed=0, tied=False):
     status, result, applied = auto_accelerate(
-        make_model(seed, tied=False), torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", ADAM,
+        make_model(seed, tied=tied), torch.optim.AdamW, make_data(), loss_func, None, "unpack_dict", ADAM,
         dataloader_args={"batch_size": 8, "num_workers": 0}, load_strategy=plan, device="cpu",
         ignore_dryrun_on_load_strategy=True,
     )  # fmt: skip
@@ -94,11 +94,11 @@ def train(result, steps):
     return losses
 
 
-def save_under(folder, names):
+def save_under(folder, names, tied=False):
     """Train two steps by each plan and save; a pipeline saves its stages joined."""
     found = {}
     for name in names:
-        result = start(PLANS[name][1])
+        result = start(PLANS[name][1], tied=tied)
         found[name] = train(result, 2)
         if isinstance(result.model, PipelinedModel):
             save_checkpoint(result.context.state_dict(full=True), 2, path=f"{folder}/{name}")
@@ -110,11 +110,11 @@ def save_under(folder, names):
     return found
 
 
-def resume_under(folder, pairs):
+def resume_under(folder, pairs, tied=False):
     """Go on by the second plan of each pair from what the first one saved; the model starts from other weights."""
     found = {}
     for first, second in pairs:
-        result = start(PLANS[second][1], seed=1)
+        result = start(PLANS[second][1], seed=1, tied=tied)
         assert Checkpointer(result.context, dir=f"{folder}/{first}", signals=False).restore("last") is not None
         losses = train(result, 2)
         weights = {
@@ -163,6 +163,18 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(worlds, saved
                 assert torch.allclose(value, weights[name], rtol=1e-3, atol=2e-3), (pair, name)
                 seen.add(name)
         assert seen == set(weights), pair
+
+
+def test_a_tied_parameter_in_two_stages_is_saved_once_and_taken_by_both(worlds, tmp_path):
+    expected, weights = plain_losses()
+    worlds[1](save_under, str(tmp_path), ["plain"], True)
+    worlds[2](save_under, str(tmp_path), ["pipe"], True)
+    for pair in [("plain", "pipe"), ("pipe", "plain"), ("pipe", "fsdp")]:
+        results = worlds[PLANS[pair[1]][0]](resume_under, str(tmp_path), [pair], True)
+        assert mean_losses([result[pair][0] for result in results]) == pytest.approx(expected[2:], rel=2e-4), pair
+        for result in results:
+            for name, value in result[pair][1].items():
+                assert torch.allclose(value, weights[name], rtol=1e-3, atol=2e-3), (pair, name)
 
 
 def test_every_plan_is_left_and_entered():

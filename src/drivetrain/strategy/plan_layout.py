@@ -25,7 +25,7 @@ from drivetrain.core.errors import StateError
 from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.pipeline_schedule import PipelinedModel
-from drivetrain.module.wrapping import clean_state_dict
+from drivetrain.module.wrapping import clean_state_dict, named_clean_parameters
 from drivetrain.runtime.ranks import is_master
 from drivetrain.strategy.method import Site
 
@@ -88,7 +88,14 @@ def joined_state(context: Context, state: StateDict) -> StateDict:
     dist.gather_object(own, stages, dst=0, group=pipeline.group)
     if stages is None:
         return {}
-    state = {**state, "model": pack({name: value for stage in stages for name, value in stage["model"].items()})}
+    model = {name: value for stage in stages for name, value in stage["model"].items()}
+    by_first = {pipeline.plain_names.get(name, name): value for name, value in model.items()}
+    model |= {
+        name: by_first[first]
+        for name in sorted(pipeline.all_names - set(model))  # other names of what a stage holds by one
+        if (first := pipeline.plain_names.get(name, name)) in by_first
+    }
+    state = {**state, "model": pack(model)}
     if optimizer is not None:
         state["optimizer"] = pack(_joined_optimizer([stage["optimizer"] for stage in stages]))
     return tree_map_only(Tensor, _full, state)
@@ -129,7 +136,8 @@ def own_share(context: Context, state: Mapping[str, Any]) -> StateDict:
         model = unpack(state["model"])
         result["model"] = pack({name: value for name, value in model.items() if name not in others})
     if isinstance(state.get("optimizer"), Mapping):
-        result["optimizer"] = pack(_share_of_optimizer(unpack(state["optimizer"]), others))
+        trained = {name for name, _ in named_clean_parameters(pipeline)}
+        result["optimizer"] = pack(_share_of_optimizer(unpack(state["optimizer"]), pipeline.all_names - trained))
     return result
 
 
@@ -147,11 +155,14 @@ def _joined_optimizer(stages: list[StateDict]) -> StateDict:
             "ones where a stage has none of the parameters."
         )
     joined: StateDict = {"state": {}, "param_groups": []}
-    number = 0
+    number, seen = 0, set()
     for members in zip(*(stage["param_groups"] for stage in stages)):
         group = {**members[0], "params": [], "param_names": []}
         for stage, member in zip(stages, members):
             for key, name in zip(member["params"], member["param_names"]):
+                if name in seen:  # a tied parameter, which several stages train alike
+                    continue
+                seen.add(name)
                 group["params"].append(number)
                 group["param_names"].append(name)
                 if key in stage["state"]:

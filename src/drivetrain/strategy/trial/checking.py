@@ -322,12 +322,10 @@ def _planned_step(ctx: Application, batch: Batch, share: Share, call: Callable[.
 
 
 def _of_all_stages(ctx: Application, own: dict[str, str]) -> dict[str, str]:
-    """Return what the ranks of all stages of a pipeline found, by the plain model's names."""
-    pipeline = ctx.stepping.pipeline
-    if pipeline is None:
+    """Return what the ranks of all stages of a pipeline found."""
+    if ctx.stepping.pipeline is None:
         return own
-    found = all_gather_values({pipeline.plain_names.get(name, name): text for name, text in own.items()})
-    return {name: text for part in found for name, text in part.items()}
+    return {name: text for part in all_gather_values(own) for name, text in part.items()}
 
 
 def _next(ctx: Application) -> None:
