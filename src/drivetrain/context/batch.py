@@ -14,7 +14,8 @@ from torch import Tensor
 from drivetrain.core.errors import ConfigError, did_you_mean
 from drivetrain.core.types import Batch
 
-BatchKey = int | str | Callable[[Any], Any] | Sequence[Any]
+Getter = Callable[..., Batch]
+BatchKey = int | str | Getter | Sequence["BatchKey"]
 """Where a part of a batch is: index, name, list of those, function, or `(getter, setter)`."""
 
 
@@ -59,7 +60,7 @@ def batch_set(batch: object, key: BatchKey, value: object) -> Any:
     return _set_one(batch, key, value)
 
 
-def _set_many(batch: Batch, keys: Sequence[Any], values: Any) -> Batch:
+def _set_many(batch: Batch, keys: Sequence[BatchKey], values: Batch) -> Batch:
     if not isinstance(values, Sequence | Tensor) or isinstance(values, str) or len(values) != len(keys):
         found = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
         raise ValueError(f"batch keys {list(keys)!r} need one value each, {len(keys)} in all; got {found}.")
@@ -106,7 +107,7 @@ def _parts_of(batch: object, key: object) -> str:
     )
 
 
-def _as_pair(key: object) -> tuple[Callable[..., object], Callable[..., object]] | None:
+def _as_pair(key: object) -> tuple[Getter, Getter] | None:
     """Return `(getter, setter)` when the key is one; a sequence of functions of another length is an error."""
     if not _is_many(key) or not any(callable(one) for one in key):
         return None
@@ -114,10 +115,11 @@ def _as_pair(key: object) -> tuple[Callable[..., object], Callable[..., object]]
         raise ValueError(
             f"a batch key made of functions is a pair (getter, setter); got {len(key)} entries: {[_name(one) for one in key]}."
         )
-    return key[0], key[1]
+    getter, setter = (one for one in key if callable(one))
+    return getter, setter
 
 
-def _is_many(key: object) -> TypeGuard[Sequence[Any]]:
+def _is_many(key: object) -> TypeGuard[Sequence[BatchKey]]:
     return isinstance(key, Sequence) and not isinstance(key, str)
 
 

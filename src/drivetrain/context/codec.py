@@ -42,7 +42,7 @@ from drivetrain.core.containers import field_values, is_dataclass, is_namedtuple
 from drivetrain.core.errors import CheckpointError, DrivetrainError, StateError
 from drivetrain.core.event import Event
 from drivetrain.core.time import Time, Timestamp, TimeUnit
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import Item, StateDict
 
 DEPTH_LIMIT = 100
 """Levels of nesting in the JSON form."""
@@ -109,7 +109,7 @@ class Packer:
         """Return a value packed in a way of its own, `NotImplemented` where it has none."""
         return NotImplemented if self.special is None else self.special(value, path)
 
-    def items(self, values: Iterable[object], path: str) -> list[Any]:
+    def items(self, values: Iterable[object], path: str) -> list[object]:
         """Return the items of a sequence, packed."""
         return [
             value if type(value) in self.plain else self.pack(value, join_path(path, index))
@@ -120,7 +120,7 @@ class Packer:
         """Return the entries of a mapping whose keys are kept as they are, packed."""
         return {key: self.pack(item, join_path(path, key)) for key, item in value.items()}
 
-    def pairs(self, value: Mapping[object, object], path: str) -> list[Any]:
+    def pairs(self, value: Mapping[object, object], path: str) -> list[object]:
         """Return the entries of a mapping as pairs, keys and values packed."""
         return [(self.pack(key, path), self.pack(item, join_path(path, key))) for key, item in value.items()]
 
@@ -166,7 +166,7 @@ class JsonPacker(Packer):
         super().__init__(special, Tensor.detach)
         self._name_tensor = tensor
 
-    def pairs(self, value: Mapping[object, object], path: str) -> list[Any]:
+    def pairs(self, value: Mapping[object, object], path: str) -> list[object]:
         """Return the entries of a mapping as lists of two."""
         if any(isinstance(key, Tensor) for key in value):
             raise CheckpointError(f"{path}: a tensor is a key of this dict. Use a name or a number as the key.")
@@ -181,7 +181,7 @@ class JsonPacker(Packer):
     def _pack_tensor(self, tensor: Tensor, path: str) -> object:
         return self._name_tensor(tensor, path)
 
-    def _pack_known(self, value: Any, path: str) -> Any:
+    def _pack_known(self, value: Any, path: str) -> object:
         kind = type(value)
         if kind is float and math.isfinite(value):
             return value
@@ -242,7 +242,7 @@ class Unpacker:
             tag = packed[TAG] if key == TAG else key
             raise self.error(f"{name} {tag} is damaged ({type(error).__name__}: {error}).") from error
 
-    def items(self, packed: Content, path: str) -> list[Any]:
+    def items(self, packed: Content, path: str) -> list[Item]:
         """Return the items of a packed list."""
         return [
             item if type(item) in PLAIN else self.unpack(item, join_path(path, index))
@@ -255,7 +255,7 @@ class Unpacker:
             key: self.unpack(item, join_path(path, key)) for key, item in packed.items() if not self._leaves_out(item)
         }
 
-    def pairs(self, content: Content, path: str) -> list[tuple[Any, Any]]:
+    def pairs(self, content: Content, path: str) -> list[tuple[object, object]]:
         """Return the entries of a mapping that is packed as pairs."""
         entries = [(self.unpack(key, path), item) for key, item in content if not self._leaves_out(item)]
         return [(key, self.unpack(item, join_path(path, key))) for key, item in entries]
@@ -306,18 +306,18 @@ class JsonUnpacker(Unpacker):
     error = CheckpointError
     depth_limit = DEPTH_LIMIT
 
-    def __init__(self, given: Mapping[str, Callable[[dict[str, Any]], object]]):
+    def __init__(self, given: Mapping[str, Callable[[StateDict], object]]):
         super().__init__()
         self._given = given
         """For each further tag, what makes the value of a dict with that tag."""
 
-    def items(self, packed: Content, path: str) -> list[Any]:
+    def items(self, packed: Content, path: str) -> list[Item]:
         """Return the items of a JSON array."""
         if not isinstance(packed, list):
             raise TypeError("expected a list")
         return super().items(packed, path)
 
-    def pairs(self, content: Content, path: str) -> list[tuple[Any, Any]]:
+    def pairs(self, content: Content, path: str) -> list[tuple[object, object]]:
         """Return the entries of a mapping from its lists of two."""
         if not isinstance(content, list):
             raise TypeError("expected a list")

@@ -38,7 +38,7 @@ Content = Any
 """What follows a tag: data from a file, in which anything may be wrong."""
 
 
-def tagged(tag: str, value: object) -> dict[str, Any]:
+def tagged(tag: str, value: object) -> StateDict:
     """Return the packed form of a value: a dict of two entries."""
     return {TAG: tag, "value": value}
 
@@ -162,11 +162,12 @@ def _is_numpy_random(name: str) -> Callable[[object], bool]:
     return holds
 
 
-def _numpy_bits(content: Content) -> Any:
+def _numpy_bits(content: Content) -> np.random.BitGenerator:
     kind, kinds = content["bit_generator"], ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
     if kind not in kinds:
         raise StateError(unknown_name("numpy bit generator", kind, kinds))
-    return getattr(np.random, kind)()
+    made: np.random.BitGenerator = getattr(np.random, kind)()
+    return made
 
 
 def _random_state(value: random.Random) -> StateDict:
@@ -214,7 +215,7 @@ def _generator_coder(tag: str, kind: Generators) -> Coder:
     return Coder(tag, kind.holds, lambda value, packer, path: packer.pack(kind.state(value), path), unpack_generator)
 
 
-def _pack_fields(value: Any, packer: "Packer", path: str) -> dict[str, Any]:
+def _pack_fields(value: Any, packer: "Packer", path: str) -> StateDict:
     fields = value._asdict() if is_namedtuple(value) else field_values(value)
     return {"class": class_name(type(value)), "fields": packer.entries(fields, path)}
 
@@ -224,7 +225,7 @@ def _unpack_namedtuple(content: Content, unpacker: "Unpacker", path: str) -> obj
     return cls(**{name: unpacker.unpack(item, path) for name, item in content["fields"].items()})
 
 
-def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> Any:
+def _unpack_dataclass(content: Content, unpacker: "Unpacker", path: str) -> object:
     cls: Any = unpacker.find_class(content["class"], "dataclass")
     names = {field.name for field in dataclasses.fields(cls)}
     if names != set(content["fields"]):
@@ -328,7 +329,7 @@ JSON_CODERS: dict[type, Coder] = {
         "complex",
         lambda value: isinstance(value, complex),
         lambda value, packer, path: packer.items([value.real, value.imag], path),
-        lambda content, unpacker, path: complex(*(float(part) for part in unpacker.items(content, path))),
+        lambda content, unpacker, path: complex(*map(float, unpacker.items(content, path))),
     ),
     bytes: CODERS_BY_TAG["bytes"],
     tuple: Coder(

@@ -36,7 +36,7 @@ class DictKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, dict)
 
-    def children(self, item: dict[object, object]) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: dict[object, object]) -> Iterable[tuple[object, object]]:
         return list(item.items())
 
     def rebuild(self, item: dict[object, object], change: Change) -> dict[Any, Any]:
@@ -119,10 +119,10 @@ class TupleKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, tuple) and not is_namedtuple(item)
 
-    def children(self, item: tuple[object, ...]) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: tuple[object, ...]) -> Iterable[tuple[object, object]]:
         return enumerate(item)
 
-    def rebuild(self, item: tuple[Any, ...], change: Change) -> tuple[Any, ...]:
+    def rebuild(self, item: tuple[object, ...], change: Change) -> Item:
         return _same_or_new(item, [change(child) for child in item])
 
     def fit(self, item: tuple[object, ...], saved: Saved, loading: "Loading", path: str) -> Restore:
@@ -142,7 +142,7 @@ class NamedTupleKind(Kind):
     def holds(self, item: object) -> bool:
         return is_namedtuple(item)
 
-    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[object, object]]:
         return item._asdict().items()
 
     def rebuild(self, item: Item, change: Change) -> Item:
@@ -164,7 +164,7 @@ class DataclassKind(Kind):
     def holds(self, item: object) -> bool:
         return is_dataclass(item)
 
-    def children(self, item: object) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: object) -> Iterable[tuple[object, object]]:
         return field_values(item).items()
 
     def rebuild(self, item: object, change: Change) -> Item:
@@ -185,7 +185,7 @@ class SetKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, set | frozenset)
 
-    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[object, object]]:
         return enumerate(item)
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
@@ -247,7 +247,7 @@ def _fit_fields(
     return {name: loading.fit(live[name], child, join_path(path, name)) for name, child in fields.items()}
 
 
-def _same_or_new(item: Item, children: list[object]) -> Any:
+def _same_or_new(item: Item, children: list[object]) -> Item:
     if len(children) == len(item) and all(new is old for new, old in zip(children, item)):
         return item
     return same_tuple(item, children)

@@ -10,7 +10,7 @@ stays one object. Optimizers come last, when their parameters are where they wil
 
 import logging
 from collections.abc import ItemsView, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from drivetrain.runtime.group import join_launched_world
 from drivetrain.runtime.ranks import is_distributed, is_master
 from drivetrain.runtime.run import ExperimentRun, current_run
 from drivetrain.runtime.seeds import reseed_rank, restore_rng
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("drivetrain")
 
@@ -99,7 +102,7 @@ class DataParallel(Transform):
 class Shard(Transform):
     """The parameters of every module split over the processes, with optimizers rebound to them."""
 
-    def __init__(self, mesh: object, settings: Settings):
+    def __init__(self, mesh: "DeviceMesh | None", settings: Settings):
         super().__init__()
         self.mesh, self.settings = mesh, settings
 
@@ -130,7 +133,7 @@ def _rebind(optimizer: Optimizer, before: dict[str, nn.Parameter], modules: list
 class StateLayout(Protocol):
     """How a session that a plan has spread over ranks is saved and restored."""
 
-    def save(self, context: "Context", full: bool) -> dict[str, Any]:
+    def save(self, context: "Context", full: bool) -> StateDict:
         """Return the state of every item."""
 
     def own_part(self, context: "Context", state: StateDict) -> StateDict:
@@ -203,7 +206,7 @@ class Context(ItemHolder):
         """
         return self._distribute("ddp", DataParallel(ddp_kwargs))
 
-    def fsdp(self, mesh: object = None, **fully_shard_kwargs: object) -> Self:
+    def fsdp(self, mesh: "DeviceMesh | None" = None, **fully_shard_kwargs: object) -> Self:
         """Split the parameters of every module over the processes; optimizers made before are rebound to them by name.
 
         Keywords are those of `drivetrain.module.sharding.shard_fully` and of torch's `fully_shard`.
@@ -309,7 +312,7 @@ class Restorer(Protocol):
     random states are applied last, because moving and distributing draw random numbers and reseed.
     """
 
-    def __call__(self, context: "Context") -> Mapping[str, Any] | None:
+    def __call__(self, context: "Context") -> Mapping[str, object] | None:
         """Load the Context and return what `capture_rng` had returned, or None to leave random states alone."""
 
 

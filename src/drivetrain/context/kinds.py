@@ -33,7 +33,7 @@ class Kind:
         """Return whether an item is of this kind."""
         raise NotImplementedError
 
-    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[object, object]]:
         """Return names and values of what a container holds."""
         return ()
 

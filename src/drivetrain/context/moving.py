@@ -28,7 +28,7 @@ def move_to_device(device: Device, *args: object, non_blocking: bool = False) ->
     return [_move(value, device, non_blocking) for value in args]
 
 
-def _move(value: Any, device: Device, non_blocking: bool) -> Any:
+def _move(value: Any, device: Device, non_blocking: bool) -> object:
     kind = type(value)
     if kind is Tensor:
         return value.to(device, non_blocking=non_blocking)
@@ -41,7 +41,7 @@ def _move(value: Any, device: Device, non_blocking: bool) -> Any:
     return _move_other(value, device, non_blocking)
 
 
-def _move_other(value: Any, device: Device, non_blocking: bool) -> Any:
+def _move_other(value: Any, device: Device, non_blocking: bool) -> object:
     if isinstance(value, Tensor | nn.Module):
         return value.to(device, non_blocking=non_blocking)
     if callable(getattr(value, "to", None)) and not isinstance(value, type):

@@ -7,21 +7,20 @@ differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.core.errors import nearest_name
-from drivetrain.core.types import Settings
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.distributed_tensors import fit_tensor, is_dtensor
 
 Names = Mapping[int, str]
 """Names of parameters by their identity."""
 
 
-def save_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+def save_optimizer(optimizer: Optimizer, names: Names) -> StateDict:
     """Return torch's form of the state; groups whose parameters all have names get `param_names`."""
     state = optimizer.state_dict()
     groups = []
@@ -32,7 +31,7 @@ def save_optimizer(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     return {**state, "param_groups": groups}
 
 
-def fit_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> tuple[list[str], Callable[[], None]]:
+def fit_optimizer(optimizer: Optimizer, saved: StateDict, names: Names) -> tuple[list[str], Callable[[], None]]:
     """Return what keeps a saved state from fitting, and what loads it."""
     groups, live_groups = list(saved["param_groups"]), optimizer.param_groups
     if len(groups) != len(live_groups):
@@ -59,11 +58,11 @@ def _nothing() -> None:
     raise AssertionError("a state with problems is not loaded")
 
 
-def _saved_names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+def _saved_names(groups: Sequence[Settings]) -> list[str] | None:
     """Return the names in a saved state, in its order, or None when it only has numbers."""
     names: list[str] = []
     for group in groups:
-        own = group.get("param_names", group["params"])
+        own: Sequence[str] = group["param_names"] if "param_names" in group else group["params"]
         if len(own) != len(group["params"]) or not all(isinstance(name, str) for name in own):
             return None
         names += own
@@ -95,16 +94,19 @@ def _name_problems(saved: list[str], live: list[str]) -> list[str]:
 
 
 def _load(
-    optimizer: Optimizer, state: Mapping[Any, Any], groups: list[Mapping[str, Any]], owners: dict[Any, Tensor]
+    optimizer: Optimizer,
+    state: Mapping[object, Mapping[object, object]],
+    groups: list[Settings],
+    owners: dict[object, Tensor],
 ) -> None:
     """Give every parameter its copy of the state and every group its settings, through the optimizer's own method."""
     numbers = {key: number for number, key in enumerate(owners)}
-    fresh: dict[Any, Any] = {}
+    fresh: dict[object, dict[object, object]] = {}
     for key, entries in state.items():
         if key in owners:
             fresh[numbers[key]] = {name: _copy_for(value, owners[key], name) for name, value in entries.items()}
         else:
-            fresh[key] = entries  # torch allows state that belongs to no parameter
+            fresh[key] = dict(entries)  # torch allows state that belongs to no parameter
     start, settings = 0, []
     for saved, live in zip(groups, optimizer.param_groups):
         count = len(live["params"])

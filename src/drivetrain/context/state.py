@@ -18,7 +18,7 @@ from drivetrain.context.loading import LoadReport
 from drivetrain.context.state_kinds import GeneratorsKind, HeldKind, PluginsKind
 from drivetrain.core.plugin import Plugin
 from drivetrain.core.time import Clock, Time, TimeLike, Timestamp, TimeUnit, elapsed_duration, ensure_time
-from drivetrain.core.types import Batch, StateDict
+from drivetrain.core.types import Batch, Item, StateDict
 from drivetrain.runtime.collectives import broadcast_from_master
 from drivetrain.runtime.device import choose_device
 from drivetrain.runtime.ranks import data_rank
@@ -76,37 +76,37 @@ class State(Context):
     _kinds: ClassVar[dict[str, Kind]] = {"algorithms": _PLUGINS, "callbacks": _PLUGINS, "generators": _GENERATORS}
     _holders = frozenset({"model", "loss_fn", "optimizers", "schedulers", "scaler", "train_dataloader"})
 
-    model: Any
-    loss_fn: Any
-    optimizers: tuple[Any, ...]
-    schedulers: tuple[Any, ...]
-    scaler: Any
-    train_dataloader: Any
-    evaluators: list[Any]
-    dataset_state: Any
-    precision: Any
-    precision_config: Any
-    device_train_microbatch_size: Any
-    window_batches: Any
-    history: Any
-    epoch_loss: Any
-    gradients: Any
-    loggers: list[Any]
-    custom_entries: Any
+    model: Item
+    loss_fn: Item
+    optimizers: tuple[Item, ...]
+    schedulers: tuple[Item, ...]
+    scaler: Item
+    train_dataloader: Item
+    evaluators: list[object]
+    dataset_state: Item
+    precision: Item
+    precision_config: Item
+    device_train_microbatch_size: Item
+    window_batches: Item
+    history: Item
+    epoch_loss: Item
+    gradients: Item
+    loggers: list[object]
+    custom_entries: Item
     _rank_local: dict[str, Callable[..., object]]
     make_optimizer: Callable[..., torch.optim.Optimizer] | None
     """`make_optimizer(name, groups, **settings)`, installed by the Trainer for algorithms that bring an optimizer."""
 
     batch: Batch
     outputs: Batch
-    loss: Any
-    losses: Any
-    batch_output: Any
-    metric_outputs: Any
-    sample_index: Any
-    timings: Any
-    profiler: Any
-    dataloader: Any
+    loss: Item
+    losses: Item
+    batch_output: Item
+    metric_outputs: Item
+    sample_index: Item
+    timings: Item
+    profiler: Item
+    dataloader: Item
     dataloader_label: str | None
 
     def __init__(
@@ -129,18 +129,18 @@ class State(Context):
         self.clock = Clock()
         self.generators: dict[str, torch.Generator] = {}
         self.algorithms: list[Plugin] = []
-        self.callbacks: list[Any] = []
+        self.callbacks: list[object] = []
         self.device, self.max_duration = device, max_duration
 
         self.train_dataloader, self.dataset_state, self.evaluators = None, None, []
-        self.train_metrics: dict[str, Any] = {}
-        self.eval_metrics: dict[str, Any] = {}
+        self.train_metrics: StateDict = {}
+        self.eval_metrics: StateDict = {}
         self.precision = self.precision_config = self.device_train_microbatch_size = None
         self.auto_microbatching, self.accumulation_steps = False, 1
-        self.dataset_resumption: dict[str, Any] = {}
+        self.dataset_resumption: StateDict = {}
 
         self.batch = self.outputs = self.loss = self.losses = self.batch_output = None
-        self.total_loss_dict: dict[str, Any] = {}
+        self.total_loss_dict: StateDict = {}
         self.metric_outputs = self.sample_index = self.timings = self.profiler = self.make_optimizer = None
         self.step, self.is_intermediate = 0, False
         self.dataloader = self.dataloader_label = None
@@ -149,7 +149,7 @@ class State(Context):
         super().__init__(**items)
         self.dataloader_len = dataloader_len
 
-    _before_load: Callable[[dict[str, Any]], None] | None = None  # a driver may bring the session into the saved shape
+    _before_load: Callable[[StateDict], None] | None = None  # a driver may bring the session into the saved shape
 
     def load_state_dict(self, state: StateDict, strict: bool = True) -> LoadReport:
         """Restore a saved state; what drives this State may first add what the saved model was made with."""

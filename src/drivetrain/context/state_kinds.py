@@ -14,7 +14,7 @@ import torch
 from drivetrain.context.kinds import Kind, Restore, keep
 from drivetrain.core.containers import join_path
 from drivetrain.core.errors import DrivetrainWarning
-from drivetrain.core.types import Item, Saved, Settings
+from drivetrain.core.types import Item, Saved, Settings, StateDict
 
 if TYPE_CHECKING:
     from drivetrain.context.loading import Loading, Saving
@@ -26,7 +26,7 @@ class PluginsKind(Kind):
     name = "plugins"
     saves_itself = True
 
-    def save(self, item: object, saving: "Saving", path: str) -> list[dict[str, Any]]:
+    def save(self, item: object, saving: "Saving", path: str) -> list[StateDict]:
         return [
             {
                 "name": type(plugin).__name__,
@@ -73,7 +73,7 @@ def _numbered(plugins: Any) -> list[tuple[str, Any]]:
     return _numbered_names([type(plugin).__name__ for plugin in plugins], list(plugins))
 
 
-def _numbered_names(names: list[str], values: list[Any]) -> list[tuple[str, Any]]:
+def _numbered_names(names: list[str], values: list[object]) -> list[tuple[str, Any]]:
     """Pair values with unique names: `EMA`, `EMA#2`, ..."""
     result = []
     for index, (name, value) in enumerate(zip(names, values)):
@@ -86,7 +86,7 @@ def _config(plugin: object) -> Settings:
     return plugin.config() if hasattr(plugin, "config") else {}
 
 
-def _state(plugin: object) -> Any:
+def _state(plugin: object) -> object:
     return plugin.state_dict() if hasattr(plugin, "state_dict") else {}
 
 

@@ -172,7 +172,7 @@ class ContextKind(Kind):
     def holds(self, item: object) -> bool:
         return isinstance(item, ItemHolder)
 
-    def children(self, item: Item) -> Iterable[tuple[Any, Any]]:
+    def children(self, item: Item) -> Iterable[tuple[object, object]]:
         return item._items().items()
 
     def rebuild(self, item: Item, change: Callable[[Any], object]) -> Item:

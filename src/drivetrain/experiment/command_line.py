@@ -14,6 +14,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from drivetrain.core.types import Settings
+
 if TYPE_CHECKING:
     from drivetrain.experiment.parameters import Parameter, ParameterSet
     from drivetrain.experiment.resolve import Given
@@ -53,7 +55,7 @@ class VerbArgument(NamedTuple):
     """What `add_argument` takes, so that a verb can declare its arguments as a table."""
 
     names: tuple[str, ...]
-    options: dict[str, Any]
+    options: Settings
 
 
 def argument(*names: str, **options: Any) -> VerbArgument:
@@ -97,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 class _ExperimentParser(Parser):
     """Leaves values as they were written; argparse would drop the value of `--name=--`."""
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         values = {None: arg_strings[0] if arg_strings else None, "*": arg_strings}
         return values[action.nargs] if action.nargs in values else super()._get_values(action, arg_strings)
 

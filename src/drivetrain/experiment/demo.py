@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import CheckpointError, MissingExtra, ResumeError, StateError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.experiments import experiment
 
 TARGET_ACCURACY = 0.97
@@ -21,7 +22,7 @@ SHOWN_MISTAKES = 6
 
 
 @experiment
-def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_decay: float = 0.05) -> dict[str, Any]:
+def digits(epochs: int = 12, lr: float = 3e-3, batch_size: int = 64, weight_decay: float = 0.05) -> Settings:
     """Train a small convolutional classifier on scikit-learn's 8 × 8 digits.
 
     Args:
@@ -121,7 +122,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(params: dict[str, Any]) -> Path:
+def _run(params: Settings) -> Path:
     """Run the experiment, as the continuation of one that was interrupted if there is one, and return its folder."""
     from drivetrain.experiment.proxies import output_dir
 
@@ -135,7 +136,7 @@ def _run(params: dict[str, Any]) -> Path:
     return Path(output_dir)
 
 
-def _is_interrupted(params: dict[str, Any]) -> bool:
+def _is_interrupted(params: Settings) -> bool:
     """Return whether an unfinished run with these parameters can be continued."""
     from drivetrain.experiment.resume import choose_beginning
 
@@ -205,7 +206,7 @@ def require_data() -> None:
         raise MissingExtra("scikit-learn", "demo", "the demo's data")
 
 
-def load_digits() -> tuple[Any, Any]:
+def load_digits() -> tuple[object, object]:
     """Return 1,437 digits to train on and 360 to test on, as images of 8 × 8."""
     import torch
     from torch.utils.data import TensorDataset

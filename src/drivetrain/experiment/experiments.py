@@ -39,7 +39,7 @@ MEMO = "__drivetrain_parameters__"
 """Attribute under which decorators below `@experiment` leave their parameters on the function."""
 
 
-def default_name(function: Callable[..., Any]) -> str:
+def default_name(function: Callable[..., object]) -> str:
     """Return the name an experiment has by default: `my_model` is `my-model`."""
     return function.__name__.lower().replace("_", "-")
 
@@ -47,7 +47,7 @@ def default_name(function: Callable[..., Any]) -> str:
 class _WithParameters:
     """What an experiment and a group have in common."""
 
-    def __init__(self, main_function: Callable[..., Any], name: str | None):
+    def __init__(self, main_function: Callable[..., object], name: str | None):
         if not callable(main_function):
             raise ParameterError(
                 f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
@@ -101,9 +101,9 @@ class Experiment(_WithParameters):
 
     def __init__(
         self,
-        main_function: Callable[..., Any],
+        main_function: Callable[..., object],
         name: str | None = None,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, object] | None = None,
         directions: Mapping[str, str] | None = None,
     ):
         super().__init__(main_function, name)
@@ -129,18 +129,18 @@ class Experiment(_WithParameters):
             if name in self.parameters and value is not None:
                 self.parameters[name].read(value, is_text=False, where=f"{self.name}: defaults")
 
-    def run(self, params: Mapping[str, Any] | None = None, **values: object) -> Any:
+    def run(self, params: Mapping[str, object] | None = None, **values: object) -> Any:
         """Run in this process and return what the main function returns: `digits.run(lr=0.1)` or `digits.run({"lr": 0.1})`."""
         return self._start(self.resolve({**(params or {}), **values}))
 
-    def __call__(self, params: Mapping[str, Any] | None = None, **values: object) -> Any:
+    def __call__(self, params: Mapping[str, object] | None = None, **values: object) -> object:
         return self.run(params, **values)
 
-    def resolve(self, params: Mapping[str, Any]) -> Resolved:
+    def resolve(self, params: Mapping[str, object]) -> Resolved:
         """Return the value and origin of every parameter, as a run with these would have them."""
         return resolve(self.parameters, given_in_python(params, self.parameters), self.defaults)
 
-    def resume(self, folder: str | Path, params: Mapping[str, Any] | None = None, *, force: bool = False) -> Any:
+    def resume(self, folder: str | Path, params: Mapping[str, object] | None = None, *, force: bool = False) -> Any:
         """Continue a run, or one of its checkpoints; `params` may change what is resumable, or anything with `force`."""
         return self._start(self.resolve({**(params or {}), "resume": str(folder)}), force=force)
 
@@ -170,17 +170,17 @@ class Experiment(_WithParameters):
         about = description_of(self.main_function)
         return experiment_parser(program or program_name(), self.parameters, about, common).format_help().rstrip()
 
-    def run_in_new_process(self, params: Mapping[str, Any]) -> "BaseProcess":
+    def run_in_new_process(self, params: Mapping[str, object]) -> "BaseProcess":
         """Run in a new process and return its handle; the caller waits for it."""
         from drivetrain.experiment.running import run_in_new_process
 
         return run_in_new_process(self, dict(params))
 
-    def _start_command(self, resolved: Resolved, command: Command, argv: Sequence[str] | None) -> Any:
+    def _start_command(self, resolved: Resolved, command: Command, argv: Sequence[str] | None) -> object:
         line = None if argv is None else [program_name(), *map(str, argv)]
         return self._start(resolved, force=command.force, argv=line)
 
-    def _start(self, resolved: Resolved, **options: Any) -> Any:
+    def _start(self, resolved: Resolved, **options: Any) -> object:
         from drivetrain.experiment.running import run_experiment
 
         return run_experiment(self, resolved, **options)
@@ -198,7 +198,7 @@ class Experiment(_WithParameters):
 class ExperimentGroup(_WithParameters):
     """Experiments under one command, which inherit the group's parameters; its function is never called."""
 
-    def __init__(self, main_function: Callable[..., Any], name: str | None = None):
+    def __init__(self, main_function: Callable[..., object], name: str | None = None):
         super().__init__(main_function, name)
         self.experiments: list[Experiment | ExperimentGroup] = []
 
@@ -214,7 +214,7 @@ class ExperimentGroup(_WithParameters):
         self,
         name: object = None,
         inherit_params: Any = None,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, object] | None = None,
         inherit_params_from_group: bool = True,
         *,
         directions: Mapping[str, str] | None = None,
@@ -279,10 +279,10 @@ class ExperimentGroup(_WithParameters):
 
 
 def declare_experiment(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     name: str | None,
     inherit_params: Any,
-    defaults: Mapping[str, Any] | None,
+    defaults: Mapping[str, object] | None,
     directions: Mapping[str, str] | None = None,
     *,
     inherit_first: Any = None,
@@ -303,7 +303,7 @@ def declare_experiment(
 
 
 def declare_group(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     name: str | None,
     inherit_params: Any,
     *,
@@ -324,7 +324,7 @@ def declare_group(
 def experiment(
     name: Any = None,
     inherit_params: Any = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     *,
     directions: Mapping[str, str] | None = None,
 ) -> Any:

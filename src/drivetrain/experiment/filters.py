@@ -11,7 +11,7 @@ LONGEST, MOST_BRACKETS = 2000, 50
 """Characters and opening brackets of a condition."""
 EXPECTED = "Expected comparisons such as lr<0.1 or state=finished, joined by and, or and brackets; ~ is 'contains'."
 
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 Condition = Callable[[Values], bool]
 
 

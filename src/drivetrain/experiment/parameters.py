@@ -38,7 +38,7 @@ class Parameter:
         type: object = str,
         default: object = None,
         required: bool = False,
-        allowed_values: Iterable[Any] | None = None,
+        allowed_values: Iterable[object] | None = None,
         is_flag: bool = False,
         multiple: bool = False,
         allow_from_file: bool = True,
@@ -77,7 +77,7 @@ class Parameter:
         self.behaviour = behaviour
         self.type = bool if is_flag else type
         self.value_type = self._value_type()
-        self.container: Callable[[list[Any]], Any] = list
+        self.container: Callable[[list[object]], Any] = list
         """What the values of a `multiple` parameter are put into."""
         self.is_standard = False
         """One of the parameters that every experiment has."""
@@ -131,7 +131,7 @@ class Parameter:
         """Return text that was given for this parameter as messages show it: a secret is masked."""
         return MASK if self.is_secret else text
 
-    def _read_one(self, value: object, is_text: bool, where: str) -> Any:
+    def _read_one(self, value: object, is_text: bool, where: str) -> object:
         try:
             return self.value_type.read(value, is_text)
         except BadValue as problem:

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain.core.types import Settings
+
 logger = logging.getLogger("drivetrain")
 
 ENTRY_POINTS = "drivetrain.plugins"
@@ -17,14 +19,14 @@ class App:
     """Where plugins leave their callbacks; a lower priority is called earlier."""
 
     def __init__(self) -> None:
-        self._callbacks: dict[str, list[tuple[int, Callable[..., Any]]]] = {"created": [], "before": [], "after": []}
+        self._callbacks: dict[str, list[tuple[int, Callable[..., object]]]] = {"created": [], "before": [], "after": []}
         self._loaded = False
 
     def on_experiment_created(self, callback: Callable[[Any], Any], priority: int = 50) -> None:
         """Call `callback(experiment)` for every experiment declared from now on; it may return another in its place."""
         self._add("created", callback, priority)
 
-    def on_before_experiment(self, callback: Callable[[Any, dict[str, Any]], Any], priority: int = 50) -> None:
+    def on_before_experiment(self, callback: Callable[[Any, Settings], Any], priority: int = 50) -> None:
         """Call `callback(experiment, params)` before the main function of each run."""
         self._add("before", callback, priority)
 
@@ -59,7 +61,7 @@ class App:
             experiment = callback(experiment) or experiment
         return experiment
 
-    def before_experiment(self, experiment: Any, params: dict[str, Any]) -> None:
+    def before_experiment(self, experiment: Any, params: Settings) -> None:
         """Call the callbacks of a run's start."""
         for callback in self._in_order("before"):
             callback(experiment, params)
@@ -75,10 +77,10 @@ class App:
         if failure is not None:
             raise failure
 
-    def _add(self, event: str, callback: Callable[..., Any], priority: int) -> None:
+    def _add(self, event: str, callback: Callable[..., object], priority: int) -> None:
         self._callbacks[event].append((priority, callback))
 
-    def _in_order(self, event: str) -> list[Callable[..., Any]]:
+    def _in_order(self, event: str) -> list[Callable[..., object]]:
         return [callback for _, callback in sorted(self._callbacks[event], key=lambda entry: entry[0])]
 
 

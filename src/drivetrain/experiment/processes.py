@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.resolve import Resolved
 from drivetrain.experiment.resume import NEVER
 from drivetrain.experiment.run_folder import check_is_new, run_path
@@ -130,7 +131,7 @@ def must_launch(resolved: Resolved) -> bool:
 
 
 def launch_experiment(
-    worker: Callable[..., Any], experiment: "Experiment", resolved: Resolved, options: dict[str, Any]
+    worker: Callable[..., object], experiment: "Experiment", resolved: Resolved, options: Settings
 ) -> Any:
     """Call `worker(experiment or reference, resolved, options)` on each process and return what rank 0 of this node returned."""
     from drivetrain.runtime.launch import WorkerFailed, launch

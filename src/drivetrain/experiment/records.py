@@ -13,6 +13,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.files import is_real_folder, is_regular, read_limited
 from drivetrain.core.locking import is_locked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import (
     JOURNAL,
     JSON_LIMIT,
@@ -69,9 +70,9 @@ class RunRecord:
     """One run folder, as it was when it was read."""
 
     folder: Path
-    parameters: dict[str, Any] = field(default_factory=dict)
-    manifest: dict[str, Any] = field(default_factory=dict)
-    status: dict[str, Any] = field(default_factory=dict)
+    parameters: Settings = field(default_factory=dict)
+    manifest: Settings = field(default_factory=dict)
+    status: Settings = field(default_factory=dict)
     is_live: bool = False
     """A process holds the run's lock at this moment."""
 
@@ -98,7 +99,7 @@ class RunRecord:
         return {name: good for name, good in declared.items() if good in ("min", "max")}
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """The parameters without those that only name this start, such as `resume`."""
         return {name: value for name, value in self.parameters.items() if name not in START_ONLY}
 
@@ -161,7 +162,7 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
-def _well_formed(content: dict[str, Any], fields: Mapping[str, type | types.UnionType]) -> dict[str, Any]:
+def _well_formed(content: Settings, fields: Mapping[str, type | types.UnionType]) -> Settings:
     """Return what a file holds without the entries that have another type than we write, so that readers need no checks."""
 
     def fits(name: str, value: object) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.errors import ParameterError, did_you_mean
 from drivetrain.core.secret import is_masked, masked, texts_of
+from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import Parameter, ParameterSet
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class GivenTwice(ParameterError):
 class Resolved:
     """The values of one run, and where each came from."""
 
-    values: dict[str, Any] = field(default_factory=dict, repr=False)
+    values: Settings = field(default_factory=dict, repr=False)
     origins: dict[str, str] = field(default_factory=dict)
     """`cli`, `run`, `file.yaml:3`, `env:NAME`, `defaults` or `default`, by parameter."""
     secrets: frozenset[str] = frozenset()
@@ -70,7 +71,7 @@ class Resolved:
         """Return the same with values and origins of its own."""
         return replace(self, values=dict(self.values), origins=dict(self.origins))
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> Settings:
         """Return the values as files and screens show them."""
         return {name: self.shown_value(name, value) for name, value in self.values.items()}
 
@@ -108,7 +109,7 @@ def given_in_python(values: Mapping[str, object], parameters: ParameterSet, orig
 def resolve(
     parameters: ParameterSet,
     explicit: Mapping[str, Given],
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Return the value of every parameter; None means "not given" wherever it appears."""
@@ -147,7 +148,7 @@ class _Values:
 
     def __init__(self, parameters: ParameterSet, given: Mapping[str, Given | None]):
         self._parameters, self._given = parameters, given
-        self._known: dict[str, Any] = {}
+        self._known: Settings = {}
         self._open: list[str] = []  # the parameters whose references are being followed
 
     def read(self, name: str) -> tuple[Any, str]:
@@ -162,7 +163,7 @@ class _Values:
                 self._known[name] = None if value is None else _read(parameter, given._replace(value=value))
         return self._known[name], origin
 
-    def _filled(self, name: str, given: Given, value: object) -> Any:
+    def _filled(self, name: str, given: Given, value: object) -> object:
         """Return a value with its references replaced; `$${` is a plain `${`."""
         if isinstance(value, Mapping):
             return {key: self._filled(name, given, item) for key, item in value.items()}
@@ -177,7 +178,7 @@ class _Values:
             lambda found: found[0][1:] if found[0].startswith("$$") else str(self._target(name, given, found[1])), value
         )
 
-    def _target(self, name: str, given: Given, text: str) -> Any:
+    def _target(self, name: str, given: Given, text: str) -> object:
         other = text.strip() if text.strip() in self._parameters else text.strip().replace("-", "_")
         if other not in self._parameters:
             raise ParameterError(
@@ -211,7 +212,7 @@ def masked_value(parameter: Parameter, where: str) -> str:
     )
 
 
-def _read(parameter: Parameter, given: Given) -> Any:
+def _read(parameter: Parameter, given: Given) -> object:
     where = {"cli": parameter.flag, "run": "run"}.get(given.origin, given.origin)
     if parameter.name == PARAMS_FILE and isinstance(given.value, list | tuple):
         files = [parameter.read(item, is_text=given.is_text, where=where) for item in given.value]

@@ -14,6 +14,7 @@ from typing import Any
 
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.core.locking import is_locked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import BOOKKEEPING, ParameterSet
 from drivetrain.experiment.records import FINISHED, RunRecord, find_by_id, find_runs, is_run, read_run
 from drivetrain.experiment.resolve import Resolved, holds_mask, masked_value
@@ -44,7 +45,7 @@ def identity(resolved: Resolved, parameters: ParameterSet) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _compared(resolved: Resolved, parameters: ParameterSet) -> dict[str, Any]:
+def _compared(resolved: Resolved, parameters: ParameterSet) -> Settings:
     return {
         name: plain(resolved.shown_value(name, value))
         for name, value in resolved.values.items()
@@ -135,17 +136,17 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
     return beginning
 
 
-def _stored_value(parameters: ParameterSet, name: str, stored: object) -> Any:
+def _stored_value(parameters: ParameterSet, name: str, stored: object) -> object:
     try:
         return parameters[name].read(stored, is_text=False, where="parameters.yaml")
     except ParameterError as error:
         raise ResumeError(f"the run's own parameters cannot be read: {error}") from error
 
 
-def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, Any] | None]:
+def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[str, object] | None]:
     """Return what loads a Context from this run's checkpoint and returns its random states, None without a checkpoint."""
 
-    def restore(context: object) -> Mapping[str, Any] | None:
+    def restore(context: object) -> Mapping[str, object] | None:
         from drivetrain.checkpoint.checkpointer import Checkpointer
 
         keeper = Checkpointer(context, dir=folder / "checkpoints", signals=False)

@@ -20,6 +20,7 @@ from typing import Any
 from drivetrain.core.errors import ExperimentError, ParameterError
 from drivetrain.core.files import PRIVATE_FILE, PRIVATE_FOLDER, load_json, read_limited, replace_bytes
 from drivetrain.core.secret import hide
+from drivetrain.core.types import Settings
 from drivetrain.runtime.run import ExperimentRun
 
 PARAMETERS, MANIFEST, STATUS, LOG, METRICS = (
@@ -91,7 +92,7 @@ def write_text(path: Path, text: str) -> None:
     replace_bytes(path, text.encode("utf-8", "backslashreplace"), mode=PRIVATE_FILE, durable=False)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Settings:
     """Return the mapping in a JSON file; one that is missing or damaged reads as empty."""
     try:
         data = load_json(read_limited(path, JSON_LIMIT).decode("utf-8"))
@@ -244,7 +245,7 @@ class StatusFile:
     def __init__(self, folder: Path, run: ExperimentRun, restarts: int = 0):
         self._path, self._run = folder / STATUS, run
         earlier = read_json(self._path)
-        self._fields: dict[str, Any] = {
+        self._fields: Settings = {
             "state": "running",
             "step": earlier.get("step"),
             "started": earlier.get("started", time.time()),

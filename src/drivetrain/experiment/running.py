@@ -21,6 +21,7 @@ from drivetrain.core.display import printable
 from drivetrain.core.errors import ExperimentError, ResumeError
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.secret import hide, mask_command
+from drivetrain.core.types import Settings
 from drivetrain.experiment import proxies
 from drivetrain.experiment.logs import run_log
 from drivetrain.experiment.parameters import BOOKKEEPING, wants_cpu
@@ -90,7 +91,7 @@ class Ending:
     error: BaseException | None = None
     state: str = "finished"
     exit_code: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Settings = field(default_factory=dict)
 
 
 def run_experiment(
@@ -100,7 +101,7 @@ def run_experiment(
     argv: list[str] | None = None,
     force: bool = False,
     folder: Path | None = None,
-    trial: dict[str, Any] | None = None,
+    trial: Settings | None = None,
 ) -> Any:
     """Run an experiment with resolved parameters and return what its main function returned.
 
@@ -132,7 +133,7 @@ def run_experiment(
     return result
 
 
-def _run_worker(experiment: "Experiment | ExperimentReference", resolved: Resolved, options: dict[str, Any]) -> Any:
+def _run_worker(experiment: "Experiment | ExperimentReference", resolved: Resolved, options: Settings) -> object:
     found = experiment.load() if isinstance(experiment, ExperimentReference) else experiment
     return run_experiment(found, resolved, **options)
 
@@ -239,7 +240,7 @@ def _locked(folder: Path) -> FolderLock:
     return lock
 
 
-def _already_finished(start: AgreedStart) -> Any:
+def _already_finished(start: AgreedStart) -> object:
     record = start.beginning.record
     assert record is not None
     if _rank() == 0:
@@ -253,7 +254,7 @@ def _run_in(
     lock: FolderLock | None,
     *,
     argv: list[str] | None,
-    trial: dict[str, Any] | None,
+    trial: Settings | None,
 ) -> Any:
     """Run the main function in its folder, under its lock, log and status."""
     values, record = start.resolved.values, start.beginning.record
@@ -295,9 +296,7 @@ def _run_in(
     return ending.result
 
 
-def _write_record(
-    experiment: "Experiment", start: AgreedStart, argv: list[str] | None, trial: dict[str, Any] | None
-) -> None:
+def _write_record(experiment: "Experiment", start: AgreedStart, argv: list[str] | None, trial: Settings | None) -> None:
     """Write down what the run is made of; a continued run keeps its record and adds to it."""
     resolved, record = start.resolved, start.beginning.record
     # A secret that nobody gave is in the code, and "not given" brings it back; one that was given is masked.
@@ -339,7 +338,7 @@ def _write_record(
     write_json(start.folder / MANIFEST, manifest)
 
 
-def _devices(values: dict[str, Any]) -> list[str]:
+def _devices(values: Settings) -> list[str]:
     import torch
 
     if wants_cpu(values) or not torch.cuda.is_available():
@@ -418,7 +417,7 @@ def bind_proxies(experiment: "Experiment", run: ExperimentRun) -> None:
     proxies.bind(proxies.subprocess_counter, 0)
 
 
-def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> Any:
+def _run_subprocess(experiment: "Experiment", resolved: Resolved) -> object:
     """Run the main function in the folder of the process that started this one."""
     values = resolved.values
     folder = Path(values["subprocess"]).parent
@@ -438,7 +437,7 @@ def new_seed(nbits: int = 32) -> int:
     return int(proxies.target(proxies.random_gen).getrandbits(nbits))
 
 
-def run_in_new_process(experiment: "Experiment", params: dict[str, Any]) -> BaseProcess:
+def run_in_new_process(experiment: "Experiment", params: Settings) -> BaseProcess:
     """Start an experiment in a new process; its parameters and the way to find it are checked before."""
     experiment.resolve(params)
     return start_process(_run_params, reference_to(experiment), params)
@@ -481,7 +480,7 @@ def local_rank() -> int:
     return number
 
 
-def _run_params(reference: ExperimentReference, params: dict[str, Any]) -> None:
+def _run_params(reference: ExperimentReference, params: Settings) -> None:
     leave_launched_world()
     reference.load().run(params)
 

@@ -19,12 +19,13 @@ from typing import Annotated, Any
 
 from drivetrain.core.errors import ParameterError
 from drivetrain.core.secret import masked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.parameters import Parameter
 from drivetrain.experiment.resolve import NOT_DECLARED
 from drivetrain.experiment.values import SIMPLE, annotated_type, without_none
 
 MAPPINGS = (dict, Mapping, MutableMapping)
-LISTS: dict[Any, Callable[[list[Any]], Any]] = {
+LISTS: dict[Any, Callable[[list[object]], Any]] = {
     list: list,
     Sequence: list,
     set: set,
@@ -51,7 +52,7 @@ class Param:
     resumable: bool = False
     """May differ when a run is resumed."""
     envvar: str | None = None
-    allowed_values: Sequence[Any] | None = None
+    allowed_values: Sequence[object] | None = None
     hidden: bool = False
     secret: bool | None = None
     """Whether the value is masked wherever it is written; None: its type and name decide."""
@@ -90,7 +91,7 @@ class Nested:
 class CallSignature:
     """How an experiment's function is called."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., object]):
         self.function = function
         self.parameters: list[Parameter] = []
         self.nested: dict[str, Nested] = {}
@@ -131,7 +132,7 @@ class CallSignature:
             return
         self._declare(argument.name, annotation, argument.default, self._help.get(argument.name), self.nested)
 
-    def _declare(self, name: str, annotation: object, default: object, help: str | None, place: dict[str, Any]) -> None:
+    def _declare(self, name: str, annotation: object, default: object, help: str | None, place: Settings) -> None:
         """Declare one argument or field, and enter in `place` under its last name how it is built."""
         annotation, extra = _without_extra(annotation)
         kind = type(default) if annotation is MISSING else without_none(annotation)
@@ -174,7 +175,7 @@ class CallSignature:
         return nested
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _hints(function: Callable[..., object]) -> Settings:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -233,7 +234,7 @@ def _fixed_tuple(origin: object, items: tuple[object, ...]) -> bool:
     return origin is tuple and bool(items) and not (len(items) == 2 and items[1] is Ellipsis)
 
 
-def _kind_of_default(default: object) -> Any:
+def _kind_of_default(default: object) -> object:
     if isinstance(default, list | tuple | set) and default:
         first = type(next(iter(default)))
         return type(default)[first, ...] if isinstance(default, tuple) else type(default)[first]  # type: ignore[index]
@@ -243,12 +244,12 @@ def _kind_of_default(default: object) -> Any:
     return kind if kind in SIMPLE or kind in (*LISTS, dict) or hasattr(kind, "__members__") else Any
 
 
-def description_of(function: Callable[..., Any]) -> str:
+def description_of(function: Callable[..., object]) -> str:
     """Return the docstring without its sections about arguments, results and errors."""
     return "\n".join(_split(function)[0]).strip()
 
 
-def argument_help(function: Callable[..., Any]) -> dict[str, str]:
+def argument_help(function: Callable[..., object]) -> dict[str, str]:
     """Return the help text of each argument, from an `Args:` section or from `:param name:` lines.
 
     >>> def train(lr): '''Train.
@@ -296,7 +297,7 @@ def _comment(lines: list[str], node: ast.AnnAssign) -> str:
     return " ".join(line.strip().lstrip("#: ") for line in beneath if not TOOL_COMMENT.match(line.strip()))
 
 
-def _split(function: Callable[..., Any]) -> tuple[list[str], dict[str, list[str]]]:
+def _split(function: Callable[..., object]) -> tuple[list[str], dict[str, list[str]]]:
     about: list[str] = []
     arguments: dict[str, list[str]] = {}
     section, current, indent = "", "", -1

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from drivetrain.core.errors import MissingExtra, nearest_name
 from drivetrain.core.files import load_json
 from drivetrain.core.secret import Secret
+from drivetrain.core.types import Settings
 
 TRUE_WORDS = ("yes", "true", "t", "y", "1", "on")
 FALSE_WORDS = ("no", "false", "f", "n", "0", "off")
@@ -252,7 +253,7 @@ def adapted_type(annotation: object) -> ValueType:
     return ValueType(convert, name.rpartition(".")[2].upper() if is_plain_name else "VALUE", takes_json=True)
 
 
-def _reason(entry: Mapping[str, Any]) -> str:
+def _reason(entry: Settings) -> str:
     path = ".".join(str(part) for part in entry["loc"])
     message = str(entry["msg"]).removeprefix("Value error, ")
     return f"{path}: {message}" if path else message

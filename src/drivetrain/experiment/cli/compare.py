@@ -6,9 +6,9 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, OBJECTIVE, SEVERAL_HELP
 from drivetrain.experiment.cli.output import Column, plain_text, print_json, print_lines, print_split_table, print_table
 from drivetrain.experiment.cli.runs import RunLine, find_all_runs, read_lines, varying
@@ -57,7 +57,7 @@ def compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def compare_runs(lines: Sequence[RunLine]) -> dict[str, Any]:
+def compare_runs(lines: Sequence[RunLine]) -> Settings:
     """Return what differs between runs, in plain values; lists have one entry per run.
 
     Curves are compared for up to five runs, since that reads their metrics files whole.
@@ -119,7 +119,7 @@ def first_difference(series: Sequence[Sequence[Point]]) -> float | None:
     return None
 
 
-def _differing(mappings: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
+def _differing(mappings: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     names = dict.fromkeys(name for mapping in mappings for name in mapping)
     columns = {name: [mapping.get(name) for mapping in mappings] for name in names}
     return {name: values for name, values in columns.items() if differs(values)}
@@ -158,7 +158,7 @@ def _starred(values: Sequence[float | None], direction: str | None) -> list[str]
     return [plain_text(value) + (" *" if place in stars else "") for place, value in enumerate(values)]
 
 
-def _print_side_by_side(found: dict[str, Any], lines: Sequence[RunLine]) -> None:
+def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
     runs = labels(lines)
     for title in ("parameters", "packages", "hardware"):
         if found[title]:
@@ -189,7 +189,7 @@ def _print_side_by_side(found: dict[str, Any], lines: Sequence[RunLine]) -> None
         )
 
 
-def _print_rows(found: dict[str, Any], lines: Sequence[RunLine], wanted: str | None) -> None:
+def _print_rows(found: Settings, lines: Sequence[RunLine], wanted: str | None) -> None:
     """Print one row per run, the best first, with what differs."""
     ordered = _best_first(lines, wanted)
     columns = [Column(name, values) for name, values in varying(ordered).items()]
@@ -238,7 +238,7 @@ def _best_first(lines: Sequence[RunLine], wanted: str | None) -> list[RunLine]:
     return [lines[place] for place in sorted(range(len(lines)), key=keys.__getitem__)]
 
 
-def group_over_seeds(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
+def group_over_seeds(lines: Sequence[RunLine]) -> list[Settings]:
     """Return runs grouped by their parameters except the seed: what varies, the runs, and count, mean and spread of each metric."""
     settings = [{name: value for name, value in line.settings().items() if name != SEED} for line in lines]
     keys = [
@@ -264,7 +264,7 @@ def group_over_seeds(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
     return groups
 
 
-def _spread(values: Sequence[float]) -> dict[str, Any]:
+def _spread(values: Sequence[float]) -> Settings:
     """Return mean and sample standard deviation; the latter needs two values."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     return {
@@ -276,7 +276,7 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _print_groups(groups: list[dict[str, Any]], lines: Sequence[RunLine], wanted: str | None) -> None:
+def _print_groups(groups: list[Settings], lines: Sequence[RunLine], wanted: str | None) -> None:
     columns = [Column("runs", [len(group["runs"]) for group in groups])]
     columns += [Column(name, [group["parameters"][name] for group in groups]) for name in groups[0]["parameters"]]
     if differs([group["experiment"] for group in groups]):
@@ -293,5 +293,5 @@ def _print_groups(groups: list[dict[str, Any]], lines: Sequence[RunLine], wanted
         print_lines(f"group {place}: {', '.join(group['runs'])}")
 
 
-def _mean(entry: dict[str, Any]) -> str:
+def _mean(entry: Settings) -> str:
     return short(entry["mean"]) + ("" if entry["std"] is None else f" ± {short(entry['std'])}")

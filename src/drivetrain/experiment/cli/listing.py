@@ -4,9 +4,9 @@ import argparse
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import ExperimentError, ParameterError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import STATE_STYLES, Column, print_fitting_table, print_json, print_lines
 from drivetrain.experiment.cli.runs import (
     DEFAULT_PLACE,
@@ -129,7 +129,7 @@ def _sorted(lines: list[RunLine], name: str) -> list[RunLine]:
     return sorted(lines, key=key)
 
 
-def _as_data(line: RunLine, wanted: str | None, place: int, varied: dict[str, list[Any]]) -> dict[str, Any]:
+def _as_data(line: RunLine, wanted: str | None, place: int, varied: dict[str, list[object]]) -> Settings:
     objective, record = line.objective(wanted), line.record
     return {
         "id": line.id,

@@ -2,11 +2,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ConfigError, ExperimentError
 from drivetrain.core.locking import is_locked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.listing import DIRECTION, SEVERAL_HELP
 from drivetrain.experiment.cli.output import STATE_STYLES, indented, print_json, print_lines, print_table
 from drivetrain.experiment.cli.runs import DEFAULT_PLACE, find_all_runs, find_run, find_sweep, locate
@@ -67,7 +67,7 @@ def _show_sweep(folder: Path, as_json: bool) -> None:
         print_lines(resume_line(folder))
 
 
-def _as_data(run: RunData) -> dict[str, Any]:
+def _as_data(run: RunData) -> Settings:
     """Return a run in plain values."""
     record = run.record
     return {
@@ -109,7 +109,7 @@ def _print_run(run: RunData) -> None:
         print_lines(*indented("note      ", note))
     if record.status.get("error"):
         print_lines(*indented("error     ", record.status["error"]), style="red")
-    rows: list[list[Any]] = [[name, value, record.origins.get(name, "")] for name, value in record.settings.items()]
+    rows: list[list[object]] = [[name, value, record.origins.get(name, "")] for name, value in record.settings.items()]
     print_table(["parameter", "value", "from"], rows)
     found = [(name, read(record.manifest)) for name, read in ENVIRONMENT]
     print_table(["environment", ""], [(name, str(value)) for name, value in found if value not in (None, "")])

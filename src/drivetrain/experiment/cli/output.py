@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.display import printable, printable_json
+from drivetrain.core.types import Settings
 
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
@@ -161,7 +162,7 @@ def prints_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _without_nan(data: object) -> Any:
+def _without_nan(data: object) -> object:
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
@@ -192,7 +193,7 @@ class Check:
     found: str
     remedy: str = ""
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> Settings:
         """Return plain values."""
         return {"good": self.is_good, "check": self.name, "found": self.found, "remedy": self.remedy}
 

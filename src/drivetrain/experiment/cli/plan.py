@@ -8,13 +8,19 @@ import argparse
 import json
 import os
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ExperimentError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import print_json, print_lines, prints_to_stderr
 from drivetrain.experiment.cli.targets import find_target
 from drivetrain.experiment.command_line import JSON, argument
+
+if TYPE_CHECKING:
+    from drivetrain.strategy.device_spec import DeviceSpec
+    from drivetrain.strategy.value import Strategy
+    from drivetrain.train.trainer import Trainer
 
 INFEASIBLE = 3
 HERE = ("auto", "cpu", "cuda")
@@ -84,7 +90,7 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
     return 0 if failure is None else INFEASIBLE
 
 
-def _made(target: str) -> Any:
+def _made(target: str) -> object:
     """Return what the factory gives."""
     if ":" not in target:
         raise ExperimentError(f"{target}: which function makes what is to be trained? Name it: {target}:factory.")
@@ -94,14 +100,13 @@ def _made(target: str) -> Any:
     return factory()
 
 
-def _find(target: str, made: object, arguments: argparse.Namespace) -> Any:
+def _find(target: str, made: object, arguments: argparse.Namespace) -> "Strategy":
+    from drivetrain.strategy.device_spec import DeviceSpec
     from drivetrain.train.trainer import Trainer
 
-    device: Any = arguments.device
-    if device.partition(":")[0] not in HERE:
-        from drivetrain.strategy.device_spec import DeviceSpec
-
-        device = DeviceSpec.load(device)
+    device: str | DeviceSpec = arguments.device
+    if arguments.device.partition(":")[0] not in HERE:
+        device = DeviceSpec.load(arguments.device)
     requests = {
         name: value
         for name, value in (
@@ -126,8 +131,8 @@ def _find(target: str, made: object, arguments: argparse.Namespace) -> Any:
 
 
 def _for_arguments(
-    target: str, made: dict[str, Any], device: object, world: int, size: int | None, requests: dict[str, Any]
-) -> Any:
+    target: str, made: Settings, device: "str | DeviceSpec", world: int, size: int | None, requests: Settings
+) -> "Strategy":
     from drivetrain.train.auto import auto_accelerate
 
     settings = {**made, **requests, "plan_only": True, "world_size": world, "device": device}
@@ -136,12 +141,15 @@ def _for_arguments(
     elif size is not None:
         settings["batch_size"] = size
     try:
-        return auto_accelerate(**settings)[2]
+        found: Strategy = auto_accelerate(**settings)[2]
+        return found
     except TypeError as error:  # a wrong name among the arguments, or something else than a model
         raise ExperimentError(f"{target}: {error}") from error
 
 
-def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int | None, requests: dict[str, Any]) -> Any:
+def _for_trainer(
+    target: str, trainer: "Trainer", device: "str | DeviceSpec", world: int, size: int | None, requests: Settings
+) -> "Strategy":
     """Return the plan that the Trainer's automatic mode would find in another place."""
     from dataclasses import replace
 
@@ -162,7 +170,7 @@ def _for_trainer(target: str, trainer: Any, device: Any, world: int, size: int |
     request = replace(request_of(trainer), settings=settings, dataset=source, loader=source)
     task, _ = make_task(request)
     spec = device if isinstance(device, DeviceSpec) else None
-    place = choose_device("cpu" if spec is not None else device)
+    place = choose_device("cpu" if isinstance(device, DeviceSpec) else device)
     asked = replace(constraints_of(request), plan_only=True, spec=spec, **requests)
     plan = find_plan(task, device=place, world=world, constraints=asked)
     return replace(plan, fingerprint=fingerprint(trainer.model, place, world, task.global_batch_size))
@@ -219,7 +227,7 @@ def _diff(first: str, second: str, as_json: bool) -> int:
     return 0
 
 
-def _read(file: str) -> Any:
+def _read(file: str) -> "Strategy":
     from drivetrain.strategy.value import Strategy
 
     if not os.path.isfile(file):
@@ -229,7 +237,7 @@ def _read(file: str) -> Any:
     return Strategy.load(os.path.abspath(file))
 
 
-def _as_data(plan: Any) -> dict[str, Any]:
+def _as_data(plan: "Strategy") -> Settings:
     failure = plan.failure
     kept = (
         None

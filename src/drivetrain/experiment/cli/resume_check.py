@@ -13,11 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import Check
 from drivetrain.experiment.cli.targets import find_experiment, find_target
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST_STEPS = 4
 SECONDS = 600
@@ -137,7 +141,7 @@ def _verdict(whole: Path, broken: Path, num_steps: int) -> Check:
     )
 
 
-def _newest(folder: Path) -> dict[str, Any]:
+def _newest(folder: Path) -> Settings:
     """Return everything in the newest checkpoint of a run, by path."""
     from drivetrain.checkpoint.reader import CheckpointReader
 
@@ -146,7 +150,7 @@ def _newest(folder: Path) -> dict[str, Any]:
     return _flat({"state": loaded.state, "random numbers": rng})
 
 
-def _flat(value: object, path: str = "") -> dict[str, Any]:
+def _flat(value: object, path: str = "") -> Settings:
     if isinstance(value, dict):
         # A Recorder's place in its file counts the rows of the killed process too; what it recorded is compared.
         is_recorder = set(value) == {"count", "last", "lines", "runs"}
@@ -155,7 +159,7 @@ def _flat(value: object, path: str = "") -> dict[str, Any]:
         items = enumerate(value)
     else:
         return {} if isinstance(value, float) and any(word in path for word in NOT_STATE) else {path: value}
-    found: dict[str, Any] = {}
+    found: Settings = {}
     for key, item in items:
         found |= _flat(item, f"{path}.{key}" if path else str(key))
     return found
@@ -170,7 +174,7 @@ def _same(a: object, b: object) -> bool:
     return type(a) is type(b) and repr(a) == repr(b)
 
 
-def _bytes(tensor: Any) -> Any:
+def _bytes(tensor: "Tensor") -> "Tensor":
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -184,7 +188,7 @@ class Boundaries:
 
     def watch(self, owner: type, method: str) -> None:
         """Count the calls of one method."""
-        original: Callable[..., Any] = getattr(owner, method)
+        original: Callable[..., object] = getattr(owner, method)
 
         def counted(this: object, *args: object, **kwargs: object) -> Any:
             self.passed()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.display import printable_lines
 from drivetrain.core.errors import DrivetrainError, ParameterError
 from drivetrain.core.secret import hide
+from drivetrain.core.types import Settings
 from drivetrain.experiment.cli.output import (
     STATE_STYLES,
     own_command,
@@ -165,7 +166,7 @@ def _print_beginning(experiment: "Experiment", resolved: "Resolved", folder: Pat
         print_table(["parameter", "value", "from"], given)
 
 
-def _device(values: dict[str, Any]) -> str:
+def _device(values: Settings) -> str:
     from drivetrain.experiment.parameters import wants_cpu
     from drivetrain.runtime.device import choose_device
 

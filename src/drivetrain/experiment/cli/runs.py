@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.errors import ExperimentError, nearest_name
+from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.records import (
     RunRecord,
@@ -135,11 +135,11 @@ class RunLine:
             return Objective(tag, value, value if direction_of(tag, self.directions) else None)
         return None
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """Return the parameters that can make a difference."""
         return telling_settings(self.record)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Settings:
         """Return what conditions and `--sort` can name: parameters, last values of metrics, results, and what `ls` shows."""
         record, objective = self.record, self.objective()
         shown = {
@@ -172,6 +172,6 @@ def read_lines(records: Iterable[RunRecord], directions: Mapping[str, str]) -> l
     return lines
 
 
-def varying(lines: Sequence[RunLine]) -> dict[str, list[Any]]:
+def varying(lines: Sequence[RunLine]) -> dict[str, list[object]]:
     """Return the parameters that differ between runs, with one value per run."""
     return varying_settings([line.record for line in lines])

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import ExperimentError, did_you_mean, nearest_name
+from drivetrain.core.types import Settings
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
@@ -124,7 +125,7 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _experiments(module: ModuleType) -> dict[str, Any]:
+def _experiments(module: ModuleType) -> Settings:
     """Return the experiments and groups a module defines by itself, by attribute; members of its groups are left to those."""
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup
 
@@ -136,7 +137,7 @@ def _experiments(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in own.items() if id(value) not in members}
 
 
-def _only_experiment(module: ModuleType, target: str) -> Any:
+def _only_experiment(module: ModuleType, target: str) -> object:
     found = _experiments(module)
     different = {id(value): value for value in found.values()}
     if len(different) == 1:
@@ -150,7 +151,7 @@ def _only_experiment(module: ModuleType, target: str) -> Any:
     )
 
 
-def _attribute(module: ModuleType, name: str, target: str) -> Any:
+def _attribute(module: ModuleType, name: str, target: str) -> object:
     if hasattr(module, name):
         return getattr(module, name)
     from drivetrain.experiment.experiments import Experiment, ExperimentGroup

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.time import Time, TimeUnit
+from drivetrain.core.types import Settings
 from drivetrain.experiment.records import read_run
 from drivetrain.experiment.running import run_experiment
 from drivetrain.experiment.sweeps.trial import (
@@ -42,7 +43,7 @@ class TrialWork:
     """What every trial of a sweep has in common."""
 
     experiment: "Experiment"
-    fixed: dict[str, Any]
+    fixed: Settings
     sweep: str
     should_prune: Pruner = never_prune
     timeout: float | None = None
@@ -130,7 +131,7 @@ def visible_gpus() -> list[str]:
 
 def outcome_of(folder: Path | None, exit_code: int | None) -> TrialOutcome:
     """Return how a trial's process ended, by what it wrote into its run folder."""
-    status: dict[str, Any] = {}
+    status: Settings = {}
     if folder is not None and (folder / "status.json").is_file():
         status = read_run(folder).status
     if exit_code == 0 and status.get("state") == FINISHED:

@@ -14,9 +14,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.files import PRIVATE_FILE, load_json, open_regular, open_to_read
+from drivetrain.core.types import Settings
 from drivetrain.experiment.processes import ExperimentReference, leave_launched_world, reference_to
 from drivetrain.experiment.run_folder import STATUS, read_json
 from drivetrain.experiment.sweeps.executors import TrialWork, outcome_of, timed_out
@@ -65,7 +66,7 @@ class Mailbox:
         self.say(value=value, step=step)
         return self.stop.exists()
 
-    def read(self, position: int) -> tuple[list[dict[str, Any]], int]:
+    def read(self, position: int) -> tuple[list[Settings], int]:
         """Return the whole lines from a position on, and the position behind them."""
         try:
             with open_to_read(self.reports) as stream:
@@ -77,7 +78,7 @@ class Mailbox:
         return [letter for line in whole.splitlines() if (letter := _letter(line))], position + len(whole)
 
 
-def _letter(line: bytes) -> dict[str, Any]:
+def _letter(line: bytes) -> Settings:
     """Return one line of a mailbox; one that no trial of ours has written is empty."""
     try:
         letter = load_json(line)

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain.core.errors import ExperimentError
 from drivetrain.core.files import PRIVATE_FILE, is_regular, load_json, open_regular, read_end, read_limited
+from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import JOURNAL, plain
 from drivetrain.experiment.sweeps.trial import ASKED, ENDS, RUNNING, Trial
 
@@ -46,12 +47,12 @@ class Journal:
         self._stream.close()
 
 
-def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
+def read_journal(folder: Path) -> tuple[Settings, list[Trial]]:
     """Return the sweep's settings and its trials as the journal last saw them."""
     path = folder / JOURNAL
     if not is_regular(path):
         raise ExperimentError(f"{folder} is not the folder of a sweep: it has no {JOURNAL}.")
-    header: dict[str, Any] = {}
+    header: Settings = {}
     trials: dict[int, Trial] = {}
     try:
         lines = read_limited(path, JOURNAL_LIMIT).splitlines()
@@ -74,7 +75,7 @@ def read_journal(folder: Path) -> tuple[dict[str, Any], list[Trial]]:
     return header, [trials[index] for index in sorted(trials)]
 
 
-def _apply(entry: dict[str, Any], header: dict[str, Any], trials: dict[int, Trial]) -> None:
+def _apply(entry: Settings, header: Settings, trials: dict[int, Trial]) -> None:
     """Follow one event; an entry of another type than we write is an error."""
     event = entry.get("event")
     if event == "sweep" and not header:
@@ -98,7 +99,7 @@ def _apply(entry: dict[str, Any], header: dict[str, Any], trials: dict[int, Tria
         )
 
 
-def _typed(entry: dict[str, Any], name: str, kind: Any, *default: Any) -> Any:
+def _typed(entry: Settings, name: str, kind: Any, *default: Any) -> Any:
     """Return a field of an entry that has the type we write; a missing one, or null, is the default if there is one."""
     value = entry.get(name)
     if value is None and default:

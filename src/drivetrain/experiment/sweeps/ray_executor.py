@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, MissingExtra
+from drivetrain.core.types import Settings
 from drivetrain.experiment.processes import END_SECONDS
 from drivetrain.experiment.sweeps.executors import Executor, TrialWork
 from drivetrain.experiment.sweeps.jobs import SHARED_DISK_SECONDS, JobWatch, TrialJob, make_job, reference_from_afar
@@ -41,7 +42,7 @@ class RayConfig:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Further resources of a trial, by the names that the nodes were started with."""
 
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    runtime_env: Mapping[str, object] = field(default_factory=dict)
     """Ray's runtime environment of the trials: environment variables, packages, a folder to send."""
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class RayExecutor(Executor):
         self._reference = reference_from_afar(work.experiment)
         self._join()
         self.slots = self._count_slots()
-        options: dict[str, Any] = {
+        options: Settings = {
             "num_cpus": self.config.cpus_per_trial,
             "num_gpus": self.config.gpus_per_trial or 0,
             "max_retries": 0,  # the sweep retries, and writes it down
@@ -141,7 +142,7 @@ class RayExecutor(Executor):
                 if getattr(self.config, name) is not None:
                     logger.warning("RayConfig.%s has no effect: this process has joined a Ray already.", name)
             return
-        options: dict[str, Any] = {"address": self.config.address, "logging_level": "warning"}
+        options: Settings = {"address": self.config.address, "logging_level": "warning"}
         if self.config.address is None and "RAY_ADDRESS" not in os.environ:
             self._can_grow = False
             options |= {"num_cpus": self.config.num_cpus, "include_dashboard": False}

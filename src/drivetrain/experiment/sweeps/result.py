@@ -13,6 +13,7 @@ from drivetrain.core.display import printable, spreadsheet_cell
 from drivetrain.core.errors import ExperimentError, MissingExtra
 from drivetrain.core.files import PRIVATE_FILE, replacing
 from drivetrain.core.secret import masked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.journal import read_journal
 from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIMED_OUT, Trial
@@ -90,7 +91,7 @@ class SweepResult(Sequence[Trial]):
     def __iter__(self) -> Iterator[Trial]:
         return iter(self._trials)
 
-    def shown(self, trial: Trial) -> dict[str, Any]:
+    def shown(self, trial: Trial) -> Settings:
         """Return the parameters of a trial in plain values, with secrets masked."""
         return {name: plain(masked(value, is_secret=name in self._secrets)) for name, value in trial.params.items()}
 
@@ -163,7 +164,7 @@ class SweepResult(Sequence[Trial]):
             name for name in names if len({repr(plain(trial.params.get(name))) for trial in self._trials}) > 1
         ] or names
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Settings]:
         """Return one flat dict per trial, best first: index, status, objectives, varied parameters, seconds, attempts, run folder."""
         single = self.goal.is_single
         return [
@@ -273,7 +274,7 @@ def plot_sweep(result: SweepResult, path: Path) -> Path:
     return path
 
 
-def _draw_lines(axes: Any, result: SweepResult, trials: list[Any], names: list[str], values: list[float]) -> None:
+def _draw_lines(axes: Any, result: SweepResult, trials: list[Trial], names: list[str], values: list[float]) -> None:
     """Draw parallel coordinates: each axis scaled to its own range, the value last."""
     from matplotlib import colormaps
 
@@ -288,11 +289,11 @@ def _draw_lines(axes: Any, result: SweepResult, trials: list[Any], names: list[s
     axes.set_yticks([])
 
 
-def _places(values: list[Any]) -> tuple[list[float], list[str] | None, bool]:
+def _places(values: Sequence[object]) -> tuple[list[float], list[str] | None, bool]:
     """Return where values lie on an axis, the labels of values that are no numbers, and whether a log axis suits them."""
-    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-        is_log = min(values) > 0 and max(values) / min(values) >= 30
-        return [float(value) for value in values], None, is_log
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) == len(values):
+        return numbers, None, min(numbers) > 0 and max(numbers) / min(numbers) >= 30
     labels = list(dict.fromkeys(str(value) for value in values))
     return [float(labels.index(str(value))) for value in values], labels, False
 

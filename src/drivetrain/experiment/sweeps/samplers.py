@@ -1,9 +1,9 @@
 """Samplers propose the trials of a sweep: in order, at random, or by what earlier trials showed (`optuna_search`)."""
 
 import random
-from typing import Any
 
 from drivetrain.core.errors import ParameterError
+from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
 from drivetrain.experiment.sweeps.space import ParameterSpace
 from drivetrain.experiment.sweeps.trial import Trial
@@ -79,7 +79,7 @@ class RandomSampler(Sampler):
             raise ParameterError(f"the sweep's trial {trial.index} has other parameters than this seed and space give.")
         self._next = max(self._next, trial.index + 1)
 
-    def _draw(self, index: int) -> dict[str, Any]:
+    def _draw(self, index: int) -> Settings:
         from drivetrain.runtime.seeds import derive_seed
 
         generator = random.Random(derive_seed(self._seed, "trial", index))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core.errors import ParameterError, unknown_name
 from drivetrain.core.secret import MASK, masked
+from drivetrain.core.types import Settings
 from drivetrain.experiment.resolve import given_in_python
 from drivetrain.experiment.run_folder import plain
 
@@ -147,7 +148,7 @@ class IntRange(_Range):
 AXES: dict[str, Callable[..., Axis]] = {kind.__name__: kind for kind in (Choice, Uniform, LogUniform, IntRange)}
 
 
-def param_matrix(**values: object) -> list[dict[str, Any]]:
+def param_matrix(**values: object) -> list[Settings]:
     """Return every combination: a list or tuple is an axis, anything else a constant; the last name changes fastest.
 
     >>> param_matrix(a=[1, 2], b="x")
@@ -161,12 +162,12 @@ def param_matrix(**values: object) -> list[dict[str, Any]]:
 class ParameterSpace:
     """What a sweep may try: either fixed points, or an axis for each parameter."""
 
-    points: tuple[dict[str, Any], ...] | None
+    points: tuple[Settings, ...] | None
     axes: dict[str, Axis]
 
-    def walk(self, choose: Callable[[str, Axis], object]) -> dict[str, Any]:
+    def walk(self, choose: Callable[[str, Axis], object]) -> Settings:
         """Return a point: `choose` gives the value of each parameter that applies, those that conditions name first."""
-        found: dict[str, Any] = {}
+        found: Settings = {}
         for name in self.order:
             if self.axes[name].applies(found):
                 found[name] = choose(name, self.axes[name])
@@ -196,7 +197,7 @@ class ParameterSpace:
             visit(name, ())
         return tuple(done)
 
-    def grid(self) -> list[dict[str, Any]]:
+    def grid(self) -> list[Settings]:
         """Return all points, in keyword order; a continuous axis has no grid."""
         if self.points is not None:
             return [dict(point) for point in self.points]
@@ -206,7 +207,7 @@ class ParameterSpace:
                 f"sampler 'grid' cannot list all values of {', '.join(endless)} ({self.axes[endless[0]]!r}). Give a Choice, or "
                 "use sampler='random' with n_trials=..."
             )
-        points: list[dict[str, Any]] = [{}]
+        points: list[Settings] = [{}]
         for name in self.order:
             axis = self.axes[name]
             points = [
@@ -216,7 +217,7 @@ class ParameterSpace:
             ]
         return [{name: point[name] for name in self.axes if name in point} for point in points]
 
-    def describe(self, secrets: Container[str] = ()) -> list[Any]:
+    def describe(self, secrets: Container[str] = ()) -> list[object]:
         """Return what makes two spaces the same, in plain values; secrets are masked."""
         if self.points is not None:
             shown = [
@@ -226,7 +227,7 @@ class ParameterSpace:
             return [sorted((name, repr(value)) for name, value in point.items()) for point in shown]
         return [[name, MASK if name in secrets else repr(axis)] for name, axis in self.axes.items()]
 
-    def as_data(self, secrets: Container[str] = ()) -> dict[str, Any] | None:
+    def as_data(self, secrets: Container[str] = ()) -> Settings | None:
         """Return plain values from which `space_from` makes the space again, None where it holds secrets or other objects."""
         if self.points is not None:
             points = [plain(point) for point in self.points]
@@ -301,7 +302,7 @@ def _axis(value: object) -> Axis:
 def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[str, object]) -> None:
     """Check every name, condition and example value against the experiment's parameters, before the first trial."""
     _ = space.order
-    samples: list[Mapping[str, Any]] = [fixed, *(space.points or ())]
+    samples: list[Mapping[str, object]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]
     for sample in samples:
         for name, given in given_in_python(sample, experiment.parameters, "sweep").items():

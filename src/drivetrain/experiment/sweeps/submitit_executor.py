@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from drivetrain.core.errors import ConfigError, MissingExtra, unknown_name
@@ -66,7 +67,7 @@ class SubmititConfig:
     partition: str | None = None
     """SLURM's partition; None: the cluster's default."""
 
-    slurm: Mapping[str, Any] = field(default_factory=dict)
+    slurm: Mapping[str, object] = field(default_factory=dict)
     """Further settings of submitit's SLURM executor by name: account, qos, gres, constraint, setup and so on."""
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class SubmititExecutor(Executor):
             return None
         return f"job {job.job_id} ended ({job.state}) before the trial did. Its output: {job.paths.stderr}"
 
-    def _left_behind(self, trial: Trial) -> Any:
+    def _left_behind(self, trial: Trial) -> object:
         """Return the job that an earlier process of this sweep submitted, if SLURM still has it."""
         note = job_note(trial, "job")
         if self.config.cluster != "slurm" or not note.is_file():
@@ -170,7 +171,7 @@ class SubmititExecutor(Executor):
         job: Any = submitit.SlurmJob(folder=self._submitter.folder, job_id=read_limited(note, 4096).decode())
         return None if job.done(force_check=True) else job
 
-    def _make_submitter(self, folder: Path) -> Any:
+    def _make_submitter(self, folder: Path) -> object:
         submitit, config = _import_submitit(), self.config
         settings = {"timeout_min": config.timeout_minutes, "name": "trial"}
         if config.cluster == "slurm":
@@ -195,7 +196,7 @@ class SubmititExecutor(Executor):
         return submitter
 
 
-def _import_submitit() -> Any:
+def _import_submitit() -> ModuleType:
     try:
         import submitit
     except ImportError as error:

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.core.errors import ConfigError, ParameterError, SweepError, unknown_name
 from drivetrain.core.locking import FolderLock
 from drivetrain.core.time import Time, TimeUnit, ensure_time
+from drivetrain.core.types import Settings
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.run_folder import SWEEPS, fresh_name, make_folder, plain
 from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, TrialWork, visible_gpus
@@ -36,7 +37,7 @@ def sweep(
     n_trials: int | None = None,
     objective: str | Sequence[str] | None = None,
     direction: str | Sequence[str] | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, object] | None = None,
     seed: int = 0,
     num_processes: int | None = None,
     gpus_per_trial: int | None = None,
@@ -108,7 +109,7 @@ def continue_sweep(
     """Continue a sweep with the settings in its journal; `params` are those that it does not hold: secrets."""
     header, _ = read_journal(folder)
     space = space_from(header.get("values"), experiment, header.get("space"))
-    start: dict[str, Any] = header.get("start") or {}
+    start: Settings = header.get("start") or {}
     fixed = {**(header.get("params") or {}), **(params or {})}
     masks = [name for name in fixed if name in experiment.parameters.secrets and name not in (params or {})]
     if masks:
@@ -272,7 +273,7 @@ def _identity(
     sampler: "str | Sampler | OptunaConfig",
     seed: int,
     goal: Goal,
-) -> dict[str, Any]:
+) -> Settings:
     """Return what makes two sweeps the same, as the journal holds it."""
     secrets = experiment.parameters.secrets
     return {

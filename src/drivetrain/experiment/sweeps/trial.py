@@ -9,6 +9,7 @@ from typing import Any
 
 from drivetrain.core.errors import DrivetrainError
 from drivetrain.core.secret import masked
+from drivetrain.core.types import Settings
 
 ASKED, RUNNING, FINISHED, FAILED, PRUNED = "asked", "running", "finished", "failed", "pruned"
 TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
@@ -20,7 +21,7 @@ class Trial:
     """A set of parameters that a sweep tries, and how it went."""
 
     index: int
-    params: dict[str, Any]
+    params: Settings
     status: str = ASKED
     value: float | None = None
     """The objective; None while there is none, and where there are several."""
