@@ -25,7 +25,7 @@ def test_without_an_accelerator_the_device_is_the_cpu(spec):
 @without_cuda
 @pytest.mark.parametrize("spec", ["cuda", "gpu", "cuda:1", torch.device("cuda", 0)])
 def test_cuda_that_is_asked_for_and_absent_is_an_error_that_says_what_to_do(spec):
-    with pytest.raises(DeviceError, match=r"device 'cuda' was asked for.*'auto' or 'cpu'"):
+    with pytest.raises(DeviceError, match=r"device 'cuda' was requested.*'auto' or 'cpu'"):
         choose_device(spec)
 
 

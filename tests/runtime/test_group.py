@@ -38,7 +38,7 @@ def test_without_a_launcher_the_error_gives_the_command():
     [
         ({"MASTER_ADDR": None}, "but not MASTER_ADDR:"),
         ({"MASTER_ADDR": None, "MASTER_PORT": None}, "but not MASTER_ADDR and MASTER_PORT"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({"RANK": "1"}, "RANK=1 does not fit WORLD_SIZE=1"),
         ({"RANK": None}, "no RANK"),
         ({"WORLD_SIZE": None}, "no WORLD_SIZE"),
@@ -71,7 +71,7 @@ def test_world_of_one_joins_once_and_leaves_nothing_behind(alone):
     init_distributed()
     init_distributed(backend="gloo")
     assert ranks.is_distributed() and dist.get_backend() == "gloo" and broadcast_from_master("text") == "text"
-    with pytest.raises(DistributedError, match=r"already runs with .*gloo.* and 'nccl' was asked for"):
+    with pytest.raises(DistributedError, match=r"already runs with .*gloo.* and 'nccl' was requested"):
         init_distributed(backend="nccl")
     ranks.set_data_ranks(0, 1, dist.group.WORLD)
     destroy_group()

@@ -68,7 +68,7 @@ DAMAGES = tuple(_DAMAGES)
 
 
 def damage(checkpoint: str | Path, kind: str, seed: int = 0) -> str:
-    """Damage a checkpoint folder in one way and say what was done."""
+    """Damage a checkpoint folder in one way and return what was done."""
     if kind not in _DAMAGES:
         raise ConfigError(unknown_name("kind", kind, DAMAGES, where="damage"))
     folder, chance = Path(checkpoint), random.Random(seed)

@@ -144,7 +144,7 @@ class Checkpointer:
         """Seconds the last save held training: the copy of a background save, or all of another one."""
 
     def step(self, metrics: Mapping[str, object] | None = None) -> Path | None:
-        """Count one step; save when it is due or asked for by SIGUSR1, and on SIGTERM or SIGINT save and leave.
+        """Count one step; save when it is due or requested by SIGUSR1, and on SIGTERM or SIGINT save and leave.
 
         Returns the folder of the checkpoint when one was saved or begun.
         """
@@ -152,7 +152,7 @@ class Checkpointer:
         self._prepare_to_save()
         if (
             get_num_processes() == 1
-        ):  # ranks do not hear of it at the same step: their next save raises it on all of them
+        ):  # ranks do not learn of it at the same step: their next save raises it on all of them
             self._surface_background_error()
         number = self._signal()
         due = self._schedule.is_due()
@@ -221,7 +221,7 @@ class Checkpointer:
             )
 
     def restore(self, which: str | Path = "auto") -> Restored | None:
-        """Put a saved state back and continue its counters; random states are applied last.
+        """Restore a saved state and continue its counters; random states are applied last.
 
         `which`: `"auto"` (the newest valid checkpoint; None when there is none yet), `"last"` (the same, but there
         must be one), `"best"`, an id, or a path: a checkpoint, a run folder, or a file of another program.

@@ -1,4 +1,4 @@
-"""How ranks agree about one checkpoint: each says how its part went, all hear everybody.
+"""How ranks agree about one checkpoint: each reports how its part went, and all get every report.
 
 A save needs two such rounds: before writing (where, and is there room) and after it (did every file arrive). The
 first round has a deadline and names the ranks that did not come, because a save called on some ranks only is the

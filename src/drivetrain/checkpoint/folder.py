@@ -75,7 +75,7 @@ def _owner_after_taking(directory: Path, lock: FolderLock) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         lock = held or lock  # one whose file has vanished is taken again
         return "" if lock.acquire() else str(lock.holder)
-    except OSError:  # a disk that is full or gone: the save says so
+    except OSError:  # a disk that is full or gone: the save reports it
         return ""
 
 

@@ -2,7 +2,7 @@
 
     checkpoints/
       checkpoint-ep3-ba1200/
-        manifest.json                written last: without it the folder is no checkpoint
+        manifest.json                written last: without it the folder is not a checkpoint
         state.json                   structure and plain values
         tensors.safetensors          tensors that are whole on one rank
         state-rank-00001.json, ...   the same of other ranks, where they hold different names (pipeline stages)
@@ -179,7 +179,7 @@ class Manifest:
 
     @classmethod
     def _checked(cls, content: StateDict) -> Self:
-        """The hash only says that the text is whole; a forged manifest has a good one, so every field is looked at."""
+        """The hash only shows that the text is whole; a forged manifest has a good one, so every field is looked at."""
         names = {item.name for item in fields(cls)}
         unknown = set(content) - names - {"format", "version"}
         if unknown or not names <= set(content):
@@ -245,7 +245,7 @@ def _file_entry(entry: object) -> FileEntry:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint folder; the error says what is wrong with it."""
+    """Read the manifest of a checkpoint folder; the error names what is wrong with it."""
     path = folder / MANIFEST
     try:
         if folder.is_symlink():
@@ -270,7 +270,7 @@ def read_pointer(directory: Path, pointer: str) -> Path | None:
         ) from None
     if not name.startswith(PREFIX) or not _PLAIN_NAME.fullmatch(name):
         raise CheckpointError(
-            f"the pointer {directory / pointer} holds {name!r}, which is no checkpoint's name. Delete it."
+            f"the pointer {directory / pointer} holds {name!r}, which is not the name of a checkpoint. Delete it."
         )
     return directory / name
 
@@ -302,7 +302,7 @@ Verify = Literal["full", "size", "off"]
 
 
 def check_verify(verify: str) -> Verify:
-    """Return a verification mode, or say which there are."""
+    """Return a verification mode, or raise an error with those there are."""
     if verify not in get_args(Verify):
         raise ConfigError(unknown_name("mode", verify, get_args(Verify), where="verify"))
     return verify  # type: ignore[return-value]

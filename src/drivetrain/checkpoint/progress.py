@@ -150,7 +150,7 @@ class Restored:
 
     path: Path
     manifest: Manifest | None = None
-    """None for a file of another program, which says nothing about itself."""
+    """None for a file of another program, which does not describe itself."""
     rejected: tuple[Rejected, ...] = ()
     """Newer checkpoints that were passed over, each with the reason."""
     parameters: Settings = field(default_factory=dict)

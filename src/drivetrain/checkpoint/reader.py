@@ -2,7 +2,7 @@
 
 Candidates are ordered by the `sequence` in their manifests, never by file times. Each is verified before anything of
 it is used; one that fails is logged with the file and the reason, and the next one is tried. On several ranks every
-rank hashes its share of the files and all hear of every failure, so that all of them take the same checkpoint.
+rank hashes its share of the files and all learn of every failure, so that all of them take the same checkpoint.
 
 A run may go on writing while its checkpoints are read. It makes the new one before it removes the old one, so one is always there, but not
 always the one that a reader has just seen: a reader whose checkpoint was replaced or removed in between looks again.
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 60.0
 """Seconds in which a reader looks again when a writer has replaced what it reads."""
 LiveState = Callable[[], object]
-"""Returns the state into which the checkpoint will be loaded; its sharded tensors say how the saved ones are wanted."""
+"""Returns the state into which the checkpoint will be loaded; its sharded tensors show how to split the saved ones."""
 
 
 class Rejected(NamedTuple):

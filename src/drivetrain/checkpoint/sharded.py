@@ -140,4 +140,4 @@ class _TensorsOnly(DefaultLoadPlanner):
     """A planner that rejects the pickled objects torch's own would load; safetensors files hold none."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is no tensor. Pickled objects are never loaded.")
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor. Pickled objects are never loaded.")

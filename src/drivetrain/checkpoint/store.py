@@ -129,7 +129,7 @@ def checkpoint_directory(path: str | Path | None) -> Path:
     run = current_run()
     if run is None:
         raise CheckpointError(
-            "there is no run here, so no folder for checkpoints is known. Say where: path='runs/a/checkpoints' (dir= "
+            "there is no run here, so no folder for checkpoints is known. Give one: path='runs/a/checkpoints' (dir= "
             "for a Checkpointer), or start the program as an experiment."
         )
     return run.folder / CHECKPOINTS

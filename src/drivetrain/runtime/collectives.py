@@ -75,7 +75,7 @@ def agree_any(flag: bool) -> bool:
 def start_agree_any(flag: bool) -> Callable[[], bool]:
     """Ask all ranks without waiting; the returned function waits and returns whether any of them said True.
 
-    Asked at the start of a step and read at its end, the answer is there by then and no rank waits.
+    Started at the start of a step and read at its end, the answer is there by then and no rank waits.
     """
     group = control_group()
     if group is None:

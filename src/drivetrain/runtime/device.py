@@ -1,6 +1,6 @@
 """Which device this process computes on, and what the machine has.
 
-A device asked for by name must be there; only `auto` falls back to the CPU. Under a launcher a device without a number
+A device given by name must be there; only `auto` falls back to the CPU. Under a launcher a device without a number
 means this process's own one, by its local rank.
 """
 
@@ -40,7 +40,7 @@ def choose_device(spec: str | torch.device | None = "auto") -> torch.device:
         return _local_device(device.type)
     if device.index >= module.device_count():
         raise DeviceError(
-            f"device {str(device)!r} was asked for, but {_visible(device.type)}. Use {device.type}:0 to "
+            f"device {str(device)!r} was requested, but {_visible(device.type)}. Use {device.type}:0 to "
             f"{device.type}:{module.device_count() - 1}, or 'auto'."
         )
     return device
@@ -108,7 +108,7 @@ def _absent(kind: str) -> str:
         reason = "torch finds no usable CUDA device; check the driver with nvidia-smi"
     else:
         reason = "torch finds none on this machine"
-    return f"device {kind!r} was asked for, but {reason}. Or ask for 'auto' or 'cpu'."
+    return f"device {kind!r} was requested, but {reason}. Or use 'auto' or 'cpu'."
 
 
 def usable_cpus() -> int:

@@ -28,7 +28,7 @@ class LaunchedWorld:
     world_size: int
     local_rank: int
     local_world_size: int | None
-    """Processes on this node; None when the launcher does not say."""
+    """Processes on this node; None when the launcher does not set it."""
 
     master_addr: str | None
     master_port: int | None
@@ -74,7 +74,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
             "process its own RANK below WORLD_SIZE, or let torchrun set both."
         )
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in env else None
-    if env.get("LOCAL_RANK", "-1") == "-1":  # -1 is how some launchers say "not given"
+    if env.get("LOCAL_RANK", "-1") == "-1":  # some launchers set -1 for "not given"
         local_rank = rank % (local_world_size or world_size)
     else:
         local_rank = _integer(env, "LOCAL_RANK")
@@ -96,7 +96,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as a task; a batch script or an interactive shell is no task."""
+    """Return whether srun started this process as a task; a batch script or an interactive shell is not a task."""
     if "SLURM_PROCID" not in env or not ("SLURM_NTASKS" in env or "SLURM_STEP_NUM_TASKS" in env):
         return False
     if env.get("SLURM_JOB_NAME") in INTERACTIVE_SLURM_JOBS or "SLURM_PTY_PORT" in env:
@@ -172,7 +172,7 @@ def end_with_parent(signal_number: int | None = None, grace: float = 30.0) -> No
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    # Forked siblings may hold the other end of the sentinel, so it can stay silent. A fork server is no parent of ours.
+    # Forked siblings may hold the other end of the sentinel, so it can stay silent. A fork server is not our parent.
     polls = os.getppid() == parent.pid
 
     def watch() -> None:

@@ -1,6 +1,6 @@
 """Joining and leaving the process group.
 
-The environment says who is in the world; this file checks that it is complete, chooses the backend for the device, and
+The environment describes the world; this file checks that it is complete, chooses the backend for the device, and
 starts torch's process group once. Everything is checked before the first connection, because a world that does not fit
 its environment would otherwise only wait.
 """
@@ -92,7 +92,9 @@ def _timeout(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None or isinstance(timeout, timedelta):
         return timeout
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
-        raise ConfigError(f"timeout: {timeout!r} is no positive number of seconds. Give seconds, a timedelta, or None.")
+        raise ConfigError(
+            f"timeout: {timeout!r} is not a positive number of seconds. Give seconds, a timedelta, or None."
+        )
     return timedelta(seconds=timeout)
 
 
@@ -109,7 +111,7 @@ def _check_address(world: LaunchedWorld) -> None:
         )
     assert world.master_port is not None
     if not 0 < world.master_port < 65536:
-        raise DistributedError(f"MASTER_PORT={world.master_port} is no port: expected a number from 1 to 65535.")
+        raise DistributedError(f"MASTER_PORT={world.master_port} is not a port: expected a number from 1 to 65535.")
 
 
 def _check_backend(backend: str) -> None:
@@ -131,6 +133,6 @@ def _check_same_backend(backend: str | None) -> None:
     wanted = {entry.rpartition(":")[2] for entry in backend.lower().split(",")} if backend else set()
     if not wanted <= {entry.rpartition(":")[2] for entry in active.split(",")}:
         raise DistributedError(
-            f"the process group already runs with {active!r}, and {backend!r} was asked for. Ask for the backend at "
+            f"the process group already runs with {active!r}, and {backend!r} was requested. Request the backend at "
             "the first call, or call destroy_group() on every rank before joining again."
         )

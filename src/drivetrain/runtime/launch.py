@@ -1,6 +1,6 @@
 """Running a function on several processes of this machine, through torch's elastic agent.
 
-The process that calls `launch` becomes the agent: it starts the workers, restarts them if asked to, and returns their
+The process that calls `launch` becomes the agent: it starts the workers, restarts them if requested, and returns their
 results or fails with the traceback of the worker that failed first. Inside a process that a launcher has started
 already, the function is just called, so that a program may launch itself and still be started by torchrun or srun.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 SHUTDOWN_SECONDS = 120
-"""How long workers may save after the agent was asked to end; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT wins."""
+"""How long workers may save after the agent was requested to end; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT wins."""
 
 AGENT_LOGGERS = (
     "torch.distributed.elastic",
@@ -48,7 +48,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 class WorkerFailed(DistributedError):
-    """A worker of a launch failed; `rank`, `exit_code` (negative: signal) and `traceback` say which and how."""
+    """A worker of a launch failed; `rank`, `exit_code` (negative: signal) and `traceback` describe which and how."""
 
     def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None):
         super().__init__(message)
@@ -145,7 +145,7 @@ def notebook_launcher(
     if mixed_precision not in PRECISIONS:
         raise ConfigError(unknown_name("precision", mixed_precision, PRECISIONS, where="mixed_precision"))
     if not str(use_port).isdecimal():
-        raise ConfigError(f"use_port: {use_port!r} is no port number, such as '29500'.")
+        raise ConfigError(f"use_port: {use_port!r} is not a port number, such as '29500'.")
     port = int(use_port)
     with _environment(ACCELERATE_MIXED_PRECISION=mixed_precision):
         if num_nodes == 1 and _num_workers("auto" if num_processes is None else num_processes) == 1:
@@ -182,7 +182,7 @@ def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_resta
         )
     if master_port is not None and not 0 < master_port < 65536:
         raise ConfigError(
-            f"master_port: {master_port!r} is no port. Give a number from 1 to 65535, or None for a free one."
+            f"master_port: {master_port!r} is not a port. Give a number from 1 to 65535, or None for a free one."
         )
     if max_restarts < 0:
         raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to end at the first failure.")

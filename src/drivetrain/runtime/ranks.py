@@ -1,8 +1,8 @@
 """Which process this is among how many, and which data it reads.
 
 Rank and world come from the process group; without one this is process 0 of 1. Data ranks differ from ranks when a mesh
-has tensor, pipe or sequence axes: ranks along those axes work on the same samples. Whoever builds such a mesh says so
-here with `set_data_ranks`, and the loader asks `data_rank()` and `num_data_ranks()`.
+has tensor, pipe or sequence axes: ranks along those axes work on the same samples. Code that builds such a mesh
+calls `set_data_ranks`, and the loader asks `data_rank()` and `num_data_ranks()`.
 """
 
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def data_group() -> "dist.ProcessGroup | None":
 def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = None, *, of_trainer: bool = False) -> None:
     """Let this process read share `rank` of `size`, together with the other members of `group`.
 
-    `of_trainer` says that this holds for the runs of one Trainer only.
+    `of_trainer`: this holds for the runs of one Trainer only.
     """
     global _data_ranks
     if not 0 <= rank < size:

@@ -53,7 +53,7 @@ class ExperimentRun:
     """Loads a Context from the checkpoint this run begins with and returns random states to continue with, or None."""
 
     interrupted: bool = False
-    """A signal asked the run to stop, and it stops in good order."""
+    """A signal requested a stop, and the run ends in good order."""
 
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
     _endings: list[Callable[[], object]] = field(default_factory=list, repr=False)

@@ -132,7 +132,7 @@ class StopSignals:
     def agreed(self) -> int | None:
         """Return the signal all ranks act on at this step boundary, or None; every rank calls it at every boundary.
 
-        One process hears of its signal at once. Several read the reduction that was started at the boundary before,
+        One process learns of its signal at once. Several read the reduction that was started at the boundary before,
         hence act one step later than the rank that got the signal.
         """
         if get_num_processes() == 1:

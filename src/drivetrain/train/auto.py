@@ -239,7 +239,7 @@ def _options(kargs: Mapping[str, Any]) -> Options:
 def _constraints(
     options: Options, included: Iterable[object] | None, excluded: Iterable[str] | None, start: Strategy | None
 ) -> SearchConstraints:
-    """Return what is asked of the search, checked."""
+    """Return the constraints of the search, checked."""
     unwanted = frozenset(excluded or ())
     if options.find_unused_parameters:
         unwanted |= {"fsdp", "zero2"}  # it is a setting of DDP
@@ -410,7 +410,7 @@ class _Request:
         return replace(plan, failure=failure)
 
     def _global_size(self) -> int | None:
-        """Return the number of samples in an update, as it was given; None where nothing says it."""
+        """Return the number of samples in an update, as it was given; None where it is not known."""
         if self.loader_args.get("batch_sampler") is not None:
             return getattr(self.loader_args["batch_sampler"], "batch_size", None)
         size = self.loader_args.get("batch_size", self.options.batch_size)

@@ -1,4 +1,4 @@
-"""How a batch meets the model: which entries are inputs, which are targets, and where the loss comes from.
+"""How a batch is passed to the model: which entries are inputs, which are targets, and where the loss comes from.
 
 The choice is made on the first batch and again only when the type of the batch changes, so a step pays for none of it.
 
@@ -130,7 +130,7 @@ BatchForm = PairForm
 
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
-    """Choose how batches of this type meet the model, or say why none fits."""
+    """Choose how batches of this type meet the model, or raise an error that explains why none fits."""
     if not has_loss_func and has_own_loss(model):
         return WholeForm()
     if isinstance(batch, Mapping):
@@ -175,7 +175,7 @@ def find_inputs(batch: object, model: object, has_loss_func: bool) -> BatchForm:
 
 
 def num_inputs(model: object) -> int:
-    """Return how many positional arguments a model's `forward` requires; one where it does not say.
+    """Return how many positional arguments a model's `forward` requires; one where that is not known.
 
     >>> class Pair(nn.Module):
     ...     def forward(self, left, right, mask=None): ...
@@ -185,7 +185,7 @@ def num_inputs(model: object) -> int:
     if not isinstance(model, nn.Module):
         return 1
     bare = unwrap(model)
-    # Methods of a plan replace forward by one of any arguments: the user's own says more.
+    # Methods of a plan replace forward by one of any arguments: the user's own has the names.
     own = [vars(bare)["forward"]] if "forward" in vars(bare) else []
     methods = [vars(cls)["forward"] for cls in type(bare).__mro__ if "forward" in vars(cls)]
     for forward, bound in [*((one, 0) for one in own), *((one, 1) for one in methods)]:

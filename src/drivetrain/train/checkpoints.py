@@ -51,7 +51,7 @@ def prepare_folder_for(settings: TrainSettings, own_folders: set[Path], until_en
 
 
 class CheckpointSchedule:
-    """Saves the state of a run at the boundaries where it is whole: at intervals, at the end, and when a callback asked during a step.
+    """Saves the state of a run at the boundaries where it is whole: at intervals, at the end, and when a callback asked in a step.
 
     Inside an epoch that is after a batch, with an open accumulation window's gradients as part of the state; at an epoch's end
     it is after evaluation. What callbacks ask for in the middle of a step waits for the next boundary with a closed window.

@@ -1,7 +1,7 @@
 """Repeating an update's forward and backward passes, for optimizers that look at the loss more than once (SAM, LBFGS).
 
-While such an optimizer is in use, the batches of the open accumulation window are remembered, each with the random numbers it
-met. Evaluating again runs the very same passes: same batches, same dropout, same mixing. Whoever watches sees one pass only.
+While such an optimizer is in use, the batches of the open accumulation window are remembered, each with its
+random numbers. Evaluating again runs the very same passes: same batches, same dropout, same mixing. Plugins see one pass only.
 Callbacks, loggers, trackers and metrics are set aside, buffers (running statistics) are restored, and only algorithms act again,
 because what they do to batch, outputs, loss and gradients is part of the function that is minimised.
 
@@ -91,7 +91,7 @@ class WindowRepeat:
     def __init__(self, device: Any):
         self._device = device
         self.stepper: Stepper | None = None
-        """Of the run; its window tells whether there is something to save."""
+        """Of the run; its window knows whether there is something to save."""
         self.is_wanted = False
         """Whether the optimizer of this run evaluates more than once."""
         self._memories: list[_Memory] = []
@@ -173,7 +173,7 @@ class WindowRepeat:
             run.data.source = _KnownBatch(_RememberedSizes(*memory.sizes))
 
     def _mean(self, stepper: Stepper, losses: list[Tensor], sizes: list[Count]) -> Tensor:
-        """Return the loss of the window over all ranks, so that every rank draws the same conclusion from it."""
+        """Return the loss of the window over all ranks, so that every rank decides alike."""
         total, count = torch.stack([loss * size for loss, size in zip(losses, sizes)]).sum(), sum(sizes)
         if num_data_ranks() > 1:
             sums = [start_sum_over_ranks(value, stepper.device) for value in (total, count)]

@@ -251,7 +251,7 @@ class EvaluationLoop(TrainerHooks):
             self._run_eval_epoch(loaders.limit(self._eval_dataloader, batches), is_intermediate=True)
 
     def _evaluation_is_due(self, at_end: bool) -> bool:
-        """Return whether to evaluate after this epoch: when its interval says so, and at the end of the run."""
+        """Return whether to evaluate after this epoch: when its interval is due, and at the end of the run."""
         settings, plan = self.run.require_settings(), self.run.evaluation
         every, due = settings.eval_time, plan.after_epoch
         plan.after_epoch = False
@@ -266,7 +266,7 @@ class EvaluationLoop(TrainerHooks):
     # ------------------------------------------------------------------ recording
 
     def _counted(self, counting: LossCounting, output: BatchOutput, is_padding: bool, is_part: bool) -> BatchOutput:
-        """Return the output of a loss hook with the number of items that its loss is a mean over, unless it says so itself."""
+        """Return the output of a loss hook with the number of items that its loss is a mean over, unless it has that itself."""
         items = output.get("num_items")
         if items is None:
             items = counting.count(self.state.batch)

@@ -1,7 +1,7 @@
 """Where a batch failed: which batch, which layer or loss function, and what it was given.
 
 Everything is read from the traceback after the error, so a run that works pays nothing. An error that torch raised in a layer or in the
-loss of the first batch becomes a `BatchError`, which says what to look at. Any other error passes unchanged, with a note.
+loss of the first batch becomes a `BatchError`, which names what to look at. Any other error passes unchanged, with a note.
 """
 
 import inspect
@@ -282,7 +282,7 @@ def prepare_recovery(
 
 
 class Recovery:
-    """Records updates that were left out, and stops or rolls back where the policy says so. All ranks act at the same step."""
+    """Records updates that were left out, and stops or rolls back where the policy requires it. All ranks act at the same step."""
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ class ModelFreezer:
 
 
 def restore_frozen_modes(model: object) -> None:
-    """Put modules that were frozen in eval mode back there; the Trainer calls this after `model.train()`."""
+    """Restore eval mode of modules that were frozen in it; the Trainer calls this after `model.train()`."""
     if isinstance(model, nn.Module):
         for module in model.modules():
             if _KEPT_IN_EVAL in module.__dict__:

@@ -5,7 +5,7 @@ last one, however long the run is. The file is a line that names the format, the
 JSON, the data. Each block names the place in the file that it continues (`after`). A run that resumes from an older checkpoint
 appends a block that continues there, and what other checkpoints refer to stays as it is: nothing in the file is ever changed or removed.
 
-Data of a series: its steps (int64), its numbers (float64), both little-endian, and one byte for each value that says what it is, where
+Data of a series: its steps (int64), its numbers (float64), both little-endian, and one byte for each value with its kind, where
 not all are floats. Values that are not numbers are in the header, and their tensors are a safetensors block at the end of the data.
 """
 
@@ -156,7 +156,7 @@ class DamagedHistoryError(CheckpointError):
 
 @dataclass(frozen=True)
 class Reference:
-    """What a checkpoint says about the file."""
+    """What a checkpoint records about the file."""
 
     name: str
     size: int
@@ -182,7 +182,7 @@ class Reference:
 class HistoryFile:
     """The file in one folder that one history appends to.
 
-    `prepare` encodes what is new and returns what a checkpoint says about it. `commit` writes and flushes it, and must have returned before
+    `prepare` encodes what is new and returns the reference for a checkpoint. `commit` writes and flushes it, and must have returned before
     that checkpoint becomes valid. A commit that failed is made up for by the next one.
     """
 
@@ -440,6 +440,6 @@ def _from_bytes(code: str, data: bytes) -> "array[Any]":
 
 def _damaged(path: Path, problem: str) -> DamagedHistoryError:
     return DamagedHistoryError(
-        f"the history file {path} was changed: {problem}. Put the right file back, or move this one away: the run then resumes with an "
+        f"the history file {path} was changed: {problem}. Restore the right file, or move this one away: the run then resumes with an "
         "empty history."
     )

@@ -302,11 +302,11 @@ class TrainerHooks:
     # ------------------------------------------------------------------ hooks: loaders and scheduler
 
     def get_default_train_dl_kwargs(self, batch_size: int) -> Settings:
-        """Return what the training loader gets where the user says nothing."""
+        """Return what the training loader gets by default."""
         return {"shuffle": True, **loaders.default_kwargs(self.device, self.train_dataset, batch_size)}
 
     def get_default_eval_dl_kwargs(self, batch_size: int) -> Settings:
-        """Return what the evaluation loader gets where the user says nothing."""
+        """Return what the evaluation loader gets by default."""
         return {"shuffle": False, **loaders.default_kwargs(self.device, self.eval_dataset, batch_size)}
 
     def create_scheduler(self) -> Any:
@@ -319,7 +319,7 @@ class TrainerHooks:
         return replace_trainer_placeholder_values(self, self.create_scheduler_fn)(self.optimizer)
 
     def _schedule_ratio(self) -> float:
-        """Return by how much runs are scaled: the Trainer's argument, else what an algorithm asked for."""
+        """Return by how much runs are scaled: the Trainer's argument, else what an algorithm requested."""
         ratio = self.scale_schedule_ratio
         return getattr(self.state, "scale_schedule_ratio", 1.0) if ratio == 1.0 else ratio
 
@@ -348,7 +348,7 @@ class TrainerHooks:
             return call_generate(self.model, args, {**kwargs, **(self.run.generate or {})})
 
     def compute_loss(self, outputs: Any, targets: Any = None) -> Tensor:
-        """Compute the loss of outputs and targets, after algorithms had their say about both."""
+        """Compute the loss of outputs and targets, after algorithms may have changed both."""
         state, step = self.state, self.run.loss
         if step.before_loss:
             step.saw_loss = True

@@ -30,7 +30,7 @@ CountItems = Callable[..., Count] | str
 
 
 def check_count_items(count_items: object) -> CountItems | None:
-    """Return the argument if it says how to count."""
+    """Return the argument if it is a way to count."""
     if count_items is None or (isinstance(count_items, str) and count_items == "labels"):
         return count_items
     if callable(count_items):
@@ -153,7 +153,7 @@ WHOLE = Part()
 
 
 def items_of(output: BatchOutput, info: BatchSizes | None, world: int, is_split: bool) -> tuple[Count, Count | None]:
-    """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction can tell.
+    """Return how many items a loss is a mean over, on this rank and on all of them; None where only a reduction shows it.
 
     `info` is what the loader knows of the batch.
     """

@@ -69,7 +69,7 @@ def is_ready_loader(data: object) -> TypeGuard[Iterable[object]]:
 
 
 class EvaluationLoaders:
-    """The loaders of several evaluation sets, by name; what is asked of all of them is answered by the first."""
+    """The loaders of several evaluation sets, by name; any other attribute is that of the first."""
 
     def __init__(self, loaders: Mapping[str, Any]):
         self._loaders = dict(loaders)
@@ -136,7 +136,7 @@ def default_kwargs(device: torch.device | str, dataset: object, batch_size: int)
 
 
 def num_nodes() -> int:
-    """Return the number of machines, as far as the launcher says."""
+    """Return the number of machines, as far as the launcher describes it."""
     import os
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))

@@ -1,6 +1,6 @@
 """The loop: epochs of steps, evaluations between them, and how all of it comes to an end.
 
-What can be decided once is decided before the first step (`setup.py`), so these methods say what happens, in order, and nothing else.
+What can be decided once is decided before the first step (`setup.py`), so these methods show what happens, in order, and nothing else.
 `drivetrain.core.event.Event` draws the same loop with its events.
 """
 
@@ -233,7 +233,7 @@ class TrainerLoop(EvaluationLoop):
         fire.batch_end()
         run.inside_step = False
         fire.batch_checkpoint()
-        # A plugin may have shortened the run, or asked to stop.
+        # A plugin may have shortened the run, or requested a stop.
         agreement = run.agreement
         is_asked = agreement.signals.requested or agreement.stop is not None
         if is_asked or run.has_boundary_work or state._max_duration is not agreement.limits.planned:
@@ -402,7 +402,7 @@ class TrainerLoop(EvaluationLoop):
             request = agreement.after_batch()
         is_open = bool(window.count) and run.units is None
         if request and is_open and agreement.is_soon_whole(request, window.length - window.count):
-            request = 0  # asked again after the next batch
+            request = 0  # requested again after the next batch
         ended = agreement.limits.reached_inside_epoch(clock)
         if is_due is not None and not ended and not request:  # one that a signal leaves out comes after resuming
             self._evaluate_if_due(is_due)
@@ -446,11 +446,11 @@ class TrainerLoop(EvaluationLoop):
             self._handle(request)
 
     def _handle(self, request: int) -> None:
-        """Stop because a rank asked for it, or act on a signal any rank received."""
+        """Stop because a rank requested it, or act on a signal any rank received."""
         agreement = self.run.agreement
         if request == STOP:
             agreement.is_reached = True
-            raise agreement.stop or StopTrainingError("another process asked to stop")
+            raise agreement.stop or StopTrainingError("another process requested a stop")
         assert self.run.checkpoints is not None
         resuming.handle_signal(request, agreement.signals, self.run.checkpoints)
 

@@ -1,4 +1,4 @@
-"""The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, put everything back."""
+"""The learning-rate range test (Smith, 2017): raise the rate exponentially, watch the loss, restore everything."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -271,7 +271,7 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
 
 
 def _microbatch_size(resolved: ResolvedPlan, settings: TrainSettings | None) -> int | None:
-    """Return the rows of a micro-batch that the plan asks for, or None."""
+    """Return the rows of a micro-batch that the plan requires, or None."""
     size, accumulation = resolved.batch_split
     if settings is None or not (size or accumulation):
         return None

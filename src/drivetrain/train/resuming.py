@@ -88,7 +88,7 @@ def follow_current_run(settings: TrainSettings) -> TrainSettings:
 
 
 def restore(trainer: "Trainer") -> None:
-    """Load the state of an earlier run if one is asked for, then wrap the model: after this it is final."""
+    """Load the state of an earlier run if one is requested, then wrap the model: after this it is final."""
     run, state, runtime = trainer.run, trainer.state, trainer.runtime
     settings = run.require_settings()
     fill_state(trainer)

@@ -1,4 +1,4 @@
-"""What one call of `train()` asks for, checked before anything is built."""
+"""The settings of one call of `train()`, checked before anything is built."""
 
 import math
 import operator
@@ -153,7 +153,7 @@ class TrainSettings:
             if not every.value > 0:
                 raise ConfigError(
                     f"checkpoint_every={self.checkpoint_every!r}: expected a time above 0, such as '1ep' or '500ba', or None for a "
-                    "checkpoint only when one is asked for."
+                    "checkpoint only when one is requested."
                 )
         if isinstance(self.resume_from, bool):
             raise ConfigTypeError(f"resume_from={self.resume_from}: expected 'auto', a path, or None for a new run.")
@@ -305,7 +305,7 @@ def check_limit(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class TrainerRunConfig:
-    """What `train()` was asked for and what follows from it."""
+    """The settings of `train()` and what follows from it."""
 
     num_epochs: int | None
     train_per_device_batch_size: int | None

@@ -280,7 +280,7 @@ def _plan_evaluations(
 
 
 def check_generation(trainer: "Trainer", arguments: Mapping[str, object] | None) -> None:
-    """Reject a model that cannot generate where that is asked for."""
+    """Reject a model that cannot generate where that is requested."""
     if arguments is not None:
         check_generates(trainer.model, trainer.overrides("calculate_generation_batch"))
 

@@ -170,7 +170,7 @@ class ModelEmaCallback(SaveBestModelCallback):
             self._evaluate_average(trainer, trainer.state.dataloader)
 
     def on_intermediate_evaluation_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Do the same after an evaluation that `eval_interval` asked for inside an epoch, and save the average if it is the best."""
+        """Do the same after an evaluation that `eval_interval` requires inside an epoch, and save the average if it is the best."""
         if not self.evaluate_during_training or not trainer.evaluates_inside_epochs:
             return
         self._evaluate_average(trainer, trainer.run.data.evaluation, is_intermediate=True)

@@ -124,14 +124,14 @@ class ProgressBarCallback(TrainerCallback):
 
     def _show(self, phase: "_Phase") -> None:
         if self._display is not None:
-            self._ask_for_loss(phase)
+            self._request_loss(phase)
             self._display.show(phase, self._figures(phase))
         self._wait()
 
     def _end(self, phase: "_Phase") -> None:
         if self._display is not None:
-            self._ask_for_loss(phase)
-            self._hear(self._readback.drain())
+            self._request_loss(phase)
+            self._take(self._readback.drain())
             self._display.end(phase, self._figures(phase))
         self._phases.pop()
         if not self._phases:
@@ -150,14 +150,14 @@ class ProgressBarCallback(TrainerCallback):
         pause = 1 / self.refresh_per_second if isinstance(self._display, _BarDisplay) else self.plain_interval
         self._next = time.perf_counter() + pause
 
-    def _ask_for_loss(self, phase: "_Phase") -> None:
-        """Send for the newest loss where it is on a device; it is shown when it has arrived, and nothing waits for it."""
-        self._hear(self._readback.poll())
+    def _request_loss(self, phase: "_Phase") -> None:
+        """Request the newest loss where it is on a device; it is shown when it has arrived, and nothing waits for it."""
+        self._take(self._readback.poll())
         unread = self._measures.tracker.unread if phase.trains else None
         if unread is not None and self._readback.is_idle:
             self._readback.push(unread)
 
-    def _hear(self, values: list[tuple[object, float]]) -> None:
+    def _take(self, values: list[tuple[object, float]]) -> None:
         for _, value in values:
             self._measures.tracker.latest_known = value
 
@@ -198,7 +198,7 @@ class _Display:
     """Plain lines: for a file, a pipe or a scheduler's log."""
 
     def begin(self, phase: _Phase) -> None:
-        """Say nothing until there is something to say."""
+        """Print nothing yet."""
 
     def show(self, phase: _Phase, figures: str) -> None:
         """Print one line."""
@@ -339,26 +339,26 @@ class PrintProgressCallback(TrainerCallback):
     """Prints when runs and epochs begin and end."""
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say that training begins."""
+        """Print that training begins."""
         trainer.print("Starting training run")
 
     def on_train_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say which epoch begins."""
+        """Print which epoch begins."""
         trainer.print(f"\nStarting epoch {trainer.run_history.current_epoch}")
 
     def on_eval_epoch_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say that an evaluation begins."""
+        """Print that an evaluation begins."""
         label = trainer.state.dataloader_label
         trainer.print("Starting evaluation" if label == "eval" else f"Starting evaluation on {label}")
 
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say that training is over."""
+        """Print that training is over."""
         trainer.print("\nFinishing training run")
 
     def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say that `evaluate()` begins."""
+        """Print that `evaluate()` begins."""
         trainer.print("Starting evaluation run")
 
     def on_evaluation_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Say that `evaluate()` is over."""
+        """Print that `evaluate()` is over."""
         trainer.print("Finishing evaluation run")

@@ -66,7 +66,7 @@ class SaveBestModelCallback(TrainerCallback):
         return self._watch.best
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Forget earlier runs where that was asked for, unless this one is resumed."""
+        """Forget earlier runs where that is requested, unless this one is resumed."""
         self._watch.start(trainer.run_history, forget=self.reset_on_train and is_fresh_run(trainer))
 
     def on_training_run_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
@@ -165,7 +165,7 @@ class SaveTrainingStateCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
     ) -> None:
-        """Ask for a state after this step's update, where one is due."""
+        """Request a state after this step's update, where one is due."""
         update = update_in_progress(trainer)
         if update is not None and self.save_every_n_steps is not None and update % self.save_every_n_steps == 0:
             self._save(trainer, f"step_{update}")
@@ -247,7 +247,7 @@ class WSDCheckpointCallback(TrainerCallback):
     def on_train_step_end(
         self, trainer: "Trainer", batch: object = None, batch_output: object = None, **kwargs: object
     ) -> None:
-        """Ask for what is due after this step's update."""
+        """Request what is due after this step's update."""
         update = update_in_progress(trainer)
         if update in self.pre_decay_steps:
             entries = {"step": update, "checkpoint_type": "wsd_pre_decay"}

@@ -116,7 +116,7 @@ class EarlyStoppingCallback(TrainerCallback):
 class TerminateOnNaNCallback(TrainerCallback):
     """Ends the run cleanly when a loss is NaN or infinite.
 
-    On a CPU the loss is tested at once, before its backward. On a device it is read back without waiting and the news
+    On a CPU the loss is tested at once, before its backward. On a device it is read back without waiting and the answer
     is at most two steps late. What was read is also what the progress bar shows.
     """
 
@@ -145,11 +145,11 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Hear of the last steps; the epoch's loss has just been read, so nothing is waited for."""
+        """Test the last steps; the epoch's loss has just been read, so nothing is waited for."""
         self._inspect(self._readback.drain())
 
     def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Hear of the last batches of an evaluation."""
+        """Test the last batches of an evaluation."""
         self._inspect(self._readback.drain())
 
     def check_for_nan_after_batch(self, batch_output: BatchOutput, step: str | None = None) -> None:
