@@ -6,6 +6,7 @@ never changes its length once it is open.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -109,6 +110,6 @@ class BatchSizeWarmup(Algorithm):
         """Return the length of the window in progress."""
         return {"length": self._length}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         """Take back the length of the window in progress."""
         self._length = state["length"]

@@ -5,7 +5,7 @@ subsampling removes the frequencies that would fold over.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, warn_no_effect, with_settings
 from drivetrain.core.arguments import check_counts
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.surgery import count_module_instances, replace_module_classes
+from drivetrain.module.surgery import ReplacementFunction, count_module_instances, replace_module_classes
 
 Size2d = int | tuple[int, int]
 
@@ -113,7 +113,7 @@ class BlurConv2d(nn.Module):
         groups: int = 1,
         bias: bool = True,
         blur_first: bool = True,
-        padding_mode: Any = "zeros",
+        padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
     ):
         super().__init__()
         stride = kernel_size if stride is None else stride
@@ -181,7 +181,7 @@ def apply_blurpool(
             return None
         return BlurMaxPool2d.from_maxpool2d(module, index)
 
-    policies: dict[type[nn.Module], Any] = {}
+    policies: dict[type[nn.Module], ReplacementFunction] = {}
     if replace_maxpools:
         policies[nn.MaxPool2d] = blur_pool
     if replace_convs:

@@ -4,7 +4,6 @@ Values and shapes stay; only the order in memory changes. Inputs have to follow,
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +27,9 @@ def apply_channels_last(model: nn.Module, optimizers: Optimizers = None) -> None
         model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
 
 
-def _convert_inputs(module: nn.Module, args: tuple[object, ...], kwargs: Settings) -> tuple[Any, Any]:
+def _convert_inputs(
+    module: nn.Module, args: tuple[object, ...], kwargs: Settings
+) -> tuple[tuple[object, ...], Settings]:
     return tree_map_only(Tensor, channels_last_input, (args, kwargs))
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, inside, leave_fused_paths, warn_no_effect
 from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError
-from drivetrain.module.surgery import count_module_instances, replace_module_classes
+from drivetrain.module.surgery import ReplacementFunction, count_module_instances, replace_module_classes
 
 
 class MissingKernelError(ConfigError, RuntimeError):
@@ -396,7 +396,7 @@ def apply_factorization(
             return None
         return FactorizedLinear.from_linear(module, index, latent_features, initialize)
 
-    policies: dict[type[nn.Module], Any] = {}
+    policies: dict[type[nn.Module], ReplacementFunction] = {}
     if factorize_convs:
         policies[nn.Conv2d] = factorize_conv
     if factorize_linears:

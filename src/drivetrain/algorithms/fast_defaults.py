@@ -6,7 +6,7 @@ restored when the run ends.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ class FusedCrossEntropy(nn.Module):
         self.loss = loss
         self.__dict__["head"] = head  # not registered: its parameters are the model's
 
-    def forward(self, inputs: Tensor, target: Tensor) -> Any:
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
         head, loss = self.__dict__["head"], self.loss
         if not head.training:
             return loss(inputs, target)

@@ -121,7 +121,7 @@ _by_class: dict[type[nn.Module] | str, FeedForwardAdapter] = {}
 def register_feed_forward(
     cls: type[nn.Module] | str,
     *,
-    activation: Callable[[nn.Module], object],
+    activation: Callable[[nn.Module], Any],
     plan: Callable[[nn.Module, Gating], Plan],
 ) -> None:
     """Define how to gate the layers of a class, or of all classes of a name.

@@ -1,6 +1,7 @@
 """Progressive resizing (fast.ai DAWNBench, 2018; Touvron et al., 2019, arXiv 1906.06423): small images first, full size at the end."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -170,6 +171,6 @@ class ProgressiveResizing(Algorithm):
         """Return the size that was logged last."""
         return {"logged": self._logged}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the size that was logged last."""
         self._logged = None if state["logged"] is None else tuple(state["logged"])

@@ -184,7 +184,7 @@ def create(name: str, config: Mapping[str, object]) -> Plugin:
     """
     cls = find(name)
     parameters = inspect.signature(cls).parameters
-    args: list[Any] = []
+    args: list[object] = []
     kwargs: Settings = {}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for argument, value in config.items():

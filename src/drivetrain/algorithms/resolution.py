@@ -1,7 +1,6 @@
 """Train small, test larger (Touvron et al., 2019, arXiv 1906.06423): objects look larger in training crops than in test images."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,7 +83,7 @@ class Resolution(Algorithm):
         else:
             size, generator = self.size_at(state), state.rng(type(self).__name__)
 
-            def window(x: Tensor) -> Any:
+            def window(x: Tensor) -> Tensor:
                 small = resize_shorter_side(x, size)
                 places = [
                     draw_integer(0, side - size + 1, generator) if side > size else 0 for side in small.shape[-2:]

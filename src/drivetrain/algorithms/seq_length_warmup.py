@@ -58,7 +58,7 @@ def set_batch_sequence_length(
     return result
 
 
-def _entries(batch: object) -> list[tuple[Any, Any]]:
+def _entries(batch: object) -> list[tuple[int | str, object]]:
     if isinstance(batch, Mapping):
         return list(batch.items())
     if isinstance(batch, list | tuple):
@@ -69,7 +69,7 @@ def _entries(batch: object) -> list[tuple[Any, Any]]:
     )
 
 
-def _cut_before_end(sequences: dict[Any, Tensor], length: int) -> dict[Any, Tensor]:
+def _cut_before_end(sequences: dict[int | str, Tensor], length: int) -> dict[int | str, Tensor]:
     if "attention_mask" not in sequences:
         raise ConfigError(
             "preserve_end_of_sequence=True finds the end of each sequence by the entry 'attention_mask', which the batch lacks. "
@@ -86,7 +86,7 @@ def _cut_before_end(sequences: dict[Any, Tensor], length: int) -> dict[Any, Tens
     return changed
 
 
-def _reshaped(sequences: dict[Any, Tensor], length: int) -> dict[Any, Tensor]:
+def _reshaped(sequences: dict[int | str, Tensor], length: int) -> dict[int | str, Tensor]:
     key = "input_ids" if "input_ids" in sequences else next(iter(sequences))
     shape = sequences[key].shape
     for name, value in sequences.items():
@@ -192,6 +192,6 @@ class SeqLengthWarmup(Algorithm):
         """Return what was logged last."""
         return {"logged": self._logged}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what was logged last."""
         self._logged = None if state["logged"] is None else tuple(state["logged"])

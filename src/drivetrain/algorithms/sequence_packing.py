@@ -6,7 +6,6 @@ gets the mask that keeps documents apart, and the loss is weighted by the target
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from drivetrain.core.arguments import check_choice, check_counts
 from drivetrain.core.errors import ConfigError, ConfigTypeError, NotIntendedUseWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
-from drivetrain.core.types import Batch
+from drivetrain.core.types import Batch, Settings
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.data.packing import STRATEGIES, PackedDataset, PackedStream, PackingStrategy, num_targets
 from drivetrain.data.packing import document_mask as allowed_places
@@ -114,10 +113,10 @@ class SequencePacking(Algorithm):
             raise ConfigTypeError(
                 f"SequencePacking expects a dataset of documents, each a list of token ids; got a {type(documents).__name__}."
             )
-        options: dict[str, Any] = {"pad_token": self.pad_token, "ignore_index": self.ignore_index}
+        options: Settings = {"pad_token": self.pad_token, "ignore_index": self.ignore_index}
         arguments = (self.max_length, self.strategy, self.buffer)
         if isinstance(documents, IterableDataset):
-            packed: Any = PackedStream(documents, *arguments, **options)
+            packed: PackedStream | PackedDataset = PackedStream(documents, *arguments, **options)
         else:
             packed = PackedDataset(RealTokens(documents), *arguments, **options)
         rebuild_in_place(loader, dataset=packed, collate_fn=None)

@@ -64,7 +64,7 @@ class Skippable(GeneratedClass):
 class BlockStochasticModule(Skippable):
     """Any block: dropped, it returns its input; in evaluation its change of the input is scaled down."""
 
-    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Any:
+    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> object:
         # Outside `forward`, so that a block that is compiled by itself is skipped without compiling the choice.
         if self.is_skipped():
             return x

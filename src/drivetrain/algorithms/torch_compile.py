@@ -5,7 +5,7 @@ after all surgery, so that what is compiled is what will run.
 """
 
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 from drivetrain.core.types import Settings
-from drivetrain.module.compilation import compile_module, set_recompile_limit
+from drivetrain.module.compilation import Scope, compile_module, set_recompile_limit
 from drivetrain.module.wrapping import wrapping_of
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -68,11 +68,11 @@ class TorchCompile(Algorithm):
                 DrivetrainWarning,
                 stacklevel=2,
             )
-        scope: Any = {"auto": "auto", True: "block", False: "model"}[self.regional]
+        scopes: dict[object, Scope] = {"auto": "auto", True: "block", False: "model"}
         settings: Settings = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         if self.mode != "default":
             settings["mode"] = self.mode
-        compile_module(model, scope, **settings)
+        compile_module(model, scopes[self.regional], **settings)
         if sizes:
             _make_room(sizes)
 

@@ -20,6 +20,7 @@ import torch
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, ResumeError
+from drivetrain.core.types import Settings, StateDict
 from drivetrain.module.precision import Precision
 from drivetrain.module.wrapping import load_clean_state_dict
 from drivetrain.train import loaders
@@ -144,7 +145,7 @@ def _refuse_shards(folder: Path) -> None:
         )
 
 
-def _read_metadata(folder: Path) -> dict[str, Any]:
+def _read_metadata(folder: Path) -> Settings:
     path = _first_file(folder, METADATA)
     if path is None:
         raise ResumeError(
@@ -165,7 +166,7 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def _read_tensors(path: Path) -> Any:
+def _read_tensors(path: Path) -> StateDict:
     """Read one file without running anything that is in it."""
     try:
         if path.suffix == ".safetensors":

@@ -7,7 +7,6 @@ message says what it wanted to call.
 
 import io
 import pickle
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ class _Inert(str):
 class _LegacyStrategy:
     """Takes the place of ATorch's class and keeps its fields."""
 
-    opt_list: Any = ()
+    opt_list: object = ()
 
 
 class _PlanUnpickler(pickle.Unpickler):
@@ -43,7 +42,7 @@ class _PlanUnpickler(pickle.Unpickler):
         return _Inert(f"{module}.{name}")
 
 
-def read_legacy_pickle(data: bytes) -> list[Any]:
+def read_legacy_pickle(data: bytes) -> list[object]:
     """Return the list of methods in a pickled plan."""
     try:
         value = _PlanUnpickler(io.BytesIO(data)).load()

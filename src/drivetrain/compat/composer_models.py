@@ -70,7 +70,7 @@ class ComposerModel(nn.Module):
         """Return the outputs that metrics see."""
         return self.forward(batch) if outputs is None else outputs
 
-    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+    def get_metrics(self, is_train: bool = False) -> dict[str, object]:
         """Return metrics by name, for training or for evaluation."""
         return {}
 
@@ -122,7 +122,7 @@ class ComposerClassifier(ComposerModel):
         """Return the loss of outputs for the targets of a batch."""
         return self._loss_fn(outputs, batch[1], *args, **kwargs)
 
-    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+    def get_metrics(self, is_train: bool = False) -> dict[str, object]:
         """Return the metrics of training or of evaluation."""
         return self.train_metrics if is_train else self.val_metrics
 

@@ -1,12 +1,13 @@
 """Composer's Trainer: our Trainer, made with Composer's arguments."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from drivetrain.compat.composer_models import ComposerModel
 from drivetrain.compat.composer_types import DataSpec, Evaluator, ensure_evaluator, ensure_tuple
@@ -15,7 +16,7 @@ from drivetrain.core.binding import method_for
 from drivetrain.core.errors import ConfigError, DrivetrainWarning
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Callback
-from drivetrain.core.time import Timestamp
+from drivetrain.core.time import Time, Timestamp
 from drivetrain.optim.optimizers import DecoupledSGDW
 from drivetrain.optim.positions import compile_state_schedule
 from drivetrain.train.callbacks import get_default_callbacks
@@ -61,17 +62,17 @@ class Trainer(NativeTrainer):
     def __init__(
         self,
         *,
-        model: Any,
-        train_dataloader: Any = None,
-        eval_dataloader: Any = None,
-        algorithms: Any = None,
-        optimizers: Any = None,
-        schedulers: Any = None,
+        model: nn.Module,
+        train_dataloader: object = None,
+        eval_dataloader: object = None,
+        algorithms: object = None,
+        optimizers: object = None,
+        schedulers: object = None,
         step_schedulers_every_batch: bool | None = None,
-        callbacks: Any = None,
-        loggers: Any = None,
+        callbacks: object = None,
+        loggers: object = None,
         progress_bar: bool = True,
-        eval_interval: Any = 1,
+        eval_interval: int | str | Time | Callable[..., bool] = 1,
         deterministic_mode: bool = False,
         autoresume: bool = False,
         **others: Any,
@@ -133,7 +134,7 @@ class Trainer(NativeTrainer):
         given = self._options.eval_dataset if eval_dataloader is None else _evaluation(eval_dataloader)
         return self.evaluate(given, **kwargs)
 
-    def get_metric_inputs(self, batch: object, batch_output: Mapping[str, object]) -> tuple[Any, Any]:
+    def get_metric_inputs(self, batch: object, batch_output: Mapping[str, object]) -> tuple[object, object]:
         """Give the metrics of a ComposerModel the outputs and the whole batch."""
         model = self._accelerator.unwrap_model(self.model)
         if not isinstance(model, ComposerModel):

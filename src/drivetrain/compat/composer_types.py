@@ -13,6 +13,7 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarni
 from drivetrain.core.event import Event
 from drivetrain.core.ordering import refers_to
 from drivetrain.core.plugin import Callback, Phase, PluginReference, plugin_name
+from drivetrain.core.types import StateDict
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device
 
@@ -49,11 +50,11 @@ class TrainerMode(StrEnum):
 class Serializable:
     """Something with a state that checkpoints hold."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what must be saved to continue."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take back what `state_dict` returned."""
 
 
@@ -104,13 +105,13 @@ class DataSpec:
         self.dataloader, self.num_samples, self.num_tokens = dataloader, num_samples, num_tokens
         self.batch_transforms = batch_transforms if batch_transforms is not None else device_transforms
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.dataloader) if self.batch_transforms is None else map(self.batch_transforms, self.dataloader)
 
     def __len__(self) -> int:
         return len(self.dataloader)  # type: ignore[arg-type]  # a loader without a length raises, as it does itself
 
-    def loader(self) -> Any:
+    def loader(self) -> object:
         """Return what the Trainer iterates: the loader itself where nothing changes its batches, so that its place can be restored."""
         return self.dataloader if self.batch_transforms is None else self
 
@@ -157,7 +158,7 @@ def ensure_evaluator(evaluator: object, default_metric_names: Sequence[str] = ()
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(label="eval", dataloader=evaluator)
 
 
-def ensure_tuple(x: object) -> tuple[Any, ...]:
+def ensure_tuple(x: object) -> tuple[object, ...]:
     """Return the items of a collection, or one value as a tuple; None has no items."""
     if x is None:
         return ()
@@ -188,7 +189,7 @@ class LoggerDestination(Callback):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Receive the settings of the run."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Receive images."""
 
 
@@ -196,9 +197,9 @@ class InMemoryLogger(LoggerDestination):
     """Keeps every value with its step: `data["loss/train/total"]` is a list of `(step, value)`."""
 
     def __init__(self) -> None:
-        self.data: dict[str, list[tuple[int | None, Any]]] = {}
-        self.most_recent_values: dict[str, Any] = {}
-        self.hyperparameters: dict[str, Any] = {}
+        self.data: dict[str, list[tuple[int | None, object]]] = {}
+        self.most_recent_values: dict[str, object] = {}
+        self.hyperparameters: dict[str, object] = {}
 
     def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Keep values; tensors stay where they are until they are read."""

@@ -27,16 +27,16 @@ _CALLED_BY_NAME = frozenset({*_EVENT_NAMES, "run_event", "close", "post_close"})
 class Binding:
     """One plugin at one event."""
 
-    plugin: Any
+    plugin: object
     event: Event
     name: str
     phase: Phase
-    act: Callable[[], Any]
+    act: Callable[[], object]
     """What it does; for `apply` the value returned is the exit code."""
     wants_to: Callable[[], bool] | None = None
     """Its `match`, where that must be asked each time."""
 
-    def call(self) -> Callable[[], Any]:
+    def call(self) -> Callable[[], object]:
         """Return the one callable that asks, if it must, and acts."""
         if self.wants_to is None:
             return self.act
@@ -48,9 +48,9 @@ class Binding:
 class Surroundings:
     """What plugins are called with."""
 
-    state: Any
+    state: object
     logger: Logger
-    host: Callable[[], Any]
+    host: Callable[[], object]
 
 
 def phase_of(plugin: object) -> Phase:
@@ -254,7 +254,7 @@ def _parameters(plugin: object, method: str) -> list[inspect.Parameter]:
 
 _COUNTED = ("batch", "outputs", "loss")
 _ABSENT = object()
-Snapshot = dict[tuple[str, str], Any]
+Snapshot = dict[tuple[str, str], object]
 """A value for each field of the state and path inside it."""
 
 # What a name in `writes` covers besides the field of that name.
@@ -267,12 +267,12 @@ _COVERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def watched(act: Callable[[], Any], binding: Binding, state: object) -> Callable[[], Any]:
+def watched(act: Callable[[], object], binding: Binding, state: object) -> Callable[[], object]:
     """Return `act`, which raises if it changes a part of the state that its plugin does not list in `writes`."""
     writes = tuple(getattr(binding.plugin, "writes", ()))
     allowed = {field for name in writes for field in _COVERS.get(name, (name,))}
 
-    def call() -> Any:
+    def call() -> object:
         fields, versions = _fields(state), dict(_versions(state))
         result = act()
         changed = _differing(fields, _fields(state), operator.is_) + _differing(
@@ -293,7 +293,7 @@ def _fields(state: object) -> Snapshot:
     return {(name, name): value for name, value in vars(state).items() if not name.startswith("_")}
 
 
-def _versions(state: object) -> Iterator[tuple[tuple[str, str], Any]]:
+def _versions(state: object) -> Iterator[tuple[tuple[str, str], object]]:
     """Yield the version of every tensor that a watcher could write in place, under its field and its path."""
     for name in _COUNTED:
         for path, tensor in _tensors(getattr(state, name, None), name):
@@ -317,6 +317,6 @@ def _tensors(value: object, path: str) -> Iterator[tuple[str, Any]]:
             yield from _tensors(item, f"{path}[{place}]")
 
 
-def _differing(old: Snapshot, new: Snapshot, same: Callable[[Any, Any], bool]) -> list[tuple[str, str]]:
+def _differing(old: Snapshot, new: Snapshot, same: Callable[[object, object], bool]) -> list[tuple[str, str]]:
     """Return field and path of every entry that came, went or is not the same."""
     return [key for key in {**old, **new} if not same(old.get(key, _ABSENT), new.get(key, _ABSENT))]

@@ -7,7 +7,6 @@ that turn the direction of writing make a name read as another. A spreadsheet co
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 _HIDDEN = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 without the tab, DEL, C1
@@ -41,7 +40,7 @@ def printable_json(text: str) -> str:
     return "\n".join(_HIDDEN.sub(_json_escape, line) for line in text.split("\n"))
 
 
-def spreadsheet_cell(value: object) -> Any:
+def spreadsheet_cell(value: object) -> str | int | float | None:
     """Return a value for a CSV file: text that a spreadsheet would compute gets an apostrophe in front, numbers stay numbers.
 
     >>> spreadsheet_cell("=1+1"), spreadsheet_cell(-0.5), spreadsheet_cell("-0.5"), spreadsheet_cell("-loss")

@@ -28,7 +28,7 @@ from drivetrain.core.event import LOOP, Event
 from drivetrain.core.ordering import check_conflicts, order_events
 from drivetrain.core.plugin import Logger, NullLogger, plugin_name
 
-AlgorithmPass = Callable[[Sequence[Any], Event], Sequence[Any]]
+AlgorithmPass = Callable[[Sequence[Any], Event], Sequence[object]]
 PassLike = AlgorithmPass | tuple[AlgorithmPass, int]
 
 
@@ -50,7 +50,7 @@ Traces = dict[str, Trace]
 _CLOSED = "The engine is closed."
 
 
-class _RunLists(dict[Event, tuple[Callable[[], Any], ...]]):
+class _RunLists(dict[Event, tuple[Callable[[], object], ...]]):
     """The callables of every event; an event may also be named by a string."""
 
     def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
@@ -73,7 +73,7 @@ class Fire:
 
     __slots__ = tuple(event.value for event in Event)
 
-    def __getattr__(self, name: str) -> Callable[[], Any]:
+    def __getattr__(self, name: str) -> Callable[[], object]:
         raise AttributeError(unknown_name("event", name, self.__slots__))
 
     def set(self, event: Event, calls: tuple[Callable[[], object], ...]) -> None:
@@ -132,7 +132,7 @@ class Engine:
         self._calls: _RunLists = _RunLists()
         self.on = Fire()
         """The events as methods, for a loop to hold; kept up to date when plugins change."""
-        self._guarded: list[tuple[Fire, Callable[[Callable[[], Any]], object]]] = []
+        self._guarded: list[tuple[Fire, Callable[[Callable[[], object]], object]]] = []
         for one in _pass_list(algorithm_passes):
             self._insert_pass(*(one if isinstance(one, tuple) else (one, -1)))
         self.set_plugins(plugins)
@@ -267,7 +267,7 @@ class Engine:
             for fire, guard in self._guarded:
                 fire.set(event, (partial(guard, partial(_walk, calls)),) if calls else ())
 
-    def guarded(self, guard: Callable[[Callable[[], Any]], object]) -> Fire:
+    def guarded(self, guard: Callable[[Callable[[], object]], object]) -> Fire:
         """Return the events as methods that run their plugins through `guard(run)`, which may catch what they raise.
 
         Those that an earlier call returned are not kept up to date any more.

@@ -81,7 +81,7 @@ class OneOf(Algorithm):
         for member, saved in zip(self.members, state["members"]):
             member.load_state_dict(saved)
 
-    def inference_weights(self, state: object) -> Mapping[str, Any] | None:
+    def inference_weights(self, state: object) -> Mapping[str, object] | None:
         """Return the weights of the first member that has any."""
         offers = (member.inference_weights(state) for member in self.members)
         return next((weights for weights in offers if weights is not None), None)

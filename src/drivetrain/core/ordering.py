@@ -8,7 +8,6 @@ never do. Algorithms run before callbacks, callbacks before sinks.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
 
 from drivetrain.core.binding import phase_of
 from drivetrain.core.errors import ConfigTypeError, PluginConflictError, PluginOrderError
@@ -68,7 +67,7 @@ def _check_repeated(one: object, other: object) -> None:
                 )
 
 
-def order_events(plugins: Sequence[object], attending: Mapping[Event, Sequence[object]]) -> dict[Event, list[Any]]:
+def order_events(plugins: Sequence[object], attending: Mapping[Event, Sequence[object]]) -> dict[Event, list[object]]:
     """Return the run order of every event, given in the user's order all plugins and those that attend each event."""
     edges = _edges(plugins)
     orders: dict[Event, list[object]] = {}

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from drivetrain.core.event import Event
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import JsonValue, Settings, StateDict
 
 Phase = Literal["algorithm", "callback", "sink"]
 PHASES: tuple[Phase, ...] = ("algorithm", "callback", "sink")
 PluginReference = type | str
 """Another plugin, named by its class, its class name, or a `"#tag"`."""
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ class Logger(Protocol):
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Record settings of the run."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Record one image or a batch of them."""
 
 
@@ -43,7 +43,7 @@ class NullLogger:
     def log_hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Drop the settings."""
 
-    def log_images(self, images: Any, name: str = "images", step: int | None = None) -> None:
+    def log_images(self, images: object, name: str = "images", step: int | None = None) -> None:
         """Drop the images."""
 
 
@@ -98,7 +98,7 @@ class Plugin:
         args, kwargs = self._arguments
         return {name: jsonable(value) for name, value in _named_arguments(type(self), args, kwargs).items()}
 
-    def inference_weights(self, state: Any) -> Mapping[str, Any] | None:
+    def inference_weights(self, state: Any) -> Mapping[str, object] | None:
         """Return the weights to evaluate or export instead of the trained ones, or None."""
         return None
 
@@ -161,7 +161,7 @@ def placeholder(method: F) -> F:
     return method
 
 
-def _event_method(event: Event) -> Callable[[Any, Any, Logger], None]:
+def _event_method(event: Event) -> Callable[[object, object, Logger], None]:
     """Return a method of the base for one event: it does nothing, and `super().batch_end(state, logger)` finds it."""
 
     @placeholder
@@ -181,11 +181,11 @@ def plugin_name(plugin: object) -> str:
     return str(plugin) if isinstance(plugin, Plugin) else type(plugin).__name__
 
 
-def jsonable(value: object) -> Any:
+def jsonable(value: object) -> JsonValue:
     """Return `value` as JSON can hold it; what JSON cannot hold becomes `{"__repr__": text}`."""
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
-    if type(value) in (int, float):
+    if isinstance(value, int | float) and type(value) in (int, float):
         return value
     if isinstance(value, Plugin):
         return {"name": type(value).__name__, "config": value.config()}

@@ -6,7 +6,7 @@ keep a moment takes a `snapshot()`. `Time` and its units are in `core/units.py` 
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from time import perf_counter
@@ -146,7 +146,7 @@ class Timestamp:
     def __ge__(self, other: object) -> bool:
         return self._compared(other, operator.ge)
 
-    def _compared(self, other: object, how: Any) -> bool:
+    def _compared(self, other: object, how: Callable[[Any, Any], bool]) -> bool:
         if not isinstance(other, Time | str):
             return NotImplemented
         time = Time.from_input(other)
@@ -175,7 +175,9 @@ def checked_fields(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: (float if name.endswith("_wct") else int)(state[name]) for name in FIELDS}
 
 
-def elapsed_duration(now: Any, max_duration: Time | None, batches_per_epoch: int | None = None) -> float | None:
+def elapsed_duration(
+    now: "Clock | Timestamp", max_duration: Time | None, batches_per_epoch: int | None = None
+) -> float | None:
     """Return the fraction of the run that lies behind `now` (a `Timestamp` or `Clock`), or None without a limit.
 
     A limit in epochs counts the batches of the current epoch too, when the loader's length is known.

@@ -4,6 +4,8 @@ from typing import Any
 
 StateDict = dict[str, Any]
 """A state as `state_dict()` returns it: plain values, containers and tensors by name."""
+JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | bool | None
+"""What a JSON text holds."""
 Settings = dict[str, Any]
 """Keyword arguments, parameters or configuration by name; whoever receives them checks each value."""
 Batch = object

@@ -20,6 +20,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from drivetrain.core.errors import ConfigError, did_you_mean, nearest_name
+from drivetrain.core.types import Settings
 from drivetrain.core.yaml_tags import BracketProblem, ReferenceProblem, RefTag, parse_brackets, resolve_references
 
 KeyPath = tuple[str | int, ...]
@@ -50,7 +51,7 @@ _RESOLVERS: list[tuple[str, re.Pattern[str], list[str | None]]] = [
 class YamlFile:
     """What a file holds, and where in the file each key was written."""
 
-    data: dict[str, Any]
+    data: Settings
     """Plain values: dict, list, tuple, str, int, float, bool, None."""
     name: str
     """The file's name as errors print it."""
@@ -76,7 +77,7 @@ class YamlFile:
         return f"{place} {dotted}" if dotted else place
 
 
-def load_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] = ConfigError) -> dict[str, Any]:
+def load_yaml(source: YamlSource, *, tags: bool = True, error: type[Exception] = ConfigError) -> Settings:
     """Read a YAML or JSON file, or an open stream, and return the mapping it holds; an empty file is an empty mapping.
 
     >>> import io
@@ -155,7 +156,7 @@ class StrictLoader(yaml.SafeLoader):
         self._depth, self._expanded = 0, 0
         self._sizes: dict[int, int] = {}  # id of a finished node: what it expands to
 
-    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
         """Compose one node, counting what it would expand to."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
@@ -234,9 +235,9 @@ class _NodeReader:
         known = f"Known tags: {', '.join(valid)}." if valid else "This file may use no tags."
         return f"the tag {shown!r} is not allowed.{hint} {known}"
 
-    def _build_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        own: dict[str, Any] = {}
+    def _build_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, object]:
+        merged: dict[str, object] = {}
+        own: dict[str, object] = {}
         first_line: dict[str, int] = {}
         for key_node, value_node in node.value:
             is_merge = key_node.tag == _CORE + "merge"
@@ -253,9 +254,9 @@ class _NodeReader:
             own[key] = self.build(value_node, (*path, key))
         return {**merged, **own}
 
-    def _merge(self, node: Node, path: KeyPath) -> dict[str, Any]:
+    def _merge(self, node: Node, path: KeyPath) -> dict[str, object]:
         sources = node.value if isinstance(node, SequenceNode) else [node]
-        merged: dict[str, Any] = {}
+        merged: dict[str, object] = {}
         for source in reversed(sources):  # the first of several mappings wins
             if not isinstance(source, MappingNode):
                 raise self.fail(source, "'<<' merges mappings, given by an alias such as `<<: *defaults`.")
@@ -269,14 +270,14 @@ class _NodeReader:
             raise self.fail(node, f"the key {node.value[:60]!r} needs double quotes in JSON.")
         return str(node.value)
 
-    def _build_items(self, node: SequenceNode, path: KeyPath) -> list[Any]:
+    def _build_items(self, node: SequenceNode, path: KeyPath) -> list[object]:
         items = []
         for index, item in enumerate(node.value):
             self.lines[(*path, index)] = item.start_mark.line + 1
             items.append(self.build(item, (*path, index)))
         return items
 
-    def _build_scalar(self, node: ScalarNode) -> Any:
+    def _build_scalar(self, node: ScalarNode) -> object:
         kind = "str" if node.tag == "!" else node.tag.removeprefix(_CORE)
         text: str = node.value
         if kind == "str":
@@ -292,7 +293,7 @@ class _NodeReader:
             raise self.fail(node, f"{text[:60]!r} is not a {kind}.")
         return self._convert(node, kind, text)
 
-    def _convert(self, node: ScalarNode, kind: str, text: str) -> Any:
+    def _convert(self, node: ScalarNode, kind: str, text: str) -> object:
         if kind == "null":
             return None
         if kind == "bool":
@@ -309,7 +310,7 @@ class _NodeReader:
             raise self.fail(node, f"the number {text[:60]} is too large; write .inf if infinity is meant.")
         return value
 
-    def _build_tagged(self, node: Node, path: KeyPath) -> Any:
+    def _build_tagged(self, node: Node, path: KeyPath) -> object:
         tag = node.tag
         if not self.tags or tag not in ("!ref", "!tuple", "!list", "!str"):
             raise self.fail(node, self._unknown_tag(tag))
@@ -321,7 +322,7 @@ class _NodeReader:
             return node.value
         return RefTag(text=node.value, line=node.start_mark.line + 1)
 
-    def _build_brackets(self, node: Node, path: KeyPath, kind: type) -> Any:
+    def _build_brackets(self, node: Node, path: KeyPath, kind: type) -> object:
         if isinstance(node, SequenceNode):
             return kind(self._build_items(node, path))
         if not isinstance(node, ScalarNode):
@@ -332,7 +333,7 @@ class _NodeReader:
             raise self.fail(node, f"{node.tag} {node.value[:60]}: {problem}") from None
         return kind(items)
 
-    def _plain_value(self, node: ScalarNode, text: str) -> Any:
+    def _plain_value(self, node: ScalarNode, text: str) -> object:
         """Read one item of a bracketed text as YAML would read it on its own."""
         for kind, pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
             if pattern.match(text):

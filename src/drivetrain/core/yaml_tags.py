@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import did_you_mean
+from drivetrain.core.types import Settings
 
 _BRACKETED = re.compile(r"<([^<>]*)>")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(-?[0-9]+)\]")
@@ -40,7 +41,7 @@ class RefTag:
     line: int
 
 
-def resolve_references(data: dict[str, Any], *, limit: int) -> dict[str, Any]:
+def resolve_references(data: Settings, *, limit: int) -> Settings:
     """Replace every RefTag by a copy of what it names; a result of more than `limit` values and characters fails."""
     resolved = _Resolver(data, limit).resolve(data)
     assert isinstance(resolved, dict)
@@ -61,7 +62,7 @@ class _Resolver:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise ReferenceProblem(self._line(), f"references and containers are nested more than {_MAX_DEPTH} deep.")
-        copy: Any
+        copy: object
         if isinstance(value, RefTag):
             copy = self._follow(value)
         elif isinstance(value, dict):
@@ -143,7 +144,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), f"the value {str(value)[:40]!r}")
 
 
-def parse_brackets(text: str, plain: Callable[[str], object]) -> list[Any]:
+def parse_brackets(text: str, plain: Callable[[str], object]) -> list[object]:
     """Read `(a, b, (c, d))` or `[a, b]`: quoted items are text, others what `plain` makes of them.
 
     >>> parse_brackets("(1, (2, x), [])", str)
@@ -185,7 +186,7 @@ def _items(
     closing = ")" if opening == "(" else "]"
     if depth > _MAX_NESTING:
         raise BracketProblem(f"brackets are nested more than {_MAX_NESTING} deep.")
-    items: list[Any] = []
+    items: list[object] = []
     position, expects_item = start + 1, True
     while position < len(tokens):
         kind, value = tokens[position]

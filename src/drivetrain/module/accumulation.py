@@ -9,7 +9,7 @@ batch and unequal token counts all come out right. Losses that are sums add up i
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -130,7 +130,11 @@ def share_of(items: Count, total: Count, world: int = 1) -> Count:
     return widened(items) * world / total if total else 0.0
 
 
-def widened(count: object) -> Any:
+@overload
+def widened(count: Tensor) -> Tensor: ...
+@overload
+def widened(count: Count) -> Count: ...
+def widened(count: Count) -> Count:
     """Return a count whose quotients are exact enough for any loss: torch divides integers in float32."""
     if not isinstance(count, Tensor):
         return count

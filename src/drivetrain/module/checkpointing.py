@@ -6,7 +6,8 @@ products, convolutions and attention; `offload` keeps the inputs too, but in hos
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ def tracking_norms(module: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
 class _CountedOnce:
     """Runs a block whose batch norms update their running statistics in the first pass only, not when it is computed again."""
 
-    def __init__(self, run: Any, norms: list[nn.modules.batchnorm._NormBase]):
+    def __init__(self, run: Callable[..., object], norms: list[nn.modules.batchnorm._NormBase]):
         self.run, self.norms, self.is_first = run, norms, True
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -127,7 +128,7 @@ def _is_on_cuda(args: tuple, kwargs: Mapping[str, object]) -> bool:
     return any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
 
 
-def _selective_contexts() -> Any:
+def _selective_contexts() -> "tuple[AbstractContextManager[object], AbstractContextManager[object]]":
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     return create_selective_checkpoint_contexts(keep_expensive)

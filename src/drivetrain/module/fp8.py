@@ -83,7 +83,7 @@ def scaled_product(
 def _kernel_product(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, out_dtype: torch.dtype, is_fast: bool
 ) -> Tensor:
-    out: Any = torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=out_dtype, use_fast_accum=is_fast)
+    out: Tensor = torch._scaled_mm(a, b, factor_a, factor_b, out_dtype=out_dtype, use_fast_accum=is_fast)
     return out
 
 

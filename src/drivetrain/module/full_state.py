@@ -35,7 +35,7 @@ def full_state_dict(model: nn.Module, *, prefix: str = "") -> StateDict:
     state = type(module).state_dict(module, keep_vars=True)
     if any(is_dtensor(value) for value in state.values()):
         _meet(f"the weights of {type(module).__name__} are gathered from all ranks")
-    whole: dict[int, Any] = {}  # a parameter under two names stays one tensor
+    whole: dict[int, object] = {}  # a parameter under two names stays one tensor
     result: OrderedDict[str, object] = OrderedDict()
     for key, value in state.items():
         if id(value) not in whole:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from drivetrain.core.types import StateDict
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # ---------------------------------------------------------------------- fused kernels: one launch for all parameters
 
@@ -76,7 +79,10 @@ def _fill_momentum(optimizer: Optimizer) -> None:
 
 
 def split_optimizer(
-    build: Callable[..., Optimizer], groups: Any, settings: Mapping[str, object], process_group: object
+    build: Callable[..., Optimizer],
+    groups: Any,
+    settings: Mapping[str, object],
+    process_group: "ProcessGroup | None",
 ) -> Optimizer:
     """Return `build(groups, **settings)` with its state split over the ranks of a group."""
     made: Optimizer = _split_class()(list(groups), optimizer_class=build, process_group=process_group, **settings)
@@ -84,7 +90,7 @@ def split_optimizer(
 
 
 @cache
-def _split_class() -> Any:
+def _split_class() -> Callable[..., Optimizer]:
     """Return the class; it is made when it is first needed, because a run on one process does not load torch's."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -105,7 +111,7 @@ def _split_class() -> Any:
             finally:
                 self._all_state_dicts = []
 
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        def load_state_dict(self, state_dict: StateDict) -> None:
             """Take this rank's part of a whole state."""
             whole = {**state_dict, "state": dict(state_dict["state"])}  # torch empties what is not this rank's
             super().load_state_dict(whole)
@@ -118,7 +124,7 @@ def _split_class() -> Any:
     return SplitOptimizer
 
 
-def _count_on_device(state: dict[str, Any], parameter: Tensor) -> None:
+def _count_on_device(state: StateDict, parameter: Tensor) -> None:
     """Put the step count where kernels that read it on the device look for it."""
     if isinstance(state.get("step"), Tensor):
         state["step"] = state["step"].to(parameter.device)
@@ -254,7 +260,10 @@ def host_copy(value: Tensor, dtype: torch.dtype, pin_memory: bool) -> Tensor:
 
 
 def with_master_weights(
-    build: Callable[..., Optimizer], masters: Mapping[int, nn.Parameter], groups: Any, settings: Mapping[str, object]
+    build: Callable[..., Optimizer],
+    masters: Mapping[int, nn.Parameter],
+    groups: Any,
+    settings: Mapping[str, object],
 ) -> Optimizer:
     """Return `build(groups, **settings)` with every parameter replaced by its copy; `masters` maps identities to copies."""
     served: list[tuple[nn.Parameter, nn.Parameter]] = []

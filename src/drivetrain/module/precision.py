@@ -9,7 +9,6 @@ import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +104,7 @@ class Autocasting(GeneratedClass):
     _autocast_device: str
     _autocast_dtype: torch.dtype
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module's own forward in low precision."""
         with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -114,7 +113,7 @@ class Autocasting(GeneratedClass):
 class AutocastingGenerator(Autocasting):
     """Runs `generate` under autocast too."""
 
-    def generate(self, *args: object, **kwargs: object) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> object:
         """Run the module's own generate in low precision."""
         with torch.autocast(self._autocast_device, dtype=self._autocast_dtype):
             return super().generate(*args, **kwargs)  # type: ignore[misc]

@@ -31,7 +31,7 @@ class ReplacePair:
         """Return the module that takes the place, with the same parameters, or None to leave it."""
         raise NotImplementedError
 
-    def sample(self, module: nn.Module) -> tuple[Any, ...] | None:
+    def sample(self, module: nn.Module) -> tuple[object, ...] | None:
         """Return made-up arguments to compare the two on; None where the pair proves itself."""
         return None
 
@@ -39,7 +39,7 @@ class ReplacePair:
 @dataclass(frozen=True)
 class _Registered:
     pair: ReplacePair
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     supported_dtypes: Sequence[torch.dtype] = FLOATS
 
 
@@ -159,7 +159,7 @@ register_replace_pair("rms_norm", pair_cls=_RmsNorm)
 class FusedAttention(GeneratedClass):
     """Multi-head attention that returns no weights unless asked for them, so that torch's fused kernel can run."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Attend; the fifth argument, or the keyword, still asks for weights."""
         if len(args) < 5:
             kwargs.setdefault("need_weights", False)

@@ -7,8 +7,8 @@ does. In evaluation the head returns ordinary logits.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.loss_items import active_watch
 from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _MARK = "_is_split_vocabulary"
 _KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})
 """Functions that leave words beside one another, so that their result is split the same way."""
@@ -29,7 +32,9 @@ _LOOKING = frozenset({"size", "dim", "__get__", "is_floating_point", "numel"})
 class SplitLogits(TorchFunctionMode):
     """Computes cross entropies of split logits, and gathers the logits for whatever else is done with them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not any(getattr(value, _MARK, False) for value in (*args, *kwargs.values())):
             return func(*args, **kwargs)
@@ -49,7 +54,7 @@ class SplitLogits(TorchFunctionMode):
 class SplitLogitsModel(GeneratedClass):
     """Makes a model's own forward, loss included where it has one, know split logits."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if not self.training:  # type: ignore[attr-defined]
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         with SplitLogits():
@@ -62,14 +67,14 @@ def know_split_logits(model: nn.Module, head: nn.Module) -> None:
     model.__class__ = subclass_of(type(model), SplitLogitsModel)
 
 
-def _leave(head: nn.Module, args: Any, out: Any) -> Any:
+def _leave(head: nn.Module, args: object, out: Any) -> object:
     return _marked(out) if head.training else out.full_tensor()
 
 
 class SplitLogitsLoss:
     """Makes a loss function know split logits."""
 
-    def __call__(self, loss_func: Callable[..., object]) -> Callable[..., Any]:
+    def __call__(self, loss_func: Callable[..., object]) -> Callable[..., object]:
         from torch.utils._pytree import tree_map_only
 
         def loss_of_split_logits(*args: object) -> object:
@@ -80,7 +85,7 @@ class SplitLogitsLoss:
         return loss_of_split_logits
 
 
-def gathered(value: Any) -> Any:
+def gathered(value: Any) -> object:
     """Return split logits whole, and everything else as it is."""
     return value.full_tensor() if getattr(value, _MARK, False) else value
 
@@ -91,7 +96,7 @@ def _marked(value: Any) -> Any:
     return value
 
 
-def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _kept(func: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, object]) -> object:
     """Return what a function of shapes makes of split logits, or None where it does not leave them split by words."""
     whole = args[0]
     try:
@@ -116,7 +121,7 @@ def _cross_entropy(*args: object, **kwargs: object) -> Tensor | None:
     local = logits.to_local()
     group = logits.device_mesh.get_group()
     first = group.rank() * local.shape[1]
-    losses: Any = _RowLosses.apply(local, target, first, given["ignore_index"], group)
+    losses: Tensor = _RowLosses.apply(local, target, first, given["ignore_index"], group)
     if given["reduction"] == "none":
         return losses
     loss = losses.sum()
@@ -131,7 +136,7 @@ class _RowLosses(torch.autograd.Function):
     """The cross entropy of each row, of which every rank holds some words."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, ignored: int, group: Any) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, ignored: int, group: "ProcessGroup") -> Tensor:
         import torch.distributed as dist
 
         wide = logits if logits.dtype == torch.float64 else logits.float()

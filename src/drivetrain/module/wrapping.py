@@ -17,7 +17,7 @@ not fit is found before anything is changed and reported in one error.
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -150,7 +150,7 @@ def named_clean_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter
 class GeneratedClass:
     """Marks classes made by `subclass_of`; the class the user wrote is the next base."""
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Pickle as an instance of the mixin and the written class, because the generated class cannot be imported."""
         reduced: tuple[object, ...] = super().__reduce_ex__(2)  # type: ignore[assignment]
         mixin, base = type(self).__bases__[0], type(self).__bases__[-1]
@@ -257,7 +257,7 @@ def state_faults(module: nn.Module, state: Mapping[str, object]) -> list[StateFa
     return _faults(bare, _without_prefixes(state, dict.fromkeys(live, "")), live)
 
 
-def _faults(module: nn.Module, given: Mapping[str, Any], live: Mapping[str, Any]) -> list[StateFault]:
+def _faults(module: nn.Module, given: Mapping[str, object], live: Mapping[str, Tensor]) -> list[StateFault]:
     is_own_business, may_reshape = _loaded_in_own_way(module)
     faults = [StateFault("missing", name) for name in live if name not in given and not is_own_business(name)]
     faults += [StateFault("unexpected", name) for name in given if name not in live and not is_own_business(name)]
@@ -300,7 +300,7 @@ def _without_prefixes(state: Mapping[str, object], names: Mapping[str, str]) -> 
     return dict(zip(best, state.values()))
 
 
-def _fits(value: Any, live: Any) -> bool:
+def _fits(value: object, live: Tensor) -> bool:
     if is_lazy(live):  # takes the shape of whatever is loaded
         return True
     return not isinstance(live, Tensor) or (isinstance(value, Tensor) and value.shape == live.shape)
@@ -325,7 +325,7 @@ def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callab
     return under(inventing), under(reshaping)
 
 
-def _real_metadata(module: nn.Module, metadata: Mapping[str, object]) -> "OrderedDict[str, Any]":
+def _real_metadata(module: nn.Module, metadata: Mapping[str, object]) -> "OrderedDict[str, object]":
     """Spread the metadata of clean names over the module's real paths; a shell gets its inner module's."""
     paths = {path: clean_key(module, path) for path, _ in module.named_modules()}
     given = _without_prefixes(metadata, {clean: path for path, clean in paths.items()})

@@ -63,6 +63,7 @@ class SetStepper(Stepper):
             self._weight = items
         else:
             self._refer_to(items if reference is None else reference)
+            assert self.window.reference is not None
             self._weight = widened(items) / self.window.reference
         return loss
 

@@ -6,8 +6,6 @@ memory carries all of it, and an event says when it has arrived. A place has eig
 value, so numbers arrive as they were and a page needs one transfer however many types it holds.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,17 +19,21 @@ _PLAIN = frozenset(
     )
 )
 
+Number = bool | int | float
+Key = tuple[torch.device, int | None]
+"""A device, and the identity of its stream where it has streams."""
+
 
 class _Page:
     """Places for values of one device, in the order of one stream."""
 
-    def __init__(self, key: Any, device: torch.device, stream: Any):
+    def __init__(self, key: Key, device: torch.device, stream: torch.cuda.Stream | None):
         self.key, self.stream, self.used = key, stream, 0
         with torch.inference_mode(False):  # else the page could not be written outside of it
             self.memory = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, device=device)
             self.host = torch.empty(PLACES * _WIDTH, dtype=torch.uint8, pin_memory=stream is not None)
         self._places: dict[torch.dtype, tuple[Tensor, ...]] = {}
-        self._values: dict[torch.dtype, list[Any]] = {}
+        self._values: dict[torch.dtype, list[Number]] = {}
 
     def put(self, value: Tensor) -> "BufferSlot":
         places = self._places.get(value.dtype)
@@ -43,7 +45,7 @@ class _Page:
         self.used += 1
         return BufferSlot(self, self.used - 1, value.dtype)
 
-    def send(self) -> Any:
+    def send(self) -> torch.cuda.Event | None:
         """Start the transfer of what has been put; return the event that says when it has arrived, or None."""
         self._values.clear()
         size = self.used * _WIDTH
@@ -55,7 +57,7 @@ class _Page:
             event.record()
         return event
 
-    def read(self, index: int, dtype: torch.dtype) -> Any:
+    def read(self, index: int, dtype: torch.dtype) -> Number:
         values = self._values.get(dtype)
         if values is None:
             if self.stream is None and not self._values:  # no events here: this waits for the device
@@ -75,7 +77,7 @@ class BufferSlot:
     def __init__(self, page: _Page, index: int, dtype: torch.dtype):
         self._page, self._index, self._dtype = page, index, dtype
 
-    def read(self) -> Any:
+    def read(self) -> Number:
         """Return the number."""
         return self._page.read(self._index, self._dtype)
 
@@ -83,7 +85,7 @@ class BufferSlot:
 class Arrival:
     """What was put into a buffer up to one moment."""
 
-    def __init__(self, buffer: "DeviceBuffer", pages: list[_Page], events: list[Any]):
+    def __init__(self, buffer: "DeviceBuffer", pages: list[_Page], events: list[torch.cuda.Event]):
         self._buffer, self._pages, self._events = buffer, pages, events
 
     def is_ready(self) -> bool:
@@ -116,10 +118,10 @@ class DeviceBuffer:
     """
 
     def __init__(self) -> None:
-        self._open: dict[Any, _Page] = {}
+        self._open: dict[Key, _Page] = {}
         self._full: list[_Page] = []
-        self._free: dict[Any, list[_Page]] = {}
-        self._events: list[Any] = []
+        self._free: dict[Key, list[_Page]] = {}
+        self._events: list[torch.cuda.Event] = []
 
     def put(self, value: Tensor) -> BufferSlot:
         """Copy a tensor of one element aside; its device is not waited for."""
@@ -129,7 +131,10 @@ class DeviceBuffer:
         if value.dtype not in _PLAIN:
             value = value.float()
         stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
-        key = (value.device, stream and stream.cuda_stream)  # cheaper to compare than the stream itself
+        key = (
+            value.device,
+            None if stream is None else stream.cuda_stream,
+        )  # cheaper to compare than the stream itself
         page = self._open.get(key)
         if page is None:
             free = self._free.get(key)

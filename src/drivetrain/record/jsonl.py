@@ -12,7 +12,7 @@ import os
 import time as clock
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from drivetrain.core.errors import StateError
 from drivetrain.core.files import load_json, open_regular, open_to_read
@@ -117,7 +117,7 @@ class JsonlSink(FileSink):
         """Open the file for appending; a resume adds a line."""
         self._file = AppendFile(folder / FILE_NAME)
         if resume is not None:
-            line: dict[str, Any] = {"kind": "resume", "step": resume.step, "time": round(clock.time(), 3)}
+            line: dict[str, object] = {"kind": "resume", "step": resume.step, "time": round(clock.time(), 3)}
             if resume.lines is not None:
                 line["lines"] = resume.lines
             self._file.append([json.dumps(line) + "\n"])
@@ -178,7 +178,7 @@ class JsonlSink(FileSink):
 
 def read_metrics(
     path: str | os.PathLike[str], *, kind: str | None = None, tag: str | None = None, limit: int | None = METRICS_LIMIT
-) -> list[dict[str, Any]]:
+) -> list[Settings]:
     """Return the rows of a `metrics.jsonl`, or of the folder that holds it, in the order of recording.
 
     Rows that a resume superseded are left out, and so is a last line that was cut short. A row has `step`, `time`, `kind`,
@@ -192,7 +192,7 @@ def read_metrics(
     return [row for row in iterate_metrics(file) if kind in (None, row["kind"]) and tag in (None, row["tag"])]
 
 
-def iterate_metrics(file: Path) -> Iterator[dict[str, Any]]:
+def iterate_metrics(file: Path) -> Iterator[Settings]:
     """Yield the rows of a `metrics.jsonl` that no resume superseded, one at a time: a long file needs no more memory than a short one."""
     with open_to_read(file) as stream:
         size = os.fstat(stream.fileno()).st_size  # rows that are added while it is read are left out
@@ -228,7 +228,7 @@ def _whole_lines(stream: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
         yield number, line[:-1]
 
 
-def parse_row(line: bytes, file: Path, number: int) -> dict[str, Any]:
+def parse_row(line: bytes, file: Path, number: int) -> Settings:
     """Return the row in one line of a metrics file; a line that is not one is a `StateError` with its number, counted from 0."""
     try:
         row = load_json(line)
@@ -252,7 +252,7 @@ def parse_row(line: bytes, file: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def _spelled(value: object) -> Any:
+def _spelled(value: object) -> object:
     """Return a plain value with NaN and infinity as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO, overload
 
 from drivetrain.core.display import printable, printable_lines
 from drivetrain.core.errors import ConfigTypeError
@@ -97,7 +97,11 @@ class Row(NamedTuple):
     time: float
 
 
-def plain(value: object) -> Any:
+@overload
+def plain(value: Mapping[str, object]) -> dict[str, object]: ...
+@overload
+def plain(value: object) -> object: ...
+def plain(value: object) -> object:
     """Return a copy that consists of what JSON knows; anything else becomes its text. Tensors of one element are read."""
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigTypeError
@@ -47,7 +47,7 @@ class Stream:
         """Parameters of the run, for sinks that show them."""
         self.buffer = DeviceBuffer()
         self.rows: list[Row] = []
-        self.last: dict[str, Any] = {}
+        self.last: dict[str, float] = {}
         self.due = 0.0
         self.is_silent = self.is_closed = False
         self.wants_steps = any(outlet.takes("step") for outlet in outlets)
@@ -206,7 +206,7 @@ class Stream:
             outlet.flush()
 
 
-def kept(buffer: DeviceBuffer, value: Any) -> Any:
+def kept(buffer: DeviceBuffer, value: Tensor | np.ndarray) -> Tensor | np.ndarray:
     """Return a copy of an array or tensor that later changes do not reach."""
     return buffer.keep(value) if isinstance(value, Tensor) else value.copy()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.algorithms.surgery import ModelSurgery, Optimizers, check_unwrapped, warn_no_effect
 from drivetrain.context.state import State
@@ -200,7 +201,7 @@ def _layers_of(
     return found
 
 
-def _ask(policy: Callable[..., Any], length: int, module: nn.Module, index: int) -> nn.Module | None:
+def _ask(policy: "Policy", length: int, module: nn.Module, index: int) -> nn.Module | None:
     return policy(module, index, length)
 
 
@@ -222,7 +223,7 @@ def _verify(model: nn.Module) -> None:
 class _FirstPass:
     """Checks after the first pass through a model that every layer used its bias, and takes itself away."""
 
-    handle: Any = None
+    handle: RemovableHandle
 
     def __call__(self, model: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling():

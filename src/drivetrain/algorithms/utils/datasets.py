@@ -31,7 +31,7 @@ class Steps:
     def __init__(self, *transforms: Transform):
         self.transforms = list(transforms)
 
-    def __call__(self, image: object) -> Any:
+    def __call__(self, image: object) -> object:
         for transform in self.transforms:
             image = transform(image)
         return image
@@ -40,7 +40,7 @@ class Steps:
         return f"{type(self).__name__}({', '.join(map(repr, self.transforms))})"
 
 
-class TransformedDataset(Dataset[Any]):
+class TransformedDataset(Dataset[object]):
     """A dataset whose images pass through a transform; of a sample the image is the first entry, or the first that is one."""
 
     def __init__(self, dataset: Any, transform: Transform):
@@ -49,7 +49,7 @@ class TransformedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> object:
         sample = self.dataset[index]
         if isinstance(sample, tuple) and hasattr(sample, "_fields"):
             return type(sample)(self.transform(sample[0]), *sample[1:])
@@ -67,7 +67,7 @@ def _is_image(value: object) -> bool:
     return is_pil(value) or (isinstance(value, Tensor) and value.ndim == 3)
 
 
-def with_transform(dataset: object, transform: Transform) -> Any:
+def with_transform(dataset: object, transform: Transform) -> object:
     """Return a dataset whose images also pass through `transform`; the one given stays as it is.
 
     The transform is placed before the first step that makes tensors, in a copy of the dataset's own.
@@ -90,7 +90,7 @@ def with_transform(dataset: object, transform: Transform) -> Any:
     return changed
 
 
-def _extended(old: Any, transform: Transform) -> Any:
+def _extended(old: Any, transform: Transform) -> Transform:
     """Return a copy of a transform with one more step at its place."""
     if old is None:
         return transform
@@ -124,7 +124,7 @@ def change_dataset(loader: object, dataset: object, who: str) -> None:
         )
 
 
-def rebuild_in_place(loader: SmartDataLoader[Any], **changes: object) -> None:
+def rebuild_in_place(loader: SmartDataLoader[object], **changes: object) -> None:
     """Give a loader other arguments, as `rebuild` does, without those who hold it having to change theirs."""
     changed = loader.rebuild(**changes)
     vars(loader).clear()

@@ -8,7 +8,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,7 +177,7 @@ def _own_pass(state: State) -> Iterator[object]:
         yield move_to_device(state.device, batch)
 
 
-def _without_workers(loader: SmartDataLoader[Any]) -> dict[str, object]:
+def _without_workers(loader: SmartDataLoader[object]) -> dict[str, object]:
     """Return the arguments that only make sense with workers, switched off."""
     off = {"persistent_workers": False, "prefetch_factor": None, "timeout": 0, "worker_init_fn": None}
     return {name: value for name, value in off.items() if name in loader._arguments}

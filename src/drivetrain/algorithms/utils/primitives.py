@@ -203,7 +203,7 @@ def find_set(given: AugmentationSet, who: str) -> Sequence[Augmentation]:
 
 def apply_one_of(
     augmentations: Sequence[Augmentation], image: object, level: float, generator: Generator = None
-) -> Any:
+) -> Image:
     """Return the image after one augmentation drawn from the list; functions from elsewhere draw from generators of their own."""
     chosen = augmentations[draw_integer(0, len(augmentations), generator)]
     return chosen(image, level, generator) if hasattr(chosen, "draws_from_generator") else chosen(image, level)

@@ -3,14 +3,13 @@
 Algorithms do not import optimizers; the Trainer installs `state.make_optimizer(name, groups, **settings)` for them.
 """
 
-from typing import Any
-
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.context.state import State
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.time import Time, TimeUnit
+from drivetrain.core.types import Settings
 from drivetrain.module.params import named_trainable
 
 
@@ -67,7 +66,7 @@ def make_optimizer(state: State, name: str, groups: object, **settings: object) 
     return state.make_optimizer(name, groups, **settings)
 
 
-def named_groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+def named_groups(optimizer: Optimizer, model: nn.Module) -> list[Settings]:
     """Return the groups of an optimizer with the names of their parameters, and their other settings."""
     names = {id(parameter): name for name, parameter in named_trainable(model)}
     groups = []
