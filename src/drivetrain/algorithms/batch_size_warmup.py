@@ -110,6 +110,6 @@ class BatchSizeWarmup(Algorithm):
         """Return the length of the window in progress."""
         return {"length": self._length}
 
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the length of the window in progress."""
         self._length = state["length"]

@@ -6,6 +6,7 @@ gets the mask that keeps documents apart, and the loss is weighted by the target
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
