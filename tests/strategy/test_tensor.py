@@ -1,17 +1,22 @@
 """Tensor parallelism by plans that nobody wrote, alone and combined, follows the plain model."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
-from drivetrain.core.errors import MethodConfigError
+from drivetrain.core.errors import MethodConfigError, StrategyError
 from drivetrain.module.distributed_tensors import is_dtensor
 from drivetrain.module.tensor_parallel import parallelize
 from drivetrain.module.vocabulary_parallel import SplitLogitsLoss
+from drivetrain.runtime.ranks import clear_data_ranks
 from drivetrain.strategy.value import Strategy
-from tests.strategy.tasks import TENSOR_PLAN, make_model, plain_losses
+from drivetrain.train.auto import auto_accelerate
+from tests.strategy.tasks import TENSOR_PLAN, loss_func, make_data, make_model, plain_losses
 from tests.strategy.test_semantics import check_against_plain, follow_all, in_parts
 
 PIECES = ("tensor_parallel", {"sequence_parallel": True})
@@ -55,6 +60,61 @@ def test_inferred_plans_follow_the_plain_model_on_two(world2, plans):
 @in_parts(ON_FOUR, {"tensor x sequence", "pieces x data"})
 def test_inferred_plans_follow_the_plain_model_on_four(world4, plans):
     check_against_plain(world4(follow_all, plans), plans)
+
+
+def normalised_model():
+    model = make_model(tied=False)
+    for block in model.blocks:
+        block.up, block.down = weight_norm(block.up), weight_norm(block.down)
+    return model
+
+
+def train_once(model, optim_func, plan):
+    """Return the loss and the parameters after one step, or the error."""
+    batch = {"tokens": (rows := make_data(8).tokens)[:, :-1], "labels": rows[:, 1:]}
+    if plan is None:
+        optimizer = optim_func(model.parameters(), lr=0.1)
+        loss_func(batch, model(**batch)).backward()
+        optimizer.step()
+        return dict(model.named_parameters())
+    try:
+        _, result, _ = auto_accelerate(
+            model, optim_func, make_data(8), loss_func, None, "unpack_dict", {"lr": 0.1}, dataloader_args={"batch_size": 8},
+            load_strategy=plan, device="cpu", ignore_dryrun_on_load_strategy=True,
+        )  # fmt: skip
+    except StrategyError as error:
+        return f"{type(error).__name__}: {error}"
+    for rows in result.dataloader:
+        result.loss_func(rows, result.model(**rows)).backward()
+        result.optim.step()
+    values = {n: p.full_tensor() if is_dtensor(p) else p for n, p in result.model.named_parameters()}
+    clear_data_ranks()
+    return {name.removeprefix("module."): value.detach() for name, value in values.items()}
+
+
+def odd_parameters():
+    tensor = ("parallel_mode", [("tensor", 2)])
+    given = [tensor, ("tensor_parallel", {"plan": TENSOR_PLAN})]
+    return {
+        "norm, given": train_once(normalised_model(), torch.optim.SGD, given),
+        "norm, found": train_once(normalised_model(), torch.optim.SGD, [tensor, "tensor_parallel"]),
+        "adafactor, fsdp": train_once(make_model(tied=False), torch.optim.Adafactor, ["fsdp"]),
+        "adafactor, tensor": train_once(make_model(tied=False), torch.optim.Adafactor, given),
+        "adafactor, zero1": train_once(make_model(tied=False), torch.optim.Adafactor, ["parallel_mode", "zero1"]),
+    }
+
+
+def test_weights_that_cannot_be_split_stay_whole_or_are_rejected_before_the_first_step(world2):
+    normalised = train_once(normalised_model(), torch.optim.SGD, None)
+    adafactor = train_once(make_model(tied=False), torch.optim.Adafactor, None)
+    for found in world2(odd_parameters):
+        assert re.match("MethodConfigError: .*blocks.0.down is computed from other parameters", found["norm, given"])
+        assert re.match("UnsupportedMethodError: Adafactor and fsdp cannot", found["adafactor, fsdp"])
+        assert re.match("UnsupportedMethodError: Adafactor and a tensor axis cannot", found["adafactor, tensor"])
+        for ours, plain in ((found["norm, found"], normalised), (found["adafactor, zero1"], adafactor)):
+            assert set(ours) == set(plain)
+            for name, value in ours.items():
+                torch.testing.assert_close(value, plain[name].detach(), rtol=1e-5, atol=1e-6)
 
 
 def losses_of_split_logits():

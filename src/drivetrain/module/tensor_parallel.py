@@ -197,8 +197,11 @@ def _check_style(name: str, style: Any) -> None:
 
 
 def is_splittable(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed."""
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    """Return whether a module is a linear layer that can be split: torch's, or transformers' Conv1D, whose weight is transposed.
+
+    A weight that is computed from other parameters, as weight normalisation does, is no parameter that could be split.
+    """
+    return (isinstance(module, nn.Linear) or _is_transposed(module)) and "weight" in module._parameters
 
 
 def features(module: nn.Module, style: str) -> int:
@@ -226,6 +229,11 @@ def _is_transposed(module: nn.Module) -> bool:
 def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
     if style not in ("colwise", "rowwise", "colwise_gather", "vocabulary"):
         return
+    if isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
+        raise ConfigError(
+            f"tensor_parallel: the weight of {name} is computed from other parameters, as weight_norm and other parametrizations do, so it "
+            "cannot be split. Leave the layer out of the plan, or remove the parametrization."
+        )
     if not (is_splittable(module) or isinstance(module, nn.Embedding)):
         raise ConfigError(
             f"tensor_parallel: {name} is a {type(module).__name__}; the style {style!r} is for nn.Linear and nn.Embedding."

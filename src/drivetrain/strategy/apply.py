@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from drivetrain.context.context import Context
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
-from drivetrain.core.errors import ConfigError, DrivetrainWarning
+from drivetrain.core.errors import ConfigError, DrivetrainWarning, UnsupportedMethodError
 from drivetrain.core.types import Batch, Settings
 from drivetrain.module.accumulation import Count
 from drivetrain.module.ddp import wrap_ddp
@@ -200,6 +200,7 @@ def check_model(model: Any, where: str = "auto_accelerate") -> None:
 
 def shape(app: Application) -> Application:
     """Apply a resolved plan to model, optimizer and loss. On an error the model and the process's settings are as before."""
+    _refuse_optimizer(app)
     before, settings = ModelSnapshot(app.model), ProcessSettings.capture()
     model, layout = app.model, app.context._layout
     try:
@@ -218,6 +219,25 @@ def shape(app: Application) -> Application:
         for change in app.loss_changes:
             app.loss_func = change(app.loss_func)
     return app
+
+
+def _refuse_optimizer(app: Application) -> None:
+    """Reject an optimizer whose step cannot work on the split parameters that the plan makes."""
+    build, plan = None if app.recipe is None else app.recipe.build, app.plan
+    if not (isinstance(build, type) and issubclass(build, torch.optim.Adafactor)):
+        return
+    axes = {axis: plan.site.axis(axis) for axis in ("tensor", "pipe")}
+    reasons = {
+        "fsdp": plan.config("fsdp") is not None,
+        "zero2": plan.config("zero2") is not None,
+        "a tensor axis": axes["tensor"] > 1,
+        "data ranks beside a pipeline": axes["pipe"] > 1 and plan.data_ranks > 1,
+    }
+    if found := [name for name, holds in reasons.items() if holds]:
+        raise UnsupportedMethodError(
+            f"Adafactor and {found[0]} cannot be used together: torch's Adafactor squares norms of rows and columns in place, which torch "
+            "cannot do to parameters that are split over ranks. Use zero1 or plain data parallelism with it, or another optimizer."
+        )
 
 
 def _shape(app: Application) -> None:
