@@ -13,6 +13,7 @@ recorded on fake tensors and from the machine's table of times, which is measure
 
 import argparse
 import contextlib
+import gc
 import gzip
 import json
 import os
@@ -37,7 +38,7 @@ from torch import Tensor, nn
 from benchmarks.timing import RESULTS, environment
 from drivetrain.strategy.profile.machine import profile_machine
 from drivetrain.strategy.profile.model import ModelProfiler
-from drivetrain.strategy.profile.step_time import by_kind, pass_time, step_seconds, update_seconds
+from drivetrain.strategy.profile.step_time import How, by_kind, pass_time, step_seconds, update_seconds
 from drivetrain.strategy.profile.values import COMPILED, CUDA_WORKSPACE_BYTES, FUSED, MachineProfile, ModelProfile
 from drivetrain.strategy.task import CallModel, TrainingTask
 
@@ -296,27 +297,23 @@ class Worker:
         self.name, self.is_tiny = str(asked["model"]), bool(asked["tiny"])
         self.device = torch.device(asked["device"])
         self.rows: list[tuple[str, int]] = [(mode, size) for mode, size in asked["rows"]]
+        self.known: list[dict[str, Any]] = asked["known"]
         self.wants_dump, self.end = bool(asked["dump"]), time.monotonic() + float(asked["seconds"])
 
     def run(self) -> None:
         """Predict, then measure row by row."""
         started = time.perf_counter()
         modes = {mode for mode, _ in self.rows}
-        found = profile(self.name, self.is_tiny, compiled="compiled" in modes, limit=min(90.0, self._left() / 3))
+        found = profile(self.name, self.is_tiny, compiled="compiled" in modes, limit=min(150.0, self._left() / 2))
         machine = profile_machine(self.device, time_limit=0.0)
         took = time.perf_counter() - started
         if self.wants_dump:
             self.tell(dump=f"{self.name}.work", value=_plain(found))
+        for row in self.known:
+            self.tell(row=row | self._predicted(found, machine, row["mode"], row["batch"]))
         for mode, size in self.rows:
-            row: dict[str, Any] = {
-                "model": self.name, "mode": mode, "batch": size,
-                "predicted_seconds": predicted_seconds(found, machine, mode, size),
-                "predicted_bytes": predicted_bytes(found, mode, size),
-                "profile_seconds": took, "notes": list(found.notes),
-            }  # fmt: skip
-            if found.work:
-                works = found.work[ARITHMETIC + (FUSED if mode == "compiled" else "")]
-                row["predicted_kinds"] = dict(list(by_kind(works, size, machine).items())[:8])
+            row = {"model": self.name, "mode": mode, "batch": size, "profile_seconds": took}
+            row |= self._predicted(found, machine, mode, size)
             try:
                 row |= self._measured(mode, size)
             except torch.cuda.OutOfMemoryError:
@@ -325,8 +322,19 @@ class Worker:
                 row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
             self.tell(row=row)
             torch._dynamo.reset()
+            gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _predicted(self, found: ModelProfile, machine: MachineProfile, mode: str, size: int) -> dict[str, Any]:
+        works = found.work.get(ARITHMETIC + (FUSED if mode == "compiled" else ""), ())
+        how: How = "compiled" if mode == "compiled" else "eager"
+        return {
+            "predicted_seconds": predicted_seconds(found, machine, mode, size),
+            "predicted_bytes": predicted_bytes(found, mode, size),
+            "predicted_kinds": dict(list(by_kind(works, size, machine, how).items())[:8]),
+            "notes": list(found.notes),
+        }
 
     def _left(self) -> float:
         return self.end - time.monotonic()
@@ -357,19 +365,20 @@ class Worker:
             return (time.perf_counter() - begin) / count
 
         first = steps(1)
-        steps(2)
+        steps(1)
         self._take_turn()
         try:
             once = steps(2)
             if is_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            count = int(min(max(0.25 / once, 3), 40))
-            times = [steps(count) for _ in range(4)]
+            count = int(min(max(0.2 / once, 3), 30))
+            times = [steps(count) for _ in range(3)]
             found: dict[str, Any] = {
                 "seconds": statistics.median(times),
                 "spread": max(times) / min(times) - 1,
                 "first_step_seconds": first,
             }
+            found["host_probe_seconds"] = _probe(device)
             if is_gpu:
                 found["bytes"] = torch.cuda.max_memory_allocated()
             if self.wants_dump:
@@ -379,6 +388,7 @@ class Worker:
         return found
 
     def _wait(self) -> None:
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -412,6 +422,15 @@ class Worker:
     def tell(self, **message: object) -> None:
         """Send one line to the parent."""
         print("@" + json.dumps(message, default=str), flush=True)
+
+
+def _probe(device: torch.device) -> float:
+    """Return what one small call costs the host just now; much more than the table says means that something else was running."""
+    x = torch.ones(8, device=device)
+    begin = time.perf_counter()
+    for _ in range(200):
+        x = x + 1
+    return (time.perf_counter() - begin) / 200
 
 
 def _plain(found: ModelProfile) -> dict[str, Any]:
@@ -468,8 +487,8 @@ class Parent:
             f"{machine.device}: table of {0 if machine.times is None else len(machine.times.grids)} kinds", flush=True
         )
         self.dump("machine", asdict(machine))
-        todo = [(name, rows) for name in self.chosen.models for rows in [self._rows_of(name)] if rows]
-        slots = self.chosen.workers or (1 if self.device == "cpu" else 5)
+        todo = sorted(((name, self._rows_of(name)) for name in self.chosen.models), key=lambda one: -len(one[1]))
+        slots = self.chosen.workers or (1 if self.device == "cpu" else 8)
         while (todo or self.children) and time.monotonic() < self.end:
             while todo and len(self.children) < slots and self.turn is None:
                 self._start(*todo.pop(0))
@@ -482,9 +501,11 @@ class Parent:
         return self.rows
 
     def _rows_of(self, name: str) -> list[tuple[str, int]]:
+        """Return what is to be measured: what takes no compiler first, then the largest micro-batches."""
         known = {(row["model"], row["mode"], row["batch"]) for row in self.rows if "seconds" in row}
         modes = [mode for mode in self.chosen.modes if mode in SUBJECTS[name].modes]
-        wanted = [(mode, size) for mode in modes for size in sizes_of(name, self.chosen.tiny)]
+        sizes = sorted(sizes_of(name, self.chosen.tiny), reverse=True)
+        wanted = [(mode, size) for mode in modes for size in (sizes[0], sizes[2], sizes[1])]
         return [(mode, size) for mode, size in wanted if (name, mode, size) not in known]
 
     def _start(self, name: str, rows: list[tuple[str, int]]) -> None:
@@ -496,11 +517,16 @@ class Parent:
             "rows": rows,
             "seconds": seconds,
             "dump": bool(self.chosen.dump),
+            "known": [row for row in self.rows if row["model"] == name and "seconds" in row],
         }
         command = [sys.executable, "-m", "benchmarks.step_prediction", "--worker", json.dumps(asked)]
         log = self.folder / f"{name}.log"
-        # Caches of their own: one that is stopped may hold the lock of a shared one.
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / name), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        # Caches of their own: one that is stopped may hold the lock of a shared one. One thread: others would go on when it is stopped.
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / name),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": "2",
+        }
         with log.open("w") as errors:
             process = subprocess.Popen(
                 command,
@@ -554,8 +580,8 @@ class Parent:
         child = self.turn = self.waiting.pop(0)
         for other in self.children:
             if other is not child:
-                other.process.send_signal(signal.SIGSTOP)
-        time.sleep(0.05)  # what they have put into the device's queue ends
+                _signal(other, signal.SIGSTOP)
+        time.sleep(0.1)  # what they have put into the device's queue ends
         assert child.process.stdin is not None
         with contextlib.suppress(OSError):
             child.process.stdin.write("go\n")
@@ -566,7 +592,7 @@ class Parent:
             self.turn = None
             for other in self.children:
                 if other is not child:
-                    other.process.send_signal(signal.SIGCONT)
+                    _signal(other, signal.SIGCONT)
 
     def _remove(self, child: Child) -> None:
         self._end_turn(child)
@@ -579,8 +605,7 @@ class Parent:
 
     def _kill(self, child: Child, why: str) -> None:
         print(f"{child.name}: {why}", flush=True)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)
+        _signal(child, signal.SIGKILL)
         child.process.wait()
         self._read(child)
         self._remove(child)
@@ -600,6 +625,12 @@ class Parent:
             folder = Path(self.chosen.dump)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(value, default=str).encode(), mtime=0))
+
+
+def _signal(child: Child, what: signal.Signals) -> None:
+    """Send a signal to a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, what)
 
 
 def shown(row: Mapping[str, Any]) -> str:

@@ -68,6 +68,7 @@ def make_machine(kind="cuda", **changes):
             ((1.0, 2.0**20),) * 3, tuple(2.0 ** (20 * n) * 1e-12 for n in (0, 1, 1, 2, 1, 2, 2, 3))
         ),
         "elementwise": Grid(((1.0, 1e12),), (1e-9, 1e3)),  # a nanosecond a byte
+        "update": Grid(((1.0, 1e12),), (1e-9, 1e3)),
     }
     values = {
         "device": "made up", "kind": kind, "memory": 2**34, "free": 2**34, "flops": {"float32": 1e12, "bfloat16": 4e12}, "bandwidth": 1e9,
@@ -79,6 +80,25 @@ def make_machine(kind="cuda", **changes):
 
 def of_kind(works, key, phase="forward"):
     return [work for work in works if work.key == key and work.phase == phase]
+
+
+def test_kernels_depend_on_alignment_types_and_broadcasting():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odd, self.even = nn.Linear(WIDTH, 33, bias=False), nn.Linear(WIDTH, 34, bias=False)
+            self.scale = nn.Parameter(torch.ones(34))
+
+        def forward(self, x):
+            return self.odd(x).float().sum() + (self.even(x).float() * self.scale).relu().mean(1)
+
+    works = recorded(Mixed(), torch.randn(4, WIDTH)).work["bfloat16"]
+    assert of_kind(works, "product/odd") and of_kind(works, "product/even") and not of_kind(works, "product")
+    assert of_kind(works, "elementwise/broadcast") and of_kind(works, "elementwise")
+    (mean,) = of_kind(works, "reduction/inner")
+    assert mean.dims == ((34.0, 0.0), mean.moved)  # rows of 34, and the bytes moved
+    padded = operator_seconds(of_kind(works, "product/odd")[0], 64, make_machine(), how="compiled")
+    assert padded > 0  # the compiler pads: its time is that of an aligned product, and of a copy
 
 
 def test_operators_of_a_small_model_are_those_counted_by_hand(mlp):
@@ -237,11 +257,14 @@ def test_a_machine_that_is_not_there_is_timed_from_its_data_sheet(mlp, name):
 
 def test_plans_are_timed_from_the_operators_that_were_recorded(mlp):
     machine = make_machine()
-    plain, compiled = (
-        predict_time(effects(micro=4096, compile=scope), mlp, machine)["compute"] for scope in ("none", "model")
-    )
-    assert plain == pytest.approx(step_seconds(pass_time(mlp.work["float32"], 4096, machine, rate="float32")))
-    assert compiled < plain
+    times = {
+        scope: predict_time(effects(micro=4096, compile=scope), mlp, machine)["compute"] for scope in ("none", "model")
+    }
+    plain, fused_ones = mlp.work["float32"], mlp.work["float32/fused"]
+    assert times["none"] == pytest.approx(step_seconds(pass_time(plain, 4096, machine, rate="float32")))
+    expected = pass_time(fused_ones, 4096, machine, rate="float32", how="compiled", is_channels_last=True)
+    assert times["model"] == pytest.approx(step_seconds(expected))
+    assert sum(work.count * work.moved[1] for work in fused_ones) < sum(work.count * work.moved[1] for work in plain)
     whole, parts = (predict_time(effects(micro=8 // n, accumulation=n), mlp, machine)["compute"] for n in (1, 8))
     assert parts > 7 * whole  # micro-batches that are too small wait for the host, each of them
 

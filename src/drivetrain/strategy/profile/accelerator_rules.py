@@ -4,8 +4,9 @@ Memory depends on which kernels run: attention that never writes its scores, dro
 statistics, and autocast, whose list of operations that stay in float32 is longer on CUDA than on CPU.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,19 @@ def accelerator_rules() -> AbstractContextManager[None]:
         ("rms_norm", "AutogradCPU", _rms_norm),
     ]
     return operation_rules(rules)
+
+
+_WRITTEN_OUT = ContextVar("written out", default=False)
+
+
+@contextmanager
+def compiled_attention() -> Iterator[None]:
+    """Let attention with dropout and without a mask be written out in float32, as in compiled graphs on an H200 (torch 2.11)."""
+    token = _WRITTEN_OUT.set(True)
+    try:
+        yield
+    finally:
+        _WRITTEN_OUT.reset(token)
 
 
 class StandIns(TorchDispatchMode):
@@ -156,8 +170,12 @@ def _attention(
         written_out = torch.ops.aten._scaled_dot_product_attention_math
         return written_out(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     mask = attn_mask.detach().to(query.dtype) if attn_mask is not None else None
+    if dropout_p > 0 and mask is None and _WRITTEN_OUT.get():
+        wide = [tensor.float() for tensor in (query, key, value)]
+        scores = (wide[0] @ wide[1].transpose(-1, -2)).softmax(-1)
+        return (torch.native_dropout(scores, dropout_p, True)[0] @ wide[2]).to(query.dtype)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    return attend(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def _rms_norm(

@@ -38,7 +38,7 @@ from drivetrain.strategy.trial.report import TrialResult
 EFFICIENCY = 0.55
 """What a program reaches of a data sheet's figures, until it is measured."""
 _LEAST_SECONDS = 3.0  # what a child needs to start and measure anything
-_CPU_SECONDS = 1.0  # for all measurements on a CPU
+_CPU_SECONDS = 2.0  # for all measurements on a CPU
 _MOST_RANKS = 8
 _LATENCY = {"cuda": 10e-6, "cpu": 100e-6}
 _INTER_LATENCY = 20e-6

@@ -57,7 +57,7 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
             grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    host = {} if known else _host_seconds(device)
+    host = {} if known else _host_seconds(device, end - time.perf_counter())
     return {"grids": grids, "host": host}
 
 
@@ -114,29 +114,37 @@ def _questions(device: torch.device) -> Iterator[Question]:
         ((2.0**14, 2.0**18, 2.0**22, 2.0**25, 2.0**28, 2.0**30),) if is_gpu else ((2.0**12, 2.0**16, 2.0**20, 2.0**23),)
     )
     for name in ("float32", half):
-        yield from _traffic(make, name, sizes, first=True)
-    for name in (half, "float32", *(("tf32",) if is_gpu else ())):
+        yield from _traffic(make, name, sizes, is_first=True)
+    first = (half, "float32") if is_gpu else ("float32", half)
+    for name in (*first, *(("tf32",) if is_gpu else ())):
         yield Question(f"product/{name}", _PRODUCTS[is_gpu], _product(make, name))
+    if is_gpu:
+        for word, more in (("odd", 1), ("even", 2)):
+            yield Question(f"product/{word}/{half}", _UNALIGNED, _product(make, half, more))
+        yield Question("update/float32", sizes, _update(make))
     for name in ("float32", half):
-        yield from _traffic(make, name, sizes, first=False)
-    for name in (half, "float32"):
-        for kind, way in itertools.product(("full", "causal", "masked"), ("forward", "backward")):
+        yield from _traffic(make, name, sizes, is_first=False)
+    for name in first:
+        for kind, way in itertools.product(("full", "causal", "masked", "dropout"), ("forward", "backward")):
             yield Question(f"attention/{kind}/{way}/{name}", _ATTENTION[is_gpu], _attention(make, name, kind, way))
-    for name in (half, "float32"):
+    for name in first:
         yield Question(f"batched/{name}", _BATCHED[is_gpu], _batched(make, name))
     layouts = ("last", "first") if is_gpu else ("first", "last")
-    for name, layout, way in itertools.product((half, "float32"), layouts, ("forward", "backward")):
+    for name, layout, way in itertools.product(first, layouts, ("forward", "backward")):
         for kernel in (1, 3):
             axes = _CONVOLUTION[is_gpu]
             yield Question(f"conv/{kernel}/{layout}/{way}/{name}", axes, _dense(make, name, layout, way, kernel))
         axes = ((32.0, 64.0), _CONVOLUTION[is_gpu][1])
         yield Question(f"conv/few/{layout}/{way}/{name}", axes, _few(make, name, layout, way))
+        axes = ((48.0, 768.0), _CONVOLUTION[is_gpu][1][:3])
+        yield Question(f"patch/{layout}/{way}/{name}", axes, _patches(make, name, layout, way))
         yield Question(f"depthwise/{layout}/{way}/{name}", _DEPTHWISE[is_gpu], _depthwise(make, name, layout, way))
         yield Question(f"grouped/{layout}/{way}/{name}", _GROUPED[is_gpu], _grouped(make, name, layout, way))
 
 
 _STEPS = (64.0, 256.0, 1024.0, 4096.0, 16384.0)
 _PRODUCTS: dict[bool, Axes] = {True: ((*_STEPS, 65536.0), _STEPS, _STEPS), False: ((16.0, 128.0, 1024.0),) * 3}
+_UNALIGNED: Axes = ((1024.0, 32768.0), (1024.0, 16384.0), (256.0, 1024.0))
 _BATCHED: dict[bool, Axes] = {
     True: ((16.0, 128.0, 1024.0), (32.0, 128.0, 512.0, 2048.0), (32.0, 128.0, 512.0)),
     False: ((4.0, 64.0), (16.0, 128.0), (16.0, 128.0)),
@@ -187,8 +195,11 @@ def _way(function: Callable[..., Tensor], inputs: Sequence[Tensor], way: str) ->
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
-def _product(make: _Tensors, dtype: str) -> Callable[..., Call | None]:
+def _product(make: _Tensors, dtype: str, more: int = 0) -> Callable[..., Call | None]:
+    """Return what builds products, with a few more columns than the point says where rows are not to be aligned."""
+
     def build(rows: float, columns: float, depth: float) -> Call | None:
+        columns += more
         if not make.allows(2 * rows * columns * depth, dtype, rows * columns):
             return None
         left, right = make(rows, depth, dtype=dtype), make(columns, depth, dtype=dtype).t()
@@ -223,7 +234,8 @@ def _attention(make: _Tensors, dtype: str, kind: str, way: str) -> Callable[...,
         mask = make(rows // heads, 1, length, length, dtype=dtype) if kind == "masked" else None
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal")
+            p = 0.1 if kind == "dropout" and q.device.type == "cuda" else 0.0
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal", dropout_p=p)
 
         return _way(attend, inputs, way)
 
@@ -274,6 +286,37 @@ def _few(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Cal
     return build
 
 
+def _patches(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
+    def build(depth: float, patches: float) -> Call | None:
+        kernel = int(math.sqrt(depth / 3))
+        if not make.allows(2 * 768 * depth * patches, dtype, 4 * depth * patches):
+            return None
+        side = min(16, int(math.sqrt(patches)))
+        x = make(max(1, patches // side**2), 3, side * kernel, side * kernel, dtype=dtype)
+        weight = make(768 if kernel > 4 else 96, 3, kernel, kernel, dtype=dtype)
+        if layout == "last":
+            x, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, weight))
+        if way == "forward":
+            return lambda: F.conv2d(x, weight, stride=kernel)
+        result = F.conv2d(x, weight.requires_grad_(), stride=kernel)  # pictures have no gradient
+        gradient = torch.ones_like(result)
+        return lambda: torch.autograd.grad(result, weight, gradient, retain_graph=True)
+
+    return build
+
+
+def _update(make: _Tensors) -> Callable[..., Call | None]:
+    def build(moved: float) -> Call | None:
+        parameter = make(
+            max(1.0, moved / 28), grad=True
+        )  # it, its gradient and Adam's two numbers are read, all but one are written
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        return optimizer.step
+
+    return build
+
+
 def _depthwise(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[..., Call | None]:
     def build(kernel: float, channels: float, pixels: float) -> Call | None:
         if not make.allows(2 * channels * kernel**2 * pixels, dtype, channels * pixels * 4):
@@ -294,11 +337,13 @@ def _grouped(make: _Tensors, dtype: str, layout: str, way: str) -> Callable[...,
     return build
 
 
-def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterator[Question]:
-    """Yield what is bound by memory, over the bytes that are moved."""
+def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, is_first: bool) -> Iterator[Question]:
+    """Yield what is bound by memory, over the bytes that are moved; of norms and reductions also over the width of a row."""
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    other = torch.bfloat16 if dtype == "float32" else torch.float32
+    is_gpu = make.device.type == "cuda"
 
-    def rows(moved: float, times: float, columns: int = 1024) -> int:
+    def rows(moved: float, times: float, columns: float = 1024) -> int:
         count = int(moved / times / width / columns)
         if count == 0:
             raise ValueError("too small for its shape")
@@ -308,36 +353,44 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterato
         x, y = (make(rows(moved, 3), 1024, dtype=dtype) for _ in range(2))
         return lambda: x + y
 
+    def mixed(moved: float) -> Call:
+        x = make(max(1.0, moved / (8 + width)), dtype=dtype)
+        y = x.to(other)
+        return lambda: x + y
+
+    def broadcast(moved: float) -> Call:
+        x = make(rows(moved, 2, 65536), 64, 16, 64, dtype=dtype).transpose(1, 2)
+        y = make(1, 1, 64, 64, dtype=dtype)
+        return lambda: x * y
+
     def turned(moved: float) -> Call:
         x = make(rows(moved, 2, 65536), 64, 16, 64, dtype=dtype)
         return lambda: x.transpose(1, 2).contiguous()
 
     def cast(moved: float) -> Call:
         x = make(rows(moved, 6 / width), 1024, dtype=dtype)
-        return lambda: x.to(torch.bfloat16 if dtype == "float32" else torch.float32)
+        return lambda: x.to(other)
 
-    def layer_norm(way: str) -> Callable[[float], Call]:
-        def build(moved: float) -> Call:
-            x, weight, bias = (
-                make(rows(moved, 2 if way == "forward" else 3), 1024, dtype=dtype),
-                make(1024, dtype=dtype),
-                make(1024, dtype=dtype),
-            )
-            return _way(lambda x, weight, bias: F.layer_norm(x, (1024,), weight, bias), [x, weight, bias], way)
+    def layer_norm(way: str) -> Callable[..., Call]:
+        def build(columns: float, moved: float) -> Call:
+            x = make(rows(moved, 2 if way == "forward" else 3, columns), columns, dtype=dtype)
+            weight, bias = make(columns, dtype=dtype), make(columns, dtype=dtype)
+            return _way(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias), [x, weight, bias], way)
 
         return build
 
-    def batch_norm(way: str, layout: str) -> Callable[[float], Call]:
-        def build(moved: float) -> Call:
-            count = rows(moved, 2 if way == "forward" else 3, 128 * 28 * 28)
-            x = make(count, 128, 28, 28, dtype=dtype)
+    def batch_norm(way: str, layout: str) -> Callable[..., Call]:
+        def build(channels: float, moved: float) -> Call:
+            side = 56 if channels < 100 else 28 if channels < 400 else 14
+            count = rows(moved, 2 if way == "forward" else 3, channels * side * side)
+            x = make(count, channels, side, side, dtype=dtype)
             x = x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
-            weight, bias = make(128), make(128)
-            return _way(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), [x, weight, bias], way)
+            inputs = [x, make(channels), make(channels)]
+            return _way(lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), inputs, way)
 
         return build
 
-    def group_norm(way: str) -> Callable[[float], Call]:
+    def group_norm(way: str) -> Callable[..., Call]:
         def build(moved: float) -> Call:
             x = make(rows(moved, 2 if way == "forward" else 3, 128 * 28 * 28), 128, 28, 28, dtype=dtype)
             return _way(
@@ -346,19 +399,23 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterato
 
         return build
 
-    def softmax(way: str) -> Callable[[float], Call]:
-        def build(moved: float) -> Call:
-            x = make(rows(moved, 2 if way == "forward" else 3), 1024, dtype=dtype)
+    def softmax(way: str) -> Callable[..., Call]:
+        def build(columns: float, moved: float) -> Call:
+            x = make(rows(moved, 2 if way == "forward" else 3, columns), columns, dtype=dtype)
             return _way(lambda x: x.softmax(-1), [x], way)
 
         return build
 
-    def reduced(dim: int | None) -> Callable[[float], Call]:
-        def build(moved: float) -> Call:
-            x = make(rows(moved, 1), 1024, dtype=dtype)
-            return (lambda: x.sum()) if dim is None else (lambda: x.sum(dim))
+    def reduced(dim: int) -> Callable[..., Call]:
+        def build(columns: float, moved: float) -> Call:
+            x = make(rows(moved, 1, columns), columns, dtype=dtype)
+            return lambda: x.sum(dim)
 
         return build
+
+    def summed(moved: float) -> Call:
+        x = make(rows(moved, 1), 1024, dtype=dtype)
+        return lambda: x.sum()
 
     def gathered(moved: float) -> Call:
         table, index = make(8192, 768, dtype=dtype), torch.randint(8192, (rows(moved, 2, 768),), device=make.device)
@@ -369,7 +426,7 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterato
         index, gradient = torch.randint(2048, (count,), device=make.device), make(count, 768, dtype=dtype)
         return lambda: torch.ops.aten.embedding_dense_backward(gradient, index, 2048, -1, False)
 
-    def pooled(way: str) -> Callable[[float], Call]:
+    def pooled(way: str) -> Callable[..., Call]:
         def build(moved: float) -> Call:
             x = make(rows(moved, 1.25 if way == "forward" else 2.5, 64 * 56 * 56), 64, 56, 56, dtype=dtype)
             return _way(lambda x: F.max_pool2d(x, 3, 2, 1), [x], way)
@@ -384,29 +441,33 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, first: bool) -> Iterato
         x = make(rows(moved, 2), 1024, dtype=dtype)
         return lambda: x.sort(-1)
 
-    if first:
+    some = sizes[0][1:] if is_gpu else sizes[0]
+    narrow: Axes = ((96.0, 256.0, 1024.0) if is_gpu else (64.0, 512.0), some)
+    wide: Axes = ((64.0, 1024.0, 32768.0) if is_gpu else (64.0, 1024.0), some)
+    if is_first:
         yield Question(f"elementwise/{dtype}", sizes, elementwise)
+        yield Question(f"elementwise/mixed/{dtype}", sizes, mixed)
+        yield Question(f"elementwise/broadcast/{dtype}", sizes, broadcast)
         yield Question(f"copy/{dtype}", sizes, cast)
-        yield Question(f"reduction/outer/{dtype}", sizes, reduced(0))
-        yield Question(f"norm/layer/forward/{dtype}", sizes, layer_norm("forward"))
-        yield Question(f"norm/layer/backward/{dtype}", sizes, layer_norm("backward"))
+        yield Question(f"reduction/outer/{dtype}", narrow, reduced(0))
+        yield Question(f"norm/layer/forward/{dtype}", narrow, layer_norm("forward"))
+        yield Question(f"norm/layer/backward/{dtype}", narrow, layer_norm("backward"))
         return
     yield Question(f"copy/turned/{dtype}", sizes, turned)
+    channels: Axes = ((32.0, 128.0, 512.0) if is_gpu else (16.0, 64.0), some)
     for way, layout in itertools.product(("forward", "backward"), ("first", "last")):
         name = "/last" if layout == "last" else ""
-        yield Question(f"norm/batch{name}/{way}/{dtype}", sizes, batch_norm(way, layout))
+        yield Question(f"norm/batch{name}/{way}/{dtype}", channels, batch_norm(way, layout))
     for way in ("forward", "backward"):
         yield Question(f"norm/group/{way}/{dtype}", sizes, group_norm(way))
-        yield Question(f"softmax/{way}/{dtype}", sizes, softmax(way))
+        yield Question(f"softmax/{way}/{dtype}", wide, softmax(way))
         yield Question(f"pool/{way}/{dtype}", sizes, pooled(way))
-    yield Question(f"reduction/inner/{dtype}", sizes, reduced(-1))
-    yield Question(f"reduction/all/{dtype}", sizes, reduced(None))
+    yield Question(f"reduction/inner/{dtype}", wide, reduced(-1))
+    yield Question(f"reduction/all/{dtype}", sizes, summed)
     yield Question(f"gather/{dtype}", sizes, gathered)
     yield Question(f"scatter/{dtype}", sizes, scattered)
     yield Question(f"scan/{dtype}", sizes, scanned)
-    yield Question(
-        f"sort/{dtype}", sizes[:1] if len(sizes[0]) < 5 else ((2.0**14, 2.0**18, 2.0**22, 2.0**25),), ordered
-    )
+    yield Question(f"sort/{dtype}", (sizes[0][:4],), ordered)
 
 
 class _Counting(TorchDispatchMode):
@@ -428,33 +489,67 @@ class _Residual(nn.Module):
         return x + F.gelu(self.up(self.norm(x)))
 
 
-def _host_seconds(device: torch.device) -> dict[str, float]:
-    """Return what the host pays for an operator of a small model in both directions, and for a view."""
-    model = nn.Sequential(*[_Residual() for _ in range(25)]).to(device)
-    x = torch.ones(8, 8, device=device)
+_DEPTH = 25
 
-    def wait() -> None:
+
+def _host_seconds(device: torch.device, seconds: float) -> dict[str, float]:
+    """Return what the host pays for an operator of a small model in both directions, for a convolution, a view and a compiled kernel."""
+    blocks = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device)
+    forward, backward = _both_ways(blocks, torch.ones(8, 8, device=device), device)
+    found = {"forward": forward[0] / forward[1], "backward": backward[0] / backward[1]}
+    pixels = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(_DEPTH)]).to(device)
+    there, back = _both_ways(pixels, torch.ones(2, 8, 4, 4, device=device), device)
+    found["conv/forward"] = max(found["forward"], (there[0] - (there[1] - _DEPTH) * found["forward"]) / _DEPTH)
+    found["conv/backward"] = max(found["backward"], (back[0] - (back[1] - _DEPTH) * found["backward"]) / _DEPTH)
+    x = torch.ones(64, device=device)
+    found["view"] = _shortest(lambda: [x.view(8, 8) for _ in range(100)], device) / 100
+    if device.type == "cuda" and seconds > _COMPILING:
+        with suppress(Exception):  # a machine without a compiler has no such cost
+            found["compiled"] = _compiled_seconds(device)
+    return found
+
+
+_COMPILING = 30.0
+"""Seconds that must be left for compiling a small function."""
+
+
+def _compiled_seconds(device: torch.device) -> float:
+    """Return what the host pays for a kernel of a compiled function: twenty products, each after an element-wise kernel."""
+    weight = torch.ones(16, 16, device=device, requires_grad=True)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = torch.relu(x + 1) @ weight
+        return x
+
+    compiled, x = torch.compile(chain, dynamic=False), torch.ones(16, 16, device=device)
+    compiled(x).sum().backward()
+    return _shortest(lambda: compiled(x), device) / 40
+
+
+def _shortest(work: Call, device: torch.device) -> float:
+    """Return the host's shortest time for a call."""
+    best = float("inf")
+    for _ in range(12):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
 
+
+Timed = tuple[float, int]
+"""Seconds, and the number of operators."""
+
+
+def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed, Timed]:
+    """Return what forward and backward cost the host."""
     with _Counting() as forward:
         loss = model(x).sum()
     with _Counting() as backward:
         loss.backward()
-    best = {"forward": float("inf"), "backward": float("inf"), "view": float("inf")}
-    for _ in range(12):
-        wait()
-        start = time.perf_counter()
-        loss = model(x).sum()
-        middle = time.perf_counter()
-        wait()
-        begin = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        views = time.perf_counter()
-        for _ in range(100):
-            x.view(64)
-        best["view"] = min(best["view"], (time.perf_counter() - views) / 100)
-        best["forward"] = min(best["forward"], (middle - start) / forward.count)
-        best["backward"] = min(best["backward"], (end - begin) / max(1, backward.count))
-    return best
+    losses: list[Tensor] = []
+    there = _shortest(lambda: losses.append(model(x).sum()), device)
+    back = _shortest(lambda: losses.pop().backward(), device)
+    return (there, forward.count), (back, max(1, backward.count))

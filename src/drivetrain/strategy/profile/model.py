@@ -27,7 +27,7 @@ from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.profile.accelerator_rules import StandIns, accelerator_rules
+from drivetrain.strategy.profile.accelerator_rules import StandIns, accelerator_rules, compiled_attention
 from drivetrain.strategy.profile.closed_form import closed_form_profile
 from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.fake_world import fake_model, prepared_inputs
@@ -339,7 +339,7 @@ class _FakeRuns:
 
     def _captured(self, arithmetic: str, size: int) -> float:
         def capture() -> float:
-            with self.mode:
+            with self.mode, compiled_attention():
                 return compiled_saved_bytes(self.task, self.model, self.inputs[size], arithmetic)
 
         container = self._container()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 VIEW = "view"
 """The key of operators that cost the host a call and the device nothing."""
+_BY_WIDTH = ("norm", "softmax", "reduction/inner", "reduction/outer")
+"""Beginnings of keys whose time depends on the width of a row (or the number of channels) and on the bytes moved."""
 _WHOLE = frozenset(
     {"product", "batched", "attention", "conv", "depthwise", "grouped", "patch", "scatter", "sort", "scan", "recurrent"}
 )
@@ -91,6 +93,9 @@ class OperationList:
             most = 0.0 if name == "nll_loss_backward" else sum(size for _, size in written)
             read = tuple((place, min(size, most)) for place, size in read)
         first = next((t for t in (*inputs, *outputs) if t.is_floating_point()), (*inputs, *outputs)[0])
+        moved = sum(size for _, size in read) + sum(size for _, size in written)
+        if key.startswith(_BY_WIDTH):
+            dims = (*dims, moved)
         self.calls.append(
             Called(
                 key=key,
@@ -99,7 +104,7 @@ class OperationList:
                 phase=self.phase,
                 in_block=self.in_block,
                 flops=operation_flops(func, args, kwargs, result) or _flops(key, dims),
-                moved=sum(size for _, size in read) + sum(size for _, size in written),
+                moved=moved,
                 dims=dims,
                 inputs=read,
                 outputs=written,
@@ -143,7 +148,7 @@ _FREE = frozenset(
 
 def _flops(key: str, dims: Sequence[float]) -> float:
     """Return the arithmetic of what torch has no formula for: products of experts and recurrent layers."""
-    if key == "product":
+    if key.startswith("product"):
         return 2 * prod(dims)
     if key.startswith("recurrent"):
         steps, batch, gates, inputs, hidden = dims
@@ -219,7 +224,7 @@ def described(
     if name in _PRODUCTS:
         left, right = (args[index] for index in _PRODUCTS[name])
         assert isinstance(left, Tensor) and isinstance(right, Tensor)
-        return "product", (float(left.shape[0]), float(right.shape[1]), float(left.shape[1]))
+        return _product(left, right), (float(left.shape[0]), float(right.shape[1]), float(left.shape[1]))
     if name == "_grouped_mm":  # every row meets one expert
         left, right = args[0], args[1]
         assert isinstance(left, Tensor) and isinstance(right, Tensor)
@@ -242,21 +247,52 @@ def described(
     way = "backward" if name.endswith("_backward") else "forward"
     if (norm := _NORMS.get(name.removesuffix("_backward"))) is not None:
         layout = "/last" if norm == "norm/batch" and _channels_last(inputs[0]) else ""
-        return f"{norm}{layout}/{way}", ()
+        width = inputs[0].shape[1] if norm != "norm/layer" and inputs[0].ndim > 1 else _normalised(args)
+        return f"{norm}{layout}/{way}", (float(width),)
     if (known := _KEY_OF.get(name)) is not None:
         if known == "copy":
             is_turned = inputs and outputs and _order(inputs[-1]) != _order(outputs[0])
             return ("copy/turned" if is_turned else "copy"), ()
         if known == "softmax":
-            return f"softmax/{'backward' if 'backward' in name else 'forward'}", ()
+            return f"softmax/{'backward' if 'backward' in name else 'forward'}", (float(max(1, *inputs[0].shape[-1:])),)
         if known in ("gather", "scatter", "pool"):
             return f"{known}/{way}" if known == "pool" else known, ()
         return known, ()
     if name in _REDUCTIONS or (torch.Tag.reduction in func.tags if hasattr(torch.Tag, "reduction") else False):
-        return _reduction(inputs[0], outputs[0]), ()
+        return _reduction(inputs[0], outputs[0])
     if torch.Tag.pointwise in func.tags or name.endswith(("_", "_backward")):
-        return "elementwise", ()
+        return _elementwise(inputs, outputs), ()
     return "other", ()
+
+
+def _product(left: Tensor, right: Tensor) -> str:
+    """Return whether rows of 16-bit operands begin where kernels like them to: at multiples of eight, of two, or anywhere."""
+    if left.element_size() != 2:
+        return "product"
+    rows = [next((size for size, step in zip(t.shape, t.stride()) if step == 1), 8) for t in (left, right)]
+    rows.append(right.shape[-1])
+    sizes = [size for size in rows if size > 1]
+    if any(size % 2 for size in sizes):
+        return "product/odd"
+    return "product/even" if any(size % 8 for size in sizes) else "product"
+
+
+def _normalised(args: Sequence[object]) -> int:
+    """Return the elements that a norm is over: its shape is the first list among the arguments."""
+    shape = next((value for value in args if isinstance(value, list | tuple)), (1,))
+    return prod(size for size in shape if isinstance(size, int))
+
+
+def _elementwise(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    """Return whether all operands look alike; kernels for others (broadcast or turned ones, other types) are slower."""
+    operands = [tensor for tensor in inputs if tensor.numel() > 1]
+    result = outputs[0] if outputs else operands[0] if operands else None
+    if result is None or result.numel() <= 1:
+        return "elementwise"
+    order = _order(result)
+    if any(tensor.numel() != result.numel() or _order(tensor) != order for tensor in operands):
+        return "elementwise/broadcast"
+    return "elementwise/mixed" if len({tensor.dtype for tensor in (*operands, result)}) > 1 else "elementwise"
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
@@ -273,12 +309,14 @@ def _channels_last(tensor: Tensor) -> bool:
     return tensor.ndim > 2 and tensor.stride(1) == 1 and prod(tensor.shape[2:]) > 1 and tensor.shape[1] > 1
 
 
-def _reduction(source: Tensor, result: Tensor) -> str:
-    """Return whether a reduction is over all elements, over the last dimension, or over others."""
+def _reduction(source: Tensor, result: Tensor) -> tuple[str, tuple[float, ...]]:
+    """Return whether a reduction is over all elements, over the last dimension, or over others, and how wide its rows are."""
     if result.numel() <= 1:
-        return "reduction/all"
+        return "reduction/all", ()
     keeps_last = result.ndim > 0 and source.ndim > 0 and result.shape[-1] == source.shape[-1] and source.shape[-1] > 1
-    return "reduction/outer" if keeps_last else "reduction/inner"
+    if keeps_last:
+        return "reduction/outer", (float(source.shape[-1]),)
+    return "reduction/inner", (max(1.0, source.numel() / result.numel()),)
 
 
 def _attention(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[str, tuple[float, ...]]:
@@ -288,8 +326,11 @@ def _attention(name: str, args: Sequence[object], kwargs: Mapping[str, object]) 
     length = sqrt(query.shape[-2] * key.shape[-2])
     flags = [value for value in args if isinstance(value, bool)]
     kind = "causal" if any(flags[:1]) else "full"
+    drops = any(isinstance(value, float) and value > 0 for value in args)
     if kwargs.get("attn_mask") is not None:
         kind = "masked"
+    elif drops:
+        kind = "dropout"
     way = "backward" if is_backward else "forward"
     return f"attention/{kind}/{way}", (float(prod(query.shape[:-2])), length, float(query.shape[-1]))
 
@@ -325,7 +366,7 @@ def _convolution(name: str, args: Sequence[object]) -> tuple[str, tuple[float, .
         return f"grouped/{layout}/{way}", (float(inner), float(outer), float(pixels))
     size = "1" if kernel == 1 else "3"
     if kernel > 1 and list(stride) == list(weight.shape[2:]):
-        return f"patch/{layout}/{way}", (float(pixels), float(outer), float(inner * kernel))
+        return f"patch/{layout}/{way}", (float(inner * kernel), float(pixels))
     if inner < 8:
         return f"conv/few/{layout}/{way}", (float(outer), float(pixels))
     return f"conv/{size}/{layout}/{way}", (sqrt(inner * outer) * (width / 3 if size == "3" else 1.0), float(pixels))
