@@ -140,3 +140,13 @@ def test_without_a_server_every_trial_is_a_new_interpreter(tmp_path, capfd, monk
 def test_what_is_preloaded_is_a_list_of_names(junk):
     with pytest.raises(ConfigError, match="preload"):
         PoolExecutor(1, preload=junk)
+
+
+@pytest.mark.slow
+def test_a_preloaded_module_that_fails_costs_time_and_not_the_sweep(tmp_path, monkeypatch, caplog):
+    (tmp_path / "explodes.py").write_text("raise RuntimeError('at import')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    points = param_matrix(x=[1, 2], output_dir=str(tmp_path), cuda=False)
+    result = sweep(samples.speaks, points, executor=PoolExecutor(1, preload=["explodes"]))
+    assert [trial.status for trial in result] == ["finished"] * 2 and not pool._servers
+    assert sum("each trial now loads its own" in record.message for record in caplog.records) == 1

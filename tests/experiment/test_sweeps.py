@@ -522,3 +522,15 @@ def test_total_time_left_and_the_last_report_are_known_while_a_sweep_runs(tmp_pa
     assert all(total == 3 for total, _, _ in seen) and seen[0][1] is None
     assert 0 < seen[1][1] < 600 and seen[-1][1] == 0
     assert seen[-1][2][1] == ("finished", (2, 0.5)) and seen[0][2] == [("running", None)]
+
+
+def test_names_of_our_own_columns_are_free_for_objectives_and_parameters(tmp_path):
+    @experiment
+    def timed(value: int = 1, trial: str = "a"):
+        return {"seconds": 10.0 * value, "loss": 1.0}
+
+    result = sweep(timed, {"value": [1, 2]}, params=place(tmp_path), objective=("loss", "seconds"))
+    assert [row["value.seconds"] for row in result.rows()] == [10.0, 20.0] and result.rows()[0]["seconds"] < 9
+    single = sweep(timed, {"value": [1, 2], "trial": ["a", "b"]}, params=place(tmp_path), objective="seconds")
+    assert [(row["value"], row["params.value"]) for row in single.rows()][::2] == [(10.0, 1), (20.0, 2)]
+    assert single.rows()[1]["params.trial"] == "b" and single.rows()[1]["trial"] == 1

@@ -5,6 +5,7 @@ a pipe, and what comes out of it is printed above the table, line by line.
 """
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -299,7 +300,7 @@ def state_of(result: "SweepResult") -> str:
             f"{'best' if result.goal.is_single else 'first of the front'} {values_of(first)} (trial {first.index})"
         )
     if result.seconds_left:
-        parts.append(f"about {duration(result.seconds_left)} left")
+        parts.append(f"about {duration(math.ceil(result.seconds_left))} left")
     return ", ".join(parts)
 
 

@@ -7,6 +7,7 @@ new interpreter is started. What trials print comes out line by line, after the 
 
 import io
 import itertools
+import logging
 import math
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import context, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
@@ -31,6 +33,8 @@ from drivetrain.runtime.environment import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.forkserver import ForkServer
+
+logger = logging.getLogger("drivetrain")
 
 PRELOADED = ("numpy", "numpy.random", "torch", "torch.utils.data", "yaml", __name__)
 """What every trial needs. Modules of this library that the sweep's process has loaded are added."""
@@ -293,12 +297,16 @@ class ProcessStarter:
 
     def start(self, share: TrialShare) -> BaseProcess:
         """Start the process of a trial."""
-        process: BaseProcess
         if self._key in _servers:
-            process = ServedProcess(self._key, share)
-        else:
-            name = f"trial {share.trial.index}"
-            process = multiprocessing.get_context("spawn").Process(target=run_trial, args=(share,), name=name)
+            served = ServedProcess(self._key, share)
+            try:
+                served.start()
+                return served
+            except (EOFError, OSError):  # the server has ended: a module that it loads failed, or it was killed
+                logger.warning("the process that loads modules for all trials has ended; each trial now loads its own.")
+                self.close()
+        name = f"trial {share.trial.index}"
+        process = multiprocessing.get_context("spawn").Process(target=run_trial, args=(share,), name=name)
         process.start()
         return process
 
@@ -306,8 +314,9 @@ class ProcessStarter:
         """End the server; by a signal, because what trials have left running would keep it alive."""
         server: Any = _servers.pop(self._key, None)  # what follows has no public name
         if server is not None and server._forkserver_pid is not None:
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-            server._stop()
+            with suppress(ProcessLookupError, ChildProcessError):  # it has ended by itself
+                os.kill(server._forkserver_pid, signal.SIGKILL)
+                server._stop()
 
 
 _keys = itertools.count()

@@ -21,6 +21,10 @@ from drivetrain.experiment.sweeps.trial import FAILED, INTERRUPTED, RUNNING, TIM
 __all__ = ["SweepResult", "Trial", "read_sweep"]
 
 
+OWN_COLUMNS = ("trial", "status", "value", "seconds", "attempts", "run", "error")
+"""Columns of every result."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """What a sweep looks for: one objective or several, each with its direction."""
@@ -165,14 +169,19 @@ class SweepResult(Sequence[Trial]):
         ] or names
 
     def rows(self) -> list[Settings]:
-        """Return one flat dict per trial, best first: index, status, objectives, varied parameters, seconds, attempts, run folder."""
-        single = self.goal.is_single
+        """Return one flat dict per trial, best first: index, status, objectives, varied parameters, seconds, attempts, run folder.
+
+        An objective or parameter with the name of another column has `value.` or `params.` in front of it.
+        """
+        columns = self.value_columns
+        taken = {*OWN_COLUMNS, *columns}
+        varied = {name: f"params.{name}" if name in taken else name for name in self.varied}
         return [
             {
                 "trial": trial.index,
                 "status": trial.status,
-                **({"value": trial.value} if single else {name: trial.values.get(name) for name in self.goal.names}),
-                **{name: self.shown(trial).get(name) for name in self.varied},
+                **dict(zip(columns, self._values(trial))),
+                **{column: self.shown(trial).get(name) for name, column in varied.items()},
                 "seconds": round(trial.seconds, 2),
                 "attempts": trial.attempts,
                 "run": None if trial.run_dir is None else str(trial.run_dir),
@@ -180,6 +189,15 @@ class SweepResult(Sequence[Trial]):
             }
             for trial in self.ranked
         ]
+
+    @property
+    def value_columns(self) -> list[str]:
+        """The columns of the objectives in `rows()`."""
+        names = self.goal.names
+        return ["value"] if self.goal.is_single else [f"value.{n}" if n in OWN_COLUMNS else n for n in names]
+
+    def _values(self, trial: Trial) -> list[float | None]:
+        return [trial.value] if self.goal.is_single else [trial.values.get(name) for name in self.goal.names]
 
     def table(self) -> str:
         """Return a table of all trials, best first."""
@@ -206,7 +224,7 @@ class SweepResult(Sequence[Trial]):
                 own = [
                     trial.index,
                     trial.status,
-                    *([trial.value] if self.goal.is_single else [trial.values.get(name) for name in self.goal.names]),
+                    *self._values(trial),
                     trial.seconds,
                     trial.attempts,
                     trial.run_dir,
