@@ -1,21 +1,19 @@
 """Make the pictures of the documentation from real runs.
 
-    python -m tools.pictures [loop story report search schedules pipeline memory]
+    python -m tools.pictures [loop story report sweep search schedules pipeline memory]
 
 Each function trains, plans or records something small and draws what happened, once for light and once for dark pages. The
-report needs Chromium (`chromium` on the path), the rest matplotlib. The files are in `docs/assets`.
+report and the sweep need Chromium (`chromium` on the path), the rest matplotlib. The files are in `docs/assets`.
 """
 
 import argparse
+import contextlib
 import html
 import math
-import shutil
-import subprocess
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ THEMES = (
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def plotting(theme: Theme) -> Iterator[Any]:
     """Give matplotlib the colours of a theme, and a backend without windows."""
     import matplotlib
@@ -222,32 +220,45 @@ def _demo(epochs: int) -> Path:
 
 
 def report() -> None:
-    """Take a screenshot of the report of the demo."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("the report needs Chromium")
-    page = _demo(epochs=8) / "report.html"
-    for theme in THEMES:
-        scheme = "0" if theme.name == "dark" else "1"
-        subprocess.run(
-            [
-                browser,
-                *(
-                    "--headless=new",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    "--hide-scrollbars",
-                    "--force-device-scale-factor=1.5",
-                ),
-                f"--blink-settings=preferredColorScheme={scheme}",
-                "--window-size=1100,860",
-                f"--screenshot={ASSETS / f'report-{theme.name}.png'}",
-                page.as_uri(),
-            ],
-            check=True,
-            capture_output=True,
-            timeout=120,
+    """Take a picture of the report of the demo."""
+    from drivetrain.experiment.reports import write_report
+
+    folder = _demo(epochs=8)
+    with contextlib.chdir(folder.parents[1]):  # the page names the folder as it was given
+        _photograph("report", write_report([folder.relative_to(Path.cwd())]).resolve(), 1100, 860)
+
+
+def sweep() -> None:
+    """Search learning rate, batch size and weight decay of the demo, and take a picture of the report of all trials."""
+    from drivetrain.experiment import Choice, LogUniform, find_runs
+    from drivetrain.experiment import sweep as search
+    from drivetrain.experiment.demo import digits, one_thread, quiet_console
+    from drivetrain.experiment.reports import write_report
+
+    folder = tempfile.mkdtemp()
+    space = {"lr": LogUniform(1e-4, 1e-1), "batch_size": Choice(32, 64, 128), "weight_decay": LogUniform(1e-3, 1.0)}
+    with quiet_console(), one_thread():
+        params = {"epochs": 3, "output_dir": folder}
+        search(
+            digits, space, sampler="random", n_trials=16, seed=1, objective="accuracy", direction="max", params=params
         )
+    with contextlib.chdir(folder):
+        page = write_report([record.folder for record in find_runs(".")], "report.html")
+        _photograph("sweep", page.resolve(), 1200, 2080, scale=1.25)
+
+
+def _photograph(name: str, page: Path, width: int, height: int, scale: float = 1.5) -> None:
+    from tools.browser import Browser
+
+    with Browser() as browser:
+        for theme in THEMES:
+            is_dark = theme.name == "dark"
+            with browser.open(page.as_uri(), width=width, height=height, dark=is_dark, scale=scale) as tab:
+                tab.wait_for(
+                    "document.documentElement.dataset.ready === 'yes' && document.querySelectorAll('canvas').length"
+                )
+                tab.evaluate("new Promise(done => setTimeout(done, 500))")
+                tab.screenshot(ASSETS / f"{name}-{theme.name}.png")
 
 
 # ---------------------------------------------------------------------- a search
@@ -472,7 +483,7 @@ def memory() -> None:
 
 
 PICTURES: dict[str, Callable[[], None]] = {
-    function.__name__: function for function in (loop, story, report, search, schedules, pipeline, memory)
+    function.__name__: function for function in (loop, story, report, sweep, search, schedules, pipeline, memory)
 }
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The report: what is in it, that it is safe and whole, and that it stays small."""
 
+import hashlib
 import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -12,6 +14,7 @@ from drivetrain.experiment.reports import write_report
 from drivetrain.experiment.reports.curves import Curve
 from drivetrain.experiment.reports.data import Limits, spread
 from drivetrain.experiment.reports.gather import gather_run, main_metric, short, summarize
+from drivetrain.experiment.reports.page import ASSETS
 from tests.experiment.folders import make_run, write_png
 from tests.experiment.reports.test_curves import decoded
 
@@ -216,6 +219,42 @@ def test_the_best_value_follows_the_metrics_name():
     assert summarize("eval/loss", curve).best == 1.0 and summarize("eval/accuracy", curve).best == 3.0
     assert main_metric({"lr": (), "train/loss": (), "eval/loss": (), "eval/accuracy": ()}) == "eval/accuracy"
     assert main_metric({"lr": (), "train/loss": ()}) == "train/loss" and main_metric({}) is None
+
+
+# What people without red or green cones see, in linear RGB (Machado, Oliveira and Fernandes, 2009).
+SEEN_BY = {
+    "most": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "deuteranopes": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "protanopes": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+}
+
+
+def lab_of(colour, matrix):
+    """Return a colour of the style sheet in CIELAB, as somebody sees it."""
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    r, g, b = (min(1, max(0, sum(m * c for m, c in zip(row, linear)))) for row in matrix)
+    x, y, z = (
+        0.4124 * r + 0.3576 * g + 0.1805 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0193 * r + 0.1192 * g + 0.9505 * b,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x / 0.95047, y, z / 1.08883))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("people", SEEN_BY)
+@pytest.mark.parametrize(("scheme", "ground"), [(0, "#ffffff"), (1, "#1b1f25")])
+def test_colours_of_curves_stay_apart_for_everybody(people, scheme, ground):
+    found = re.findall(r"--c[0-7]: (#\w{6})", (ASSETS / "report.css").read_text())
+    colours = [lab_of(colour, SEEN_BY[people]) for colour in (*found[8 * scheme :][:8], ground)]
+    assert len(found) == 16 and min(math.dist(a, b) for a, b in itertools.combinations(colours, 2)) > 28
+
+
+def test_the_charting_library_is_as_it_was_published():
+    sizes = {"uPlot.iife.min.js": "19c8d4c6ad88929a79f4", "uPlot.min.css": "df630c6a8d6f8eeaff26"}  # version 1.6.32
+    for name, digest in sizes.items():
+        assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest().startswith(digest)
 
 
 def test_short_numbers():

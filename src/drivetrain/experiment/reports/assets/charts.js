@@ -375,7 +375,7 @@ class Chart {
     this.plot.replaceChildren();
     const soft = css("--soft"),
       grid = { stroke: css("--grid"), width: 1 },
-      font = "11.5px system-ui, sans-serif",
+      font = "12px system-ui, sans-serif",
       ticks = { stroke: css("--edge"), size: 4 };
     const labels = (_, splits) =>
       splits.map(value => (value === null ? "" : state.axis === "time" ? timeLabel(value) : short(value)));
