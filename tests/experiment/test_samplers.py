@@ -160,3 +160,13 @@ def test_settings_of_optuna_are_checked_and_a_password_is_not_written():
         OptunaConfig.from_data(kept)
     with pytest.raises(ConfigError, match="OptunaConfig or a Sampler"):
         sweep(bowl, SPACE, sampler=3)
+
+
+def test_a_stored_study_without_a_name_gets_one_that_the_resumed_sweep_finds(tmp_path):
+    config = OptunaConfig(storage=str(tmp_path / "study.log"))
+    options = {"sampler": config, "params": {"output_dir": str(tmp_path)}}
+    first = sweep(bowl, SPACE, n_trials=2, **options)
+    sweep(bowl, SPACE, n_trials=3, resume=first.folder, **options)
+    continue_sweep(bowl, first.folder)
+    summaries = optuna.get_all_study_summaries(storage=config.make_storage())
+    assert [summary.n_trials for summary in summaries] == [3]

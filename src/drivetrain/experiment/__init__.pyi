@@ -38,8 +38,8 @@ from drivetrain.experiment.sweeps.result import read_sweep as read_sweep
 from drivetrain.experiment.sweeps.samplers import Sampler as Sampler
 from drivetrain.experiment.sweeps.samplers import GridSampler as GridSampler
 from drivetrain.experiment.sweeps.samplers import RandomSampler as RandomSampler
-from drivetrain.experiment.sweeps.optuna_search import OptunaConfig as OptunaConfig
-from drivetrain.experiment.sweeps.optuna_search import OptunaSampler as OptunaSampler
+from drivetrain.experiment.sweeps.samplers import OptunaConfig as OptunaConfig
+from drivetrain.experiment.sweeps.samplers import OptunaSampler as OptunaSampler
 from drivetrain.experiment.sweeps.executors import Executor as Executor
 from drivetrain.experiment.sweeps.executors import InlineExecutor as InlineExecutor
 from drivetrain.experiment.sweeps.pool import PoolExecutor as PoolExecutor

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from drivetrain.experiment.experiments import Experiment
     from drivetrain.experiment.sweeps.loop import OnChange
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
     from drivetrain.experiment.sweeps.result import SweepResult
+    from drivetrain.experiment.sweeps.samplers import OptunaConfig
     from drivetrain.experiment.sweeps.space import Axis
     from drivetrain.experiment.sweeps.trial import Trial
 
@@ -143,7 +143,7 @@ def _sampler(arguments: argparse.Namespace, space: Mapping[str, "Axis"]) -> "str
     if arguments.sampler not in (None, "optuna"):
         option = f"--{next(iter(given)).replace('_', '-')}"
         raise ParameterError(f"{option} is an option of Optuna, and --sampler is {arguments.sampler}. Leave one out.")
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
+    from drivetrain.experiment.sweeps.samplers import OptunaConfig
 
     return OptunaConfig(**given)
 

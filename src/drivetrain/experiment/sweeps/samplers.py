@@ -1,14 +1,30 @@
-"""Samplers propose the trials of a sweep: in order, at random, or by what earlier trials showed (`optuna_search`)."""
+"""Samplers propose the trials of a sweep: in order, at random, or by what earlier trials showed.
+
+The last is Optuna (Akiba et al., 2019): a tree-structured Parzen estimator proposes, a pruner stops bad trials early.
+"""
 
 import random
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from drivetrain.core.errors import ParameterError
+from drivetrain.core.errors import ConfigError, MissingExtra, ParameterError, unknown_name
+from drivetrain.core.secret import MASK
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import plain
-from drivetrain.experiment.sweeps.space import ParameterSpace
-from drivetrain.experiment.sweeps.trial import Trial
+from drivetrain.experiment.sweeps.space import Axis, Choice, IntRange, LogUniform, ParameterSpace, Uniform
+from drivetrain.experiment.sweeps.trial import FINISHED, PRUNED, Trial
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalChoiceType
 
 NAMES = ("grid", "random", "optuna")
+PASSWORD = re.compile(r"(?<=://)([^:/@\s]*):[^@\s]*(?=@)")
+PRUNERS = ("median", "hyperband", "halving", "percentile", "none")
 
 
 class Sampler:
@@ -86,3 +102,237 @@ class RandomSampler(Sampler):
         if self._space.points is not None:
             return dict(generator.choice(self._space.points))
         return self._space.walk(lambda name, axis: axis.draw(generator))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptunaConfig:
+    """How Optuna searches, and where it keeps its study."""
+
+    pruner: str = "median"
+    """What stops trials early by their reports: median, hyperband, halving (successive), percentile (the best quarter goes on), none."""
+    storage: str | None = None
+    """A database address such as `sqlite:///study.db`, or the path of a file (`study.db`, or `study.log` for Optuna's journal); sweeps
+    with one storage and study name search together. None keeps the study in memory."""
+    study_name: str | None = None
+    """Name of the study; None: a new one for each sweep."""
+
+    def __post_init__(self) -> None:
+        if self.pruner not in PRUNERS:
+            raise ConfigError(unknown_name("pruner", self.pruner, PRUNERS))
+        for name in ("storage", "study_name"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}={value!r}: expected text, or None.")
+        if self.study_name is not None and self.storage is None:
+            raise ConfigError(
+                f"study_name={self.study_name!r} without a storage has no effect: the study is kept in memory. Give storage=..."
+            )
+
+    def as_data(self) -> dict[str, str | None]:
+        """Return plain values; the password of a database is masked."""
+        return asdict(self) | {"storage": self.storage and PASSWORD.sub(rf"\1:{MASK}", self.storage)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, str | None]) -> "OptunaConfig":
+        """Return the configuration that a journal holds; None of it may be masked."""
+        if MASK in str(data.get("storage")):
+            raise ParameterError(
+                "the sweep does not hold the password of its storage. Run the program again with sweep(..., resume=...)."
+            )
+        return cls(**{name: value for name, value in data.items() if value is not None})
+
+    def make_pruner(self) -> "optuna.pruners.BasePruner":
+        """Return Optuna's pruner."""
+        from optuna import pruners
+
+        makers: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
+            "median": pruners.MedianPruner,
+            "hyperband": pruners.HyperbandPruner,
+            "halving": pruners.SuccessiveHalvingPruner,
+            "percentile": lambda: pruners.PercentilePruner(25.0),
+            "none": pruners.NopPruner,
+        }
+        return makers[self.pruner]()
+
+    def make_storage(self) -> "str | optuna.storages.BaseStorage | None":
+        """Return Optuna's storage; a path becomes a SQLite database or, if it ends in .log, Optuna's journal."""
+        if self.storage is None or "://" in self.storage:
+            return self.storage
+        path = Path(self.storage).resolve()
+        if path.suffix != ".log":
+            return f"sqlite:///{path}"
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        return JournalStorage(JournalFileBackend(str(path)))
+
+
+class OptunaSampler(Sampler):
+    """Ask an Optuna study; a study of your own brings its own sampler and pruner.
+
+    `direction` is that of each objective. With several objectives Optuna does not prune.
+    """
+
+    total: int
+
+    def __init__(
+        self,
+        space: ParameterSpace,
+        n_trials: int,
+        *,
+        seed: int = 0,
+        direction: str | Sequence[str] = "min",
+        study: "optuna.Study | None" = None,
+        config: OptunaConfig | None = None,
+    ):
+        try:
+            import optuna
+        except ImportError as error:
+            raise MissingExtra("optuna", "optuna", "sampler 'optuna'") from error
+        if space.points is not None:
+            raise ParameterError(
+                "sampler 'optuna' searches ranges, not a list of points. Give a dict such as {'lr': LogUniform(1e-4, 1e-1)}."
+            )
+        self._space, self.total = space, n_trials
+        directions = [direction] if isinstance(direction, str) else list(direction)
+        self.study = study if study is not None else _new_study(config or OptunaConfig(), seed, directions)
+        self._prunes = len(self.study.directions) == 1
+        self._states = optuna.trial.TrialState
+        self._next, self._sweep = 0, ""
+        self._asked: dict[int, optuna.Trial] = {}
+        self._steps: dict[int, set[int]] = {}
+        self._stored: dict[int, optuna.trial.FrozenTrial] = {}
+
+    def begin(self, sweep: str) -> None:
+        """Find the trials that an earlier part of the sweep has put into the storage."""
+        self._sweep = sweep
+        for entry in self.study.get_trials(deepcopy=False):
+            if entry.user_attrs.get("sweep") == sweep:
+                self._stored[entry.user_attrs["trial"]] = entry
+
+    def ask(self) -> Trial | None:
+        """Let the study propose the next trial."""
+        if self._next >= self.total:
+            return None
+        index, self._next = self._next, self._next + 1
+        return Trial(index, self._suggest_all(self.study.ask(), index))
+
+    def tell(self, trial: Trial) -> None:
+        """Tell the study how a trial ended; a trial without a usable value counts as failed."""
+        asked = self._asked.pop(trial.index, None)
+        if asked is None:
+            return
+        if trial.status == PRUNED:
+            self.study.tell(asked, state=self._states.PRUNED)
+        elif trial.status == FINISHED and trial.objectives:
+            self.study.tell(asked, trial.objectives)
+        else:
+            self.study.tell(asked, state=self._states.FAIL)
+
+    def replay(self, trial: Trial) -> None:
+        """Put an earlier trial into the study; one that still has to run is asked for with its old parameters."""
+        import optuna
+
+        self._next = max(self._next, trial.index + 1)
+        stored = self._stored.get(trial.index)
+        if stored is not None:
+            if not stored.state.is_finished():
+                self._asked[trial.index] = optuna.Trial(self.study, stored._trial_id)
+                if trial.is_over:
+                    self.tell(trial)
+            return
+        positions = {name: self._position(name, value) for name, value in trial.params.items()}
+        if not trial.is_over:
+            self.study.enqueue_trial(positions)
+            self._suggest_all(self.study.ask(), trial.index)
+        elif trial.status == FINISHED and trial.objectives:
+            self.study.add_trial(
+                optuna.trial.create_trial(
+                    params=positions,
+                    distributions={name: self._distribution(name) for name in trial.params},
+                    values=trial.objectives,
+                    user_attrs={"sweep": self._sweep, "trial": trial.index},
+                )
+            )
+
+    def should_prune(self, trial: Trial, value: float, step: int) -> bool:
+        """Pass a report on and ask the study's pruner; a step reported twice counts once."""
+        asked = self._asked.get(trial.index)
+        if not self._prunes or asked is None or step in self._steps.setdefault(trial.index, set()):
+            return False
+        self._steps[trial.index].add(step)
+        asked.report(value, step)
+        return bool(asked.should_prune())
+
+    def _suggest_all(self, asked: "optuna.Trial", index: int) -> dict[str, object]:
+        asked.set_user_attr("sweep", self._sweep)
+        asked.set_user_attr("trial", index)
+        self._asked[index] = asked
+        return self._space.walk(lambda name, axis: _suggest(asked, name, axis))
+
+    def _distribution(self, name: str) -> "BaseDistribution":
+        from optuna import distributions as kinds
+
+        axis = self._space.axes[name]
+        if isinstance(axis, Choice):
+            return kinds.CategoricalDistribution(range(len(axis.values)))
+        assert isinstance(axis, LogUniform | Uniform | IntRange)
+        if isinstance(axis, IntRange):
+            return kinds.IntDistribution(int(axis.low), int(axis.high))
+        return kinds.FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform))
+
+    def _position(self, name: str, value: object) -> "CategoricalChoiceType":
+        axis = self._space.axes.get(name)
+        if isinstance(axis, Choice):
+            return [plain(choice) for choice in axis.values].index(plain(value))
+        assert isinstance(value, int | float)
+        return value
+
+
+def _suggest(asked: "optuna.Trial", name: str, axis: Axis) -> object:
+    if isinstance(axis, LogUniform):
+        return asked.suggest_float(name, axis.low, axis.high, log=True)
+    if isinstance(axis, Uniform):
+        return asked.suggest_float(name, axis.low, axis.high)
+    if isinstance(axis, IntRange):
+        return asked.suggest_int(name, int(axis.low), int(axis.high))
+    if isinstance(axis, Choice):
+        # By place, because Optuna takes only simple values as categories.
+        return axis.values[asked.suggest_categorical(name, range(len(axis.values)))]
+    raise ParameterError(f"sampler 'optuna' does not know the axis {axis!r} of {name}.")
+
+
+def _new_study(config: OptunaConfig, seed: int, directions: Sequence[str]) -> "optuna.Study":
+    """Make or load a study, quietly: the sweep has its own line for every trial."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Trials that still run count as bad ones, so that parallel proposals differ; Optuna calls this experimental.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+            study = optuna.create_study(
+                storage=config.make_storage(),
+                study_name=config.study_name,
+                load_if_exists=True,
+                directions=["minimize" if good == "min" else "maximize" for good in directions],
+                sampler=sampler,
+                pruner=config.make_pruner(),
+            )
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"storage={config.storage!r}: Optuna cannot use it: {error}") from error
+    except Exception as error:  # of the database driver, whose errors have no common class
+        if config.storage is None:
+            raise
+        shown = config.as_data()["storage"]
+        raise ConfigError(f"storage={shown!r}: Optuna cannot use it: {type(error).__name__}: {error}") from None
+    finally:
+        optuna.logging.set_verbosity(before)
+    if len(study.directions) != len(directions):
+        raise ConfigError(
+            f"the study {config.study_name!r} has {len(study.directions)} objectives, this sweep has {len(directions)}. Give another "
+            "study_name."
+        )
+    return study

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,13 +16,19 @@ from drivetrain.experiment.sweeps.executors import Executor, InlineExecutor, Tri
 from drivetrain.experiment.sweeps.journal import SCHEMA, read_journal
 from drivetrain.experiment.sweeps.loop import OnChange, SweepLoop, without_secrets
 from drivetrain.experiment.sweeps.result import Goal, SweepResult
-from drivetrain.experiment.sweeps.samplers import NAMES, GridSampler, RandomSampler, Sampler
+from drivetrain.experiment.sweeps.samplers import (
+    NAMES,
+    GridSampler,
+    OptunaConfig,
+    OptunaSampler,
+    RandomSampler,
+    Sampler,
+)
 from drivetrain.experiment.sweeps.space import ParameterSpace, check_space, make_space, space_from
 from drivetrain.experiment.sweeps.trial import Trial
 
 if TYPE_CHECKING:
     from drivetrain.experiment.experiments import Experiment
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
 
 EXECUTORS = ("inline", "pool", "submitit", "ray")
 SAME = ("experiment", "space", "params", "sampler", "seed", "objective", "direction")
@@ -32,7 +39,7 @@ def sweep(
     experiment: "Experiment",
     space: object,
     *,
-    sampler: "str | Sampler | OptunaConfig" = "grid",
+    sampler: str | Sampler | OptunaConfig = "grid",
     executor: str | Executor = "inline",
     n_trials: int | None = None,
     objective: str | Sequence[str] | None = None,
@@ -76,6 +83,7 @@ def sweep(
         raise ConfigError(f"retries: {retries!r} is not a number of retries. Give 0 or more.")
     fixed, wanted, goal = dict(params or {}), make_space(space), make_goal(experiment, objective, direction, resume)
     check_space(experiment, wanted, fixed)
+    sampler = _with_study_name(sampler, resume)
     chosen = make_sampler(sampler, wanted, n_trials=n_trials, seed=seed, directions=goal.directions)
     runner = make_executor(executor, num_processes, gpus_per_trial)
     timeout = _time_limit(trial_timeout, executor, runner)
@@ -83,7 +91,7 @@ def sweep(
     header = {
         **_identity(experiment, wanted, fixed, sampler, seed, goal),
         "n_trials": n_trials,
-        "optuna": None if isinstance(sampler, str | Sampler) or hasattr(sampler, "ask") else sampler.as_data(),
+        "optuna": sampler.as_data() if isinstance(sampler, OptunaConfig) else None,
         "start": {"executor": executor if isinstance(executor, str) else None, "trial_timeout": timeout, **start},
     }
     trials = [] if resume is None else _earlier_trials(Path(resume), header)
@@ -125,7 +133,7 @@ def continue_sweep(
     return sweep(
         experiment,
         space,
-        sampler=_optuna_config(header["optuna"]) if header.get("optuna") else header["sampler"],
+        sampler=OptunaConfig.from_data(header["optuna"]) if header.get("optuna") else header["sampler"],
         n_trials=header.get("n_trials"),
         objective=header.get("objective"),
         direction=header.get("direction"),
@@ -139,12 +147,6 @@ def continue_sweep(
         retries=start.get("retries", 0),
         trial_timeout=start.get("trial_timeout"),
     )
-
-
-def _optuna_config(data: Mapping[str, str | None]) -> "OptunaConfig":
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
-
-    return OptunaConfig.from_data(data)
 
 
 def run_parameter_sweep(
@@ -169,7 +171,7 @@ def run_parameter_sweep(
 
 
 def make_sampler(
-    sampler: "str | Sampler | OptunaConfig",
+    sampler: str | Sampler | OptunaConfig,
     space: ParameterSpace,
     *,
     n_trials: int | None,
@@ -188,13 +190,19 @@ def make_sampler(
         raise ParameterError(f"sampler {name!r} has no natural end. Give the number of trials: n_trials=20.")
     if name == "random":
         return RandomSampler(space, n_trials, seed)
-    from drivetrain.experiment.sweeps.optuna_search import OptunaSampler
-
     config = None if isinstance(sampler, str) else sampler
     return OptunaSampler(space, n_trials, seed=seed, direction=directions, config=config)
 
 
-def sampler_name(sampler: "str | Sampler | OptunaConfig") -> str:
+def _with_study_name(sampler: str | Sampler | OptunaConfig, resume: str | Path | None) -> str | Sampler | OptunaConfig:
+    """Return the sampler; a study that is stored gets the name it has in the sweep that is resumed, or a new one."""
+    if not isinstance(sampler, OptunaConfig) or sampler.storage is None or sampler.study_name is not None:
+        return sampler
+    earlier = {} if resume is None else read_journal(Path(resume))[0].get("optuna") or {}
+    return replace(sampler, study_name=earlier.get("study_name") or fresh_name())
+
+
+def sampler_name(sampler: str | Sampler | OptunaConfig) -> str:
     """Return the name of a sampler as the journal holds it."""
     if isinstance(sampler, str):
         if sampler not in NAMES:
@@ -202,8 +210,6 @@ def sampler_name(sampler: "str | Sampler | OptunaConfig") -> str:
         return sampler
     if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
         return type(sampler).__name__
-    from drivetrain.experiment.sweeps.optuna_search import OptunaConfig
-
     if not isinstance(sampler, OptunaConfig):
         raise ConfigError(f"sampler={sampler!r}: expected one of {', '.join(NAMES)}, an OptunaConfig or a Sampler.")
     return "optuna"
@@ -270,7 +276,7 @@ def _identity(
     experiment: "Experiment",
     space: ParameterSpace,
     fixed: Mapping[str, object],
-    sampler: "str | Sampler | OptunaConfig",
+    sampler: str | Sampler | OptunaConfig,
     seed: int,
     goal: Goal,
 ) -> Settings:
