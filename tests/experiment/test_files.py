@@ -218,6 +218,8 @@ def test_the_choice_and_every_key_can_be_overridden_from_the_command_line_and_fr
         ("include: [{model: null}]\n", r"p.yaml:1: model needs a choice. Choices: large, small, wide"),
         ("include: [{model: ../base}]\n", r"there is no '../base' in"),
         ("include: 3\n", r"p.yaml:1: include: expected a file"),
+        ("include: /etc/passwd\n", r"p.yaml:1: include: expected a file .*got '/etc/passwd'"),
+        ("include: [base.yaml, folder.yaml]\n", r"p.yaml:1: include: folder.yaml is not a plain file"),
         ("include: bad.yaml\n", r"bad.yaml:2: unknown parameter 'lrr'"),
         ("note: ${lrr}\n", r"p.yaml:1: note refers to \$\{lrr\}: unknown parameter 'lrr'. Did you mean 'lr'"),
         ("steps: ${warmup}\nwarmup: ${steps}\n", r"references go round in a circle: steps -> warmup -> steps"),
@@ -227,6 +229,7 @@ def test_the_choice_and_every_key_can_be_overridden_from_the_command_line_and_fr
 )
 def test_what_files_cannot_include_or_refer_to_is_named_with_its_line(configs, text, words):
     (configs / "p.yaml").write_text(text)
+    (configs / "folder.yaml").mkdir()
     (configs / "loop.yaml").write_text("include: p.yaml\n")
     (configs / "bad.yaml").write_text("lr: 1\nlrr: 2\n")
     with pytest.raises(ParameterError, match=words):

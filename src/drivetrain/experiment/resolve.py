@@ -354,14 +354,17 @@ class ParameterFiles:
         """Yield place, path and group of each file that is included: `base.yaml`, or `model: large` for `model/large.yaml`."""
         for index, entry in enumerate(entries if isinstance(entries, list | tuple) else [entries]):
             place = f"{file.name}:{file.line(INCLUDE, index) or file.line(INCLUDE) or 1}"
-            if isinstance(entry, str) and entry:
-                yield place, path.parent / entry, ""
+            if isinstance(entry, str) and Path(entry).suffix in SUFFIXES:
+                other = path.parent / entry
+                if other.exists() and not other.is_file():  # a pipe would never end
+                    raise ParameterError(f"{place}: {INCLUDE}: {entry} is not a plain file.")
+                yield place, other, ""
             elif isinstance(entry, Mapping) and entry:
                 for group, choice in entry.items():
                     yield place, self._chosen(place, path.parent, group, choice), f"{group}."
             else:
                 raise ParameterError(
-                    f"{place}: {INCLUDE}: expected a file, or a group and a choice (model: large), got {entry!r}."
+                    f"{place}: {INCLUDE}: expected a file ({', '.join(SUFFIXES)}), or a group and a choice (model: large), got {entry!r}."
                 )
 
     def _chosen(self, place: str, folder: Path, group: str, choice: object) -> Path:
