@@ -1,5 +1,4 @@
-"""Whitening initialisation (Page, 2018; Jordan, 2024, arXiv 2404.00498): the first convolution is computed from the
-training images.
+"""Whitening initialisation (Page, 2018; Jordan, 2024, arXiv 2404.00498): the first convolution is computed from the training images.
 
 The arithmetic is `drivetrain.module.convolutions`'s; this class finds the images and the moment.
 """

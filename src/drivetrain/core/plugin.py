@@ -1,8 +1,7 @@
 """What a plugin of the loop declares: where it runs, what it reads and writes, and which plugins it can run with.
 
-A plugin says what it does in class attributes, so that the engine can order, reject and explain it before a step is
-taken. An `Algorithm` may change the state, a `Callback` only watches (or lists in `writes` what it changes), and
-everything else about them is the same.
+A plugin says what it does in class attributes, so that the engine can order, reject and explain it before a step is taken. An `Algorithm`
+may change the state, a `Callback` only watches (or lists in `writes` what it changes), and everything else about them is the same.
 """
 
 import inspect

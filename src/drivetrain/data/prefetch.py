@@ -1,10 +1,9 @@
 """Batches on their way to the device, a few ahead of the one in use, and the progress bar of a hand-written loop.
 
-The copy of the next batch runs on a side stream from page-locked memory, while the device works on this one. Before a batch is
-handed out, the consumer's stream waits for its copy; before a copy begins, the side stream waits for what the consumer has queued so
-far, so that memory of batches that are no longer in use is not written too early. (Recording every tensor on the consumer's stream
-would do the same at three times the cost.) The host waits for neither. On the CPU nothing of this exists: the loader does not come
-here.
+The copy of the next batch runs on a side stream from page-locked memory, while the device works on this one. Before a batch is handed
+out, the consumer's stream waits for its copy; before a copy begins, the side stream waits for what the consumer has queued so far, so
+that memory of batches that are no longer in use is not written too early. (Recording every tensor on the consumer's stream would do the
+same at three times the cost.) The host waits for neither. On the CPU nothing of this exists: the loader does not come here.
 """
 
 import sys

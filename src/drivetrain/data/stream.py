@@ -1,9 +1,8 @@
 """Iterable datasets: streams without an index, split over ranks and workers, with an exact place to continue from.
 
-`filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch. Reading is repeated, but the
-batches are exactly those of one process, for any number of ranks and workers, and one state of the stream fits them all.
-`sharded`: the dataset splits itself by rank and worker; each part has a place of its own, so a run must be continued with as many
-ranks and workers as it had.
+`filter`: every rank (and worker) reads the whole stream and keeps its slices of each global batch. Reading is repeated, but the batches
+are exactly those of one process, for any number of ranks and workers, and one state of the stream fits them all. `sharded`: the dataset
+splits itself by rank and worker; each part has a place of its own, so a run must be continued with as many ranks and workers as it had.
 
 A reader is in the process that reads, this one or a worker. It opens the stream at a place, seeds the shared generators for each step so
 that what user code draws depends on the position alone, and returns the position after each batch. A stream with

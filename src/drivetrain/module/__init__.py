@@ -1,5 +1,4 @@
-"""What can be done to an nn.Module: surgery, block discovery, wrapping, averaged weights, compilation,
-checkpointing."""
+"""What can be done to an nn.Module: surgery, block discovery, wrapping, averaged weights, compilation, checkpointing."""
 
 from drivetrain.core.lazy import lazy_exports
 

@@ -154,8 +154,7 @@ def set_recompile_limit(n: int) -> int:
 
 
 def _make_room_for(blocks: list[tuple[str, nn.Module]]) -> None:
-    """Raise the limit to two compilations (training and evaluation) for each kind of block, with the default as
-    reserve."""
+    """Raise the limit to two compilations (training and evaluation) for each kind of block, with the default as reserve."""
     import torch._dynamo
 
     kinds: dict[type, set[tuple]] = {}

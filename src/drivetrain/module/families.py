@@ -78,8 +78,7 @@ def _search(module: nn.Module, name: str, owner: nn.Module, found: list[Family],
 
 
 def _rows(module: nn.Module, name: str) -> Iterator[tuple[list[Named], bool]]:
-    """Yield the children of a module as rows of things that belong side by side, plain containers replaced by their
-    content."""
+    """Yield the children of a module as rows of things that belong side by side, plain containers replaced by their content."""
     children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
     if isinstance(module, nn.Sequential | nn.ModuleList):
         yield _expanded(children), isinstance(module, nn.Sequential)
@@ -107,8 +106,7 @@ def _numbered_rows(children: list[Named]) -> list[list[Named]]:
 
 
 def _expanded(row: list[Named]) -> list[Named]:
-    """Replace positional containers in a row by what they hold, so that the stages of a ResNet are one row of
-    blocks."""
+    """Replace positional containers in a row by what they hold, so that the stages of a ResNet are one row of blocks."""
     result: list[Named] = []
     for name, child in row:
         if is_plain_container(child) and not isinstance(child, nn.ModuleDict):
@@ -124,8 +122,7 @@ def num_matrices(module: nn.Module) -> int:
 
 
 def _is_layer(modules: dict[nn.Module, str]) -> bool:
-    """Return whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one
-    matrix."""
+    """Return whether modules are single layers, too small to be blocks: torch's own leaves, norms, leaves with one matrix."""
     first = next(iter(modules))
     matrices = max(num_matrices(module) for module in modules)
     if next(first.children(), None) is not None:
@@ -142,8 +139,7 @@ def runs_one_after_another(family: Family, fake_run: "FakeRun | None" = None) ->
 
 
 def _has_router(family: Family) -> bool:
-    """Return whether something beside the members, in the module that runs them, scores exactly as many choices as there
-    are."""
+    """Return whether something beside the members, in the module that runs them, scores exactly as many choices as there are."""
     count, inside = len(family.members), {module for member in family.members for module in member.modules()}
     weights = [parameter for parameter in family.owner._parameters.values() if parameter is not None]
     for child in family.owner.children():

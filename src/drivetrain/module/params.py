@@ -72,8 +72,7 @@ class MuonGroups:
     """The split of a model's trainable parameters between Muon and another optimizer."""
 
     muon: NamedParameters
-    """Weights of hidden layers; those with more than two dimensions are convolution kernels, to be viewed as (out,
-    rest)."""
+    """Weights of hidden layers; those with more than two dimensions are convolution kernels, to be viewed as (out, rest)."""
     other: NamedParameters
     """Everything else."""
     reasons: tuple[tuple[str, str], ...]

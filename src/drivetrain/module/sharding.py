@@ -265,8 +265,7 @@ def _share_statistics(model: nn.Module, mesh: "DeviceMesh") -> None:
 def _average_gradient(parameter: nn.Parameter, mesh: "DeviceMesh") -> None:
     """Average the gradient of a parameter that cannot be sharded, each time it has been accumulated.
 
-    Averaging what is already the same on all ranks changes nothing, so accumulation over several backward passes is
-    right too.
+    Averaging what is already the same on all ranks changes nothing, so accumulation over several backward passes is right too.
     """
     import torch.distributed as dist
 

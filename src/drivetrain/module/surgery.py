@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.module.wrapping import wrapping_of
 
 ReplacementFunction = Callable[[nn.Module, int], nn.Module | None]
-"""Takes a module and its index among the instances of its policy's class; returns its replacement, or None to keep
-it."""
+"""Takes a module and its index among the instances of its policy's class; returns its replacement, or None to keep it."""
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]]
@@ -37,10 +36,9 @@ def replace_module_classes(
 ) -> dict[nn.Module, nn.Module]:
     """Replace descendants of `module` by class and return the pairs old to new.
 
-    Children are visited depth first in definition order; the first policy whose class matches decides. A module used in
-    several places is asked about once and replaced everywhere. `indices` holds the next index per policy class and is
-    updated, so that several calls can go on counting. With `recurse_on_replacements` the policies also see the
-    replacements and what is inside them.
+    Children are visited depth first in definition order; the first policy whose class matches decides. A module used in several places is
+    asked about once and replaced everywhere. `indices` holds the next index per policy class and is updated, so that several calls can go
+    on counting. With `recurse_on_replacements` the policies also see the replacements and what is inside them.
 
     >>> model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     >>> pairs = replace_module_classes(model, {nn.ReLU: lambda module, index: nn.GELU()})

@@ -307,8 +307,7 @@ def _fits(value: object, live: Tensor) -> bool:
 
 
 def _loaded_in_own_way(module: nn.Module) -> tuple[Callable[[str], bool], Callable[[str], bool]]:
-    """Return tests for names whose module may invent or rename keys while loading, and for those it may also
-    reshape."""
+    """Return tests for names whose module may invent or rename keys while loading, and for those it may also reshape."""
     inventing, reshaping = [], []
     for path, child in module.named_modules():
         loader = type(child)._load_from_state_dict

@@ -1,9 +1,8 @@
 """Units from configuration and back: mappings, YAML files, and whatever a Trainer may be given as its optimizer.
 
-`optim_sches: {type: noam.NoamLr, conf: {...}}` is one unit, called `main`; otherwise each key is the name of a unit with
-its own `type` and `conf`. The key is at the top of the file or, as in SpeeChain's recipes, in `train_cfg`; `accum_grad` and the other
-shared arguments next to either hold for all units. Types are imported and checked before they are called, and every error names
-the place in the file.
+`optim_sches: {type: noam.NoamLr, conf: {...}}` is one unit, called `main`; otherwise each key is the name of a unit with its own `type`
+and `conf`. The key is at the top of the file or, as in SpeeChain's recipes, in `train_cfg`; `accum_grad` and the other shared arguments
+next to either hold for all units. Types are imported and checked before they are called, and every error names the place in the file.
 """
 
 import os
