@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
 from drivetrain.core.errors import ParameterError, ResumeError
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.runtime.ranks import clear_data_ranks, set_data_ranks
-from tests.data.test_iterable import Stateful, Stream
 from tests.data.test_loader import Augmented
+from tests.data.test_stream import Stateful, Stream
 
 LENGTH = 21
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from drivetrain.core.containers import leaves
 from drivetrain.data import prefetch
 from drivetrain.data.loader import SmartDataLoader
-from drivetrain.data.prefetch import tensors_of, to_device
+from drivetrain.data.prefetch import to_device
 
 Pair = namedtuple("Pair", "x y")
 
@@ -32,9 +33,9 @@ class MovesItself:
 
 def test_all_tensors_of_a_batch_are_found():
     a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
-    found = tensors_of([Pair(a, "text"), {"b": Record(b, {"c": (c, 1)})}])
+    found = list(leaves([Pair(a, "text"), {"b": Record(b, {"c": (c, 1)})}], torch.Tensor))
     assert [tensor is other for tensor, other in zip(found, (a, b, c))] == [True] * 3
-    assert tensors_of(["text", MovesItself()]) == []
+    assert list(leaves(["text", MovesItself()], torch.Tensor)) == []
 
 
 def test_batches_for_the_cpu_move_and_keep_their_types():

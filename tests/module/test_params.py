@@ -49,8 +49,8 @@ def test_tokens_tables_and_stacks_are_left_to_the_other():
     model.wide_norm = nn.LayerNorm([4, 4])
     muon, _, reasons = sides(model)
     assert reasons["pos_embed"] == "embedding"
-    assert reasons["cls_token"].startswith("held beside layers")
-    assert reasons["blocks.0.attn.bias_table"].startswith("held beside layers")
+    assert reasons["cls_token"].startswith("held next to layers")
+    assert reasons["blocks.0.attn.bias_table"].startswith("held next to layers")
     assert reasons["experts.weights"] == "stack of matrices, not one"
     assert reasons["wide_norm.weight"] == "normalisation"
     assert "patch_embed.weight" in muon and "blocks.1.mlp.up.weight" in muon

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drivetrain.algorithms.surgery import rebind_units, torch_optimizers
-from drivetrain.algorithms.utils.parts import tensors_of
 from drivetrain.context.state import State
+from drivetrain.core.containers import leaves
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
 
@@ -20,12 +20,12 @@ class NoOpModelClass(nn.Module):
         self.original_name = type(original_model).__name__
 
     def forward(self, batch: object) -> Tensor:
-        *_, target = tensors_of(batch)
+        *_, target = leaves(batch, Tensor)
         return target.to(self.weight.dtype) * self.weight
 
     def loss(self, outputs: Tensor, batch: object, reduction: str = "mean") -> Tensor:
         """Return the mean squared distance of outputs and targets."""
-        *_, target = tensors_of(batch)
+        *_, target = leaves(batch, Tensor)
         return F.mse_loss(outputs, target.to(outputs.dtype), reduction=reduction)
 
     def extra_repr(self) -> str:

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drivetrain.algorithms.utils.losses import logits_of, losses_of_samples, mean_per_sample, per_sample
-from drivetrain.algorithms.utils.parts import Generator, first_tensor, map_tensors, take_rows, tensors_of
+from drivetrain.algorithms.utils.parts import Generator, first_tensor, map_tensors, take_rows
 from drivetrain.algorithms.utils.passes import autocast_of, call_model, without_trace
 from drivetrain.algorithms.utils.run import elapsed_fraction
 from drivetrain.context.batch import BatchKey, batch_set
 from drivetrain.context.state import State
 from drivetrain.core.arguments import check_counts, check_fractions
+from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.event import Event
 from drivetrain.core.plugin import Algorithm, Logger
@@ -159,7 +160,7 @@ class SelectiveBackprop(Algorithm):
         batch = state.batch
         if not isinstance(batch, Mapping | list | tuple):
             return
-        selected = {id(tensor) for part in (inputs, targets) for tensor in tensors_of(part)}
+        selected = {id(tensor) for part in (inputs, targets) for tensor in leaves(part, Tensor)}
         count = first_tensor(inputs, str(self)).shape[0]
         for key, value in list(batch.items() if isinstance(batch, Mapping) else enumerate(batch)):
             if isinstance(value, Tensor) and id(value) not in selected and value.ndim and value.shape[0] == count:

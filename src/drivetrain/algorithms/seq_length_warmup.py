@@ -41,7 +41,7 @@ def set_batch_sequence_length(
     for key, value in sequences.items():
         if value.ndim < 2:
             raise ConfigError(
-                f"the entry {key!r} has shape {tuple(value.shape)}, which is no batch of sequences (B, S, ...). Take it out of the batch, "
+                f"the entry {key!r} has shape {tuple(value.shape)}, not (B, S, ...). Take it out of the batch, "
                 f"or list it in ignore_keys=({key!r},)."
             )
     if not sequences or curr_seq_len >= next(iter(sequences.values())).shape[1]:

@@ -70,11 +70,11 @@ class BlockStochasticModule(Skippable):
             return x
         out = super().__call__(x, *args, **kwargs)  # type: ignore[misc]
         if not isinstance(out, Tensor) or out.shape != x.shape:
-            self._refuse(x, out)
+            self._reject(x, out)
         factor = self.factor(x)
         return out if factor is None else torch.addcmul(x, factor, out - x)
 
-    def _refuse(self, x: Tensor, out: object) -> None:
+    def _reject(self, x: Tensor, out: object) -> None:
         given = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ConfigTypeError(
             f"StochasticDepth cannot skip {written_class(self).__name__}: it takes shape {tuple(x.shape)} and returns {given}. Blocks "  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -68,3 +68,22 @@ def map_items(value: object, change: Callable[[Any], object]) -> Any:
     if is_dataclass(value):
         return replace_fields(value, {name: change(item) for name, item in field_values(value).items()})
     return value
+
+
+def leaves(value: object, kind: type[T]) -> Iterator[T]:
+    """Yield the values of one type inside nested mappings, lists, tuples and dataclasses, in order.
+
+    >>> list(leaves({"a": 1, "pair": (2, ["text", 3])}, int))
+    [1, 2, 3]
+    """
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves(item, kind)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item, kind)
+    elif is_dataclass(value):
+        for item in field_values(value).values():
+            yield from leaves(item, kind)

@@ -47,12 +47,12 @@ def check_conflicts(plugins: Sequence[object]) -> None:
         if one is other:
             raise PluginConflictError(f"{plugin_name(one)} is listed twice; the same object can attend only once.")
         _check_repeated(one, other)
-        _refuse(one, other)
+        _check_pair(one, other)
     for plugin in plugins:
         for one, other in combinations(getattr(plugin, "members", ()), 2):
             if not _take_turns(one, other):  # what outlasts the batch meets the other's turn
                 _check_repeated(one, other)
-                _refuse(one, other)
+                _check_pair(one, other)
 
 
 def _check_repeated(one: object, other: object) -> None:
@@ -156,7 +156,7 @@ def _declared(plugin: object, name: str) -> Iterator[tuple[object, str | None]]:
         yield from _declared(member, name)
 
 
-def _refuse(one: object, other: object) -> None:
+def _check_pair(one: object, other: object) -> None:
     reason = _reason_against(one, other)
     if reason is not None:
         raise PluginConflictError(f"{plugin_name(one)} and {plugin_name(other)} cannot run together: {reason}")

@@ -12,6 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from drivetrain.core.containers import leaves, map_items
 from drivetrain.core.display import shown_bytes
 from drivetrain.core.errors import ParameterError
 from drivetrain.runtime.device import choose_device, device_memory
@@ -32,7 +34,7 @@ class Columns:
 
     def __init__(self, tree: object, length: int, subset: Tensor | None = None):
         self.tree, self.length, self.subset = tree, length, subset
-        self.leaves = list(_leaves(tree))
+        self.leaves = list(leaves(tree, Tensor))
         self.device: torch.device = self.leaves[0].device
 
     def __len__(self) -> int:
@@ -88,14 +90,14 @@ def find_columns(dataset: object) -> Columns | None:
     tree = _column_tree(dataset)
     if tree is None:
         return None
-    leaves = list(_leaves(tree))
-    lengths = {len(leaf) for leaf in leaves}
+    held = list(leaves(tree, Tensor))
+    lengths = {len(leaf) for leaf in held}
     if len(lengths) != 1:
         raise ParameterError(
             f"dataset: the tensors of a {type(dataset).__name__} must have equally many rows, these have "
-            f"{', '.join(str(len(leaf)) for leaf in leaves)}. For a dataset of separate samples give a list."
+            f"{', '.join(str(len(leaf)) for leaf in held)}. For a dataset of separate samples give a list."
         )
-    if len({leaf.device for leaf in leaves}) != 1:
+    if len({leaf.device for leaf in held}) != 1:
         return None
     return Columns(tree, lengths.pop())
 
@@ -133,9 +135,8 @@ def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # read-only arrays: batches are copies, nothing writes here
+                # Read-only arrays: batches are copies, nothing writes here.
+                warnings.simplefilter("ignore", UserWarning)
                 tensor = torch.from_numpy(value)
         except TypeError:
             return None
@@ -151,17 +152,8 @@ def _items(container: Any) -> list[Any]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
-def _leaves(tree: object) -> "list[Tensor]":
-    return [tree] if isinstance(tree, Tensor) else [leaf for item in _items(tree) for leaf in _leaves(item)]
-
-
 def _map_leaves(change: Callable[[Any], Any], tree: object) -> Any:
-    if isinstance(tree, dict):
-        return _like_mapping(tree, {name: _map_leaves(change, item) for name, item in tree.items()})
-    if isinstance(tree, tuple):
-        items = [_map_leaves(change, item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return change(tree)
+    return map_items(tree, partial(_map_leaves, change)) if isinstance(tree, dict | tuple) else change(tree)
 
 
 def _like_mapping(example: dict[object, object], items: dict[object, object]) -> object:

@@ -9,8 +9,7 @@ same at three times the cost.) The host waits for neither. On the CPU nothing of
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from drivetrain.context.moving import move_to_device
+from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.order import BatchInfo, Pairs
 from drivetrain.runtime.ranks import is_master
@@ -76,35 +76,10 @@ class _SideStream:
 
 def pin(batch: Batch) -> Batch:
     """Return the batch in page-locked memory; one that is there, or on a device already, is returned as it is."""
-    tensors = tensors_of(batch)
+    tensors = list(leaves(batch, Tensor))
     if all(tensor.is_pinned() for tensor in tensors) or any(tensor.device.type != "cpu" for tensor in tensors):
         return batch
     return pin_memory(batch)
-
-
-def tensors_of(value: object) -> list[Tensor]:
-    """Return every tensor of a batch.
-
-    >>> len(tensors_of({"x": torch.zeros(1), "pair": (torch.zeros(2), "text")}))
-    2
-    """
-    found: list[Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: object, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _collect(getattr(value, field.name), found)
 
 
 # ---------------------------------------------------------------------- a progress bar for hand-written loops

@@ -86,9 +86,8 @@ def seed_generators(seed: int) -> None:
     """Seed Python's, numpy's and torch's CPU generator; accelerators are left alone, a fetch does not use them."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if (
-        type(numpy_random.get_bit_generator()) is not numpy_random.MT19937
-    ):  # in a worker of a program that chose another kind
+    # In a worker of a program that chose another kind.
+    if type(numpy_random.get_bit_generator()) is not numpy_random.MT19937:
         numpy_random.set_bit_generator(numpy_random.MT19937(0))
     numpy_random.seed(seed % 2**32)
 

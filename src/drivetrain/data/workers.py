@@ -4,7 +4,7 @@ A job says everything a worker needs (seed, epoch, place, indices), so workers h
 whole run, read ahead as far as they like, and be replaced by none at all without a change in what comes out. The inner DataLoader
 gets a generator of its own, because torch would take the workers' base seed from the global one.
 
-torch keeps workers as long as somebody refers to their iterator, a traceback or a reference cycle included, and ends them one after the
+torch keeps workers as long as something refers to their iterator, a traceback or a reference cycle included, and ends them one after the
 other with five seconds for each. Here each iterator with workers is noted when it is made. `ending_workers()` ends those that were
 started within it, all at the same time. A signal to the process group (SLURM, systemd and Kubernetes send it to every process) reaches
 workers too; they leave it to the process that trains, which saves and then ends them.
@@ -66,9 +66,8 @@ class WorkerStart:
 
     def __call__(self, worker_id: int) -> None:
         for number in STOP_SIGNALS:
-            signal.signal(
-                number, _leave_to_parent
-            )  # a handler, since programs that a worker starts would inherit SIG_IGN
+            # A handler, since programs that a worker starts would inherit SIG_IGN.
+            signal.signal(number, _leave_to_parent)
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         end_with_parent()

@@ -148,9 +148,8 @@ def as_factor(factor: Count, loss: Tensor) -> Count:
 
 def scale_gradients(parameters: Iterable[Tensor], factor: Count) -> None:
     """Multiply this rank's part of all gradients by one factor; a tensor factor is not read back."""
-    grads = [
-        local_part(p.grad) for p in parameters if p.grad is not None
-    ]  # whole and sharded ones may stand side by side
+    # Whole and sharded gradients may be mixed.
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
 

@@ -99,7 +99,7 @@ def checkpoint_blocks(
         raise ConfigError(f"checkpoint_blocks: reentrant checkpointing knows only mode 'full', not {mode!r}.")
     if isinstance(blocks, str) and blocks == "auto":
         found = repeated_blocks(model) or select_modules(model, "auto")
-        found = [(name, module) for name, module in found if name]  # the model itself is no block
+        found = [(name, module) for name, module in found if name]  # the model itself is not a block
     else:
         found = _outermost(select_modules(model, blocks, where="checkpoint_blocks"))
     chosen = found[::every][:max_modules]

@@ -264,7 +264,7 @@ class DeferredLoss(DeferredSource):
 
 def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[str, int, bool]:
     """Return the name of the linear layer whose output the model returns untouched, which of its output tensors that is, and whether the
-    model computes a loss of its own beside it.
+    model computes a loss of its own next to it.
 
     The model runs once on fake tensors, which costs neither memory nor arithmetic.
     """

@@ -32,7 +32,7 @@ class Family:
     owner: nn.Module
     """The closest module above the row that is not a plain container; its forward decides how the members run."""
     is_chain: bool = False
-    """Whether the row stands in nn.Sequential, so that its members certainly run one after another."""
+    """Whether the row is in nn.Sequential, so that its members certainly run one after another."""
 
     @staticmethod
     def joined(parts: "list[Family]") -> "Family":
@@ -139,7 +139,7 @@ def runs_one_after_another(family: Family, fake_run: "FakeRun | None" = None) ->
 
 
 def _has_router(family: Family) -> bool:
-    """Return whether something beside the members, in the module that runs them, scores exactly as many choices as there are."""
+    """Return whether something next to the members, in the module that runs them, scores exactly as many choices as there are."""
     count, inside = len(family.members), {module for member in family.members for module in member.modules()}
     weights = [parameter for parameter in family.owner._parameters.values() if parameter is not None]
     for child in family.owner.children():

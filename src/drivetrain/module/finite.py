@@ -60,7 +60,7 @@ class NonFinitePolicy:
 
 
 def nonfinite_flag(tensors: Sequence[Tensor]) -> Tensor:
-    """Return 1.0 where an entry of any tensor is not finite, else 0.0: a scalar on their device, which nobody waits for."""
+    """Return 1.0 where an entry of any tensor is not finite, else 0.0: a scalar on their device; the host does not wait for it."""
     found = torch.zeros((), device=tensors[0].device)
     try:
         # Made for gradient scalers. With a scale of one it is the cheapest test of many tensors: one launch, no result for each.
@@ -223,9 +223,8 @@ class StepGuard:
 
         A fused optimizer on an accelerator always steps: it finds the flag on itself until `close`.
         """
-        if (
-            self._is_quick and norm is None
-        ):  # the rest of this method in few words, for models so small that calls count
+        # The rest of this method in few words, for models so small that calls count.
+        if self._is_quick and norm is None:
             groups = self._optimizer.param_groups
             gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
             try:

@@ -63,9 +63,7 @@ def give_parts_again(model: nn.Module) -> None:
 
 def _state_dict(module: nn.Module, *args: object, **kwargs: Any) -> object:
     if args or kwargs.get("keep_vars") or kwargs.get("destination") is not None:
-        return type(module).state_dict(
-            module, *args, **kwargs
-        )  # somebody walks the modules, and wants them as they are
+        return type(module).state_dict(module, *args, **kwargs)  # a walk over the modules as they are
     return full_state_dict(module, prefix=kwargs.get("prefix", ""))
 
 

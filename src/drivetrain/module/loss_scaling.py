@@ -1,4 +1,4 @@
-"""A gradient scaler that is made when it is known to be needed, for optimizers that are not told the precision of the forward pass."""
+"""A gradient scaler that is made when it is known to be needed, for optimizers that do not know the precision of the forward pass."""
 
 import warnings
 from collections.abc import Sequence

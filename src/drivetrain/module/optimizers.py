@@ -143,7 +143,7 @@ def _map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> object:
 # takes gradients from the model's parameters before a step and writes the new values back after it. Small updates, which half precision
 # would round away, add up in the copies. Copies on the host are updated there: gradients come down and parameters go up in transfers that
 # are all started before the first is waited for. A copy of the parameter's own type holds nothing that the parameter does not, so it is
-# not saved. Copies are refreshed when somebody else has written into the parameters. So states pass freely between runs with and without
+# not saved. Copies are refreshed when other code has written into the parameters. So states pass freely between runs with and without
 # copies.
 
 
@@ -198,7 +198,7 @@ class MasterCopies:
             self._versions[id(parameter)] = parameter._version
 
     def _follow_parameters(self) -> None:
-        """Refresh copies of parameters that somebody else has written to: weights that were loaded, swapped or clamped.
+        """Refresh copies of parameters that other code has written to: weights that were loaded, swapped or clamped.
 
         Entries that still are the rounded copy keep the copy's precision.
         """
@@ -214,7 +214,7 @@ class MasterCopies:
             parameter.grad = None
 
     def state_dict(self) -> StateDict:
-        """Return the optimizer's state, with each copy that is more precise than its parameter beside what is kept about it."""
+        """Return the optimizer's state, with each copy that is more precise than its parameter next to what is kept about it."""
         state = super().state_dict()  # type: ignore[misc]
         masters, wider = self._masters(), {id(m) for p, m in self._served if p.dtype != m.dtype}
         kept = {

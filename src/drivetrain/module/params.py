@@ -60,7 +60,7 @@ def _no_match(model: nn.Module, pattern: str, named: Iterable[str], where: str) 
     root = unwrap(model)
     depth = pattern.count(".")
     modules = [name for name, module in root.named_modules() if name and next(module.parameters(), None) is not None]
-    # Names of the pattern's own depth are the likeliest; listing all names of a large model helps nobody.
+    # Names of the pattern's own depth are the likeliest; listing all names of a large model does not help.
     near = [name for name in [*modules, *named] if name.count(".") == depth] or modules
     first_level = [name for name in modules if "." not in name] or list(named)
     message = unknown_name(f"parameter or module of {type(root).__name__}", pattern, near[:20], where=where)
@@ -150,7 +150,7 @@ def _unsuitable(name: str, parameter: nn.Parameter, users: list[nn.Module], head
         if not type(user).__module__.startswith("torch.") and any(
             next(child.parameters(), None) is not None for child in user.children()
         ):
-            return "held beside layers, not by one: a table, token or gain"
+            return "held next to layers, not by one: a table, token or gain"
         if parameter.ndim > 2 and not isinstance(user, _ConvNd):
             return "stack of matrices, not one"
     if min(parameter.shape[0], parameter[0].numel()) == 1:

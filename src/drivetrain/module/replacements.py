@@ -73,7 +73,7 @@ def pair_names() -> list[str]:
 
 
 def check_pair(name: str) -> None:
-    """Reject a name that is no pair."""
+    """Reject the name of an unknown pair."""
     if name not in _pairs:
         raise ConfigError(unknown_name("pair", name, _pairs, where="module_replace"))
 

@@ -346,7 +346,7 @@ def unmarked_step(optimizer: Any) -> Callable[[], object] | None:
     """Return an optimizer's `step` without the mark that it leaves for profilers, or None where it has no such mark.
 
     Torch wraps every optimizer's `step` to mark it and to call hooks. On a CPU the mark alone may cost more than the step of a small
-    model. While a profiler is on, where there are hooks, and where somebody has put another `step` on the optimizer, that one is called.
+    model. While a profiler is on, where there are hooks, and where the optimizer was given another `step`, that one is called.
     """
     from torch.optim import optimizer as torch_optimizer
 

@@ -98,7 +98,7 @@ class _Walk:
     pairs: dict[nn.Module, nn.Module] = field(default_factory=dict)
     sites: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     originals: list[nn.Module] = field(default_factory=list)
-    decided: dict[nn.Module, nn.Module] = field(default_factory=dict)  # module: what stands in its place at the end
+    decided: dict[nn.Module, nn.Module] = field(default_factory=dict)  # module: what is in its place at the end
 
     def visit_children(self, parent: nn.Module, depth: int = 0) -> None:
         for name, child in parent._modules.items():
@@ -270,7 +270,7 @@ def _exchange(plans: list[_Exchange]) -> None:
         if plan.target is None:
             continue
         _, group = plan.target
-        # The new ones stand where the old ones stood: the order an optimizer made after the surgery would have.
+        # The new ones are where the old ones were: the order an optimizer made after the surgery would have.
         place = len(group["params"]) if place is None else place
         added = [(name, p) for name, p in plan.added if _position(group["params"], p) is None]
         group["params"][place:place] = [p for _, p in added]

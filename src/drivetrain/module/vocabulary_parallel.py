@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MARK = "_is_split_vocabulary"
 _KEEPING = frozenset({"flatten", "view", "reshape", "float", "contiguous", "__getitem__"})
-"""Functions that leave words beside one another, so that their result is split the same way."""
+"""Functions that leave words next to one another, so that their result is split the same way."""
 _LOOKING = frozenset({"size", "dim", "__get__", "is_floating_point", "numel"})
 
 

@@ -108,7 +108,7 @@ def _recompiled(shell: nn.Module, inner: nn.Module) -> nn.Module:
 def clean_name(name: str) -> str:
     """Return a parameter or module name without the components that shells add.
 
-    Torch's private components are removed wherever they stand. The word `module` may be the user's own, so it is
+    Torch's private components are removed wherever they are. The word `module` may be the user's own, so it is
     removed only where DDP puts it: at the front, once. With the model at hand, `clean_key` is exact.
 
     >>> clean_name("module._orig_mod.encoder.weight")
@@ -203,9 +203,8 @@ def clean_state_dict(module: nn.Module) -> StateDict:
     ['weight', 'bias']
     """
     module = unwrap(module)
-    state = type(module).state_dict(
-        module
-    )  # the parts that this rank holds, also where `gather_on_request` gives the whole
+    # The parts that this rank holds, also where `gather_on_request` gives the whole.
+    state = type(module).state_dict(module)
     cleaned: OrderedDict[str, object] = OrderedDict((clean_key(module, key), value) for key, value in state.items())
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:

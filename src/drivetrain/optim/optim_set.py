@@ -451,7 +451,7 @@ def _check_units(units: Mapping[str, object]) -> None:
                 f"unit {name!r} is a {type(unit).__name__}; expected an OptimScheduler such as ConstantLr('AdamW', {{'lr': 1e-3}}, model)."
             )
     if len({id(unit) for unit in units.values()}) < len(units):
-        raise ConfigError("one unit stands in the set under two names.")
+        raise ConfigError("one unit is in the set under two names. Add it once.")
 
 
 from_config, from_yaml = OptimSet.from_config, OptimSet.from_yaml

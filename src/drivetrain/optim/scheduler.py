@@ -336,7 +336,7 @@ class OptimScheduler(ABC):
 
     def _set_rates(self, epoch_num: int | None) -> None:
         groups = self.optimizer.param_groups
-        if len(groups) != len(self.base_lrs):  # somebody added a group: its rate is what it was given
+        if len(groups) != len(self.base_lrs):  # a group was added: its rate is what it was given
             self.base_lrs += [float(group["lr"]) for group in groups[len(self.base_lrs) :]]
             self._ratios = _ratios(self.base_lrs)
         lr = self.lr_at(self.real_step, epoch_num)

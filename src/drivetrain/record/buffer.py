@@ -131,10 +131,8 @@ class DeviceBuffer:
         if value.dtype not in _PLAIN:
             value = value.float()
         stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
-        key = (
-            value.device,
-            None if stream is None else stream.cuda_stream,
-        )  # cheaper to compare than the stream itself
+        # Cheaper to compare than the stream itself.
+        key = value.device, None if stream is None else stream.cuda_stream
         page = self._open.get(key)
         if page is None:
             free = self._free.get(key)

@@ -75,7 +75,7 @@ class Sink(Protocol):
         """Take whether small ("min") or large ("max") values of a metric are good."""
 
     def step(self, step: int, time: float) -> None:
-        """Hear that a step has ended."""
+        """End a step."""
 
     def flush(self) -> None:
         """Make what was taken durable."""

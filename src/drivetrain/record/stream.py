@@ -196,9 +196,8 @@ class Stream:
                 if outlet.is_open and outlet.wants_settings and self.settings:
                     outlet.deliver([Row("params", "params", self.settings, rows[0].step, rows[0].time)])
         if not self.is_open:
-            atexit.register(
-                self.close
-            )  # before what a tracker has registered to end itself: the last registered runs first
+            # Before what a tracker has registered to end itself: the last registered runs first.
+            atexit.register(self.close)
         self.is_open = True
 
     def _flush_outlets(self) -> None:

@@ -5,12 +5,13 @@ device. Every draw takes torch's global generator when it is given None. A gener
 the State's generators are the host's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from drivetrain.core.containers import leaves
 from drivetrain.core.errors import ConfigTypeError
 from drivetrain.core.types import Batch
 
@@ -28,21 +29,9 @@ def map_tensors(function: Callable[..., object], part: object, *others: Any) -> 
     )
 
 
-def tensors_of(part: object) -> Iterator[Tensor]:
-    """Yield every tensor of a part or of a model's outputs, however nested; anything else is passed over."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, Mapping):
-        for item in part.values():
-            yield from tensors_of(item)
-    elif isinstance(part, list | tuple):
-        for item in part:
-            yield from tensors_of(item)
-
-
 def first_tensor(part: object, who: str) -> Tensor:
     """Return the first tensor of a part."""
-    found = next(tensors_of(part), None)
+    found = next(leaves(part, Tensor), None)
     if found is None:
         raise ConfigTypeError(
             f"{who} found no tensor in its part of the batch, a {type(part).__name__}. Give another input_key."
@@ -60,14 +49,14 @@ def take_rows(part: object, index: Tensor) -> object:
 
 
 def check_images(x: object, who: str) -> None:
-    """Reject what is no batch of images: height and width are the last two dimensions."""
+    """Reject what is not a batch of images: height and width are the last two dimensions."""
     if not isinstance(x, Tensor) or x.ndim < 3:
         shape = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ConfigTypeError(f"{who} works on images, (N, C, H, W) or (C, H, W); got {shape}. Give another input_key.")
 
 
 def check_floating(x: Tensor, who: str) -> None:
-    """Reject whole numbers where values are mixed: half of a token id is no token id."""
+    """Reject whole numbers where values are mixed: half of a token id is not a token id."""
     if not x.is_floating_point():
         raise ConfigTypeError(
             f"{who} mixes values, which needs floating-point inputs; got {str(x.dtype).removeprefix('torch.')}. Convert images "

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from drivetrain.algorithms.utils.parts import tensors_of
 from drivetrain.context.moving import move_to_device
 from drivetrain.context.state import State
+from drivetrain.core.containers import leaves
 from drivetrain.core.types import Batch
 from drivetrain.data.loader import SmartDataLoader
 from drivetrain.module.precision import parse_precision
@@ -106,9 +106,9 @@ def run_and_forget(state: State, batch: object) -> None:
     with without_trace(state), torch.set_grad_enabled(not is_sharded):
         with autocast_of(state):
             outputs = call_model(state, batch)
-        ends = [tensor.float().sum() for tensor in tensors_of(outputs) if tensor.requires_grad]
+        ends = [tensor.float().sum() for tensor in leaves(outputs, Tensor) if tensor.requires_grad]
         if ends:
-            # Gradients are returned, not accumulated: no hook of an optimizer or a distributed shell hears of them.
+            # Gradients are returned, not accumulated: no hook of an optimizer or a distributed shell is called.
             torch.autograd.grad(torch.stack(ends).sum(), parameters, allow_unused=True)
 
 

@@ -110,53 +110,16 @@ def translate_y(operations: ModuleType, image: Image, level: float, generator: G
     return operations.affine(image, (1, 0, 0, 0, 1, shift))
 
 
-@_augmentation
-def color(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the saturation."""
-    return operations.color(image, _around_one(level, generator))
+def _colour(name: str, factor: Callable[[float, Generator], float], drawn: str = "") -> Augmentation:
+    """Return the augmentation that changes the color, contrast, brightness or sharpness by a factor."""
+    operation = name.removesuffix("_original")
 
+    def operate(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
+        return getattr(operations, operation)(image, factor(level, generator))
 
-@_augmentation
-def contrast(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the contrast."""
-    return operations.contrast(image, _around_one(level, generator))
-
-
-@_augmentation
-def brightness(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the brightness; brightening is drawn weaker, because it soon leaves nothing to see."""
-    factor = _around_one(level, generator)
-    return operations.brightness(image, factor * 0.75 if factor > 1 else factor)
-
-
-@_augmentation
-def sharpness(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the sharpness."""
-    return operations.sharpness(image, _around_one(level, generator))
-
-
-@_augmentation
-def color_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the saturation by the paper's factor."""
-    return operations.color(image, _strength(level, 1.8, generator) + 0.1)
-
-
-@_augmentation
-def contrast_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the contrast by the paper's factor."""
-    return operations.contrast(image, _strength(level, 1.8, generator) + 0.1)
-
-
-@_augmentation
-def brightness_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the brightness by the paper's factor."""
-    return operations.brightness(image, _strength(level, 1.8, generator) + 0.1)
-
-
-@_augmentation
-def sharpness_original(operations: ModuleType, image: Image, level: float, generator: Generator) -> Image:
-    """Change the sharpness by the paper's factor."""
-    return operations.sharpness(image, _strength(level, 1.8, generator) + 0.1)
+    operate.__name__ = operate.__qualname__ = name
+    operate.__doc__ = f"Change the {operation}{drawn}."
+    return _augmentation(operate)
 
 
 def _strength(level: float, maximum: float, generator: Generator) -> float:
@@ -169,9 +132,27 @@ def _around_one(level: float, generator: Generator) -> float:
     return draw_uniform(1, level, generator) if draw_coin(generator) else draw_uniform(1 - 0.09 * level, 1, generator)
 
 
+def _not_too_bright(level: float, generator: Generator) -> float:
+    factor = _around_one(level, generator)
+    return factor * 0.75 if factor > 1 else factor
+
+
+def _as_in_paper(level: float, generator: Generator) -> float:
+    return _strength(level, 1.8, generator) + 0.1
+
+
 def _either_sign(value: float, generator: Generator) -> float:
     return -value if draw_coin(generator) else value
 
+
+color, contrast, sharpness = (_colour(name, _around_one) for name in ("color", "contrast", "sharpness"))
+brightness = _colour(
+    "brightness", _not_too_bright, "; brightening is drawn weaker, because it soon leaves nothing to see"
+)
+color_original, contrast_original, brightness_original, sharpness_original = (
+    _colour(f"{name}_original", _as_in_paper, " by the paper's factor")
+    for name in ("color", "contrast", "brightness", "sharpness")
+)
 
 _SAFE = [autocontrast, equalize, posterize, rotate, solarize, shear_x, shear_y, translate_x, translate_y]
 
@@ -224,7 +205,7 @@ def check_image(image: object, who: str) -> None:
         return
     if image.ndim not in (3, 4):
         raise ConfigTypeError(
-            f"{who}: a tensor of shape {tuple(image.shape)} is no image (C, H, W), nor a batch of them."
+            f"{who}: a tensor of shape {tuple(image.shape)} is not an image (C, H, W) or a batch of them."
         )
     tensor_ops.check_channels(image)
     if image.is_floating_point() and image.device.type == "cpu" and image.numel():

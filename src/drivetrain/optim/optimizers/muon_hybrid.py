@@ -243,7 +243,7 @@ class MuonHybrid(Optimizer):
         patterns = options.get("adam_match", self.defaults["adam_match"])
         if patterns and any(isinstance(one, Tensor) and one.ndim >= 2 for one in members):
             warnings.warn(
-                "MuonHybrid was given parameters without names, so it cannot tell embeddings and heads from hidden layers: all matrices "
+                "MuonHybrid was given parameters without names, so embeddings and heads cannot be found among them: all matrices "
                 "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if that is meant.",
                 DrivetrainWarning,
                 stacklevel=5,

@@ -1,7 +1,7 @@
 """Schedule-free learning (Defazio et al., 2024, arXiv 2405.15682): an average of the iterates replaces the schedule.
 
 Three sequences belong to every weight. Gradients are taken at y and move z; x averages z and is what is evaluated;
-y = (1 - beta) z + beta x. Only z is stored beside the parameter, which holds y while training and x after `eval()`. The training
+y = (1 - beta) z + beta x. Only z is stored next to the parameter, which holds y while training and x after `eval()`. The training
 weights are kept aside until then, so that `train()` goes on from exactly the y that was left.
 """
 
@@ -50,7 +50,7 @@ class _ScheduleFree(Optimizer):
         for group in self.param_groups:
             if not self._beta(group) > 0:
                 raise ConfigError(
-                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be told from z and y without a part of x in "
+                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x does not follow from z and y without a part of x in "
                     "y. Give a number above 0; 0.9 is usual."
                 )
 

@@ -90,7 +90,7 @@ class WrappedOptimizer(Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def state_dict(self) -> StateDict:
-        """Return the state of the optimizer inside, with what is kept here beside it."""
+        """Return the state of the optimizer inside, with what is kept here."""
         saved = self.base_optimizer.state_dict()
         state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in saved["state"].items()}
         for number, parameter in enumerate(self.parameters()):
@@ -175,7 +175,7 @@ class Lookahead(WrappedOptimizer):
 
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
-"""Optimizers whose decay is beside the gradient and whose groups do not say so."""
+"""Optimizers whose decay is not part of the gradient and whose groups do not say so."""
 
 
 class Cautious(WrappedOptimizer):
