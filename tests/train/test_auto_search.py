@@ -22,9 +22,9 @@ from drivetrain.core.errors import (
 from drivetrain.strategy.search import find
 from drivetrain.strategy.value import Failure, Strategy
 from drivetrain.train.auto import auto_accelerate
+from drivetrain.train.planning import constraints_of, make_task, request_of
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
-from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 from tests.strategy.tasks import ADAM, loss_func, make_data, make_model, plain_losses
 from tests.strategy.test_search import make_quick
 from tests.train.tasks import make_data as make_pairs

@@ -17,9 +17,9 @@ from drivetrain.module.finite import any_nonfinite
 from drivetrain.module.wrapping import named_clean_parameters
 from drivetrain.runtime.ranks import clear_data_ranks, get_num_processes, num_data_ranks
 from drivetrain.train.callbacks import LimitEvalStepsCallback, TrainerCallback
+from drivetrain.train.planning import constraints_of, request_of
 from drivetrain.train.settings import TrainSettings
 from drivetrain.train.trainer import Trainer
-from drivetrain.train.trainer_search import constraints_of, request_of
 from tests.strategy.tasks import VOCAB, TinyGPT
 
 TENSOR = [("parallel_mode", [("tensor", 2)]), "tensor_parallel"]

@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,33 @@ class WholeForm(OtherForm):
 
 
 BatchForm = PairForm
+
+
+@dataclass(frozen=True)
+class CallByForm:
+    """Calls a model with a batch as the Trainer does."""
+
+    form: BatchForm
+
+    def __call__(self, model: nn.Module, batch: object) -> object:
+        args, kwargs = self.form.arguments(batch)
+        return model(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class LossByForm:
+    """The Trainer's loss as a function of batch and output; without a loss function it is what the output carries."""
+
+    form: BatchForm
+    loss_func: Callable[..., Any] | None = None
+
+    def __call__(self, batch: object, outputs: object) -> Any:
+        if self.loss_func is None:
+            return carried_loss(outputs)
+        loss = self.loss_func(self.form.predictions(outputs), self.form.targets(batch))
+        if isinstance(loss, Mapping):
+            return loss["loss"] if "loss" in loss else sum(loss.values())
+        return loss
 
 
 def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:

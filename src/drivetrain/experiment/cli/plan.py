@@ -157,8 +157,8 @@ def _for_trainer(
     from drivetrain.strategy.device_spec import DeviceSpec
     from drivetrain.strategy.search.find import find_plan
     from drivetrain.strategy.value import fingerprint
+    from drivetrain.train.planning import constraints_of, make_task, request_of
     from drivetrain.train.settings import TrainSettings
-    from drivetrain.train.trainer_search import constraints_of, make_task, request_of
 
     source = trainer.run.shared.options.train_dataset
     if source is None:

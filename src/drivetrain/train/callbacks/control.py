@@ -25,17 +25,12 @@ class MoveModulesToDeviceCallback(TrainerCallback):
     writes = ("settings",)
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Move before training."""
-        self._move(trainer)
-
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Move before an evaluation outside training."""
-        self._move(trainer)
-
-    def _move(self, trainer: "Trainer") -> None:
+        """Move before training, and before an evaluation outside it."""
         for held in (*vars(trainer).values(), trainer.loss_func):
             if isinstance(held, nn.Module) and held is not trainer.model:
                 held.to(trainer.device)
+
+    on_evaluation_run_start = on_training_run_start
 
 
 class ConvertSyncBatchNormCallback(TrainerCallback):
@@ -106,11 +101,17 @@ class LimitEvalStepsCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Put the loader behind a slice."""
-        self._prepare(trainer)
+        processes = num_data_ranks()  # those that share samples take one step together
+        if self.num_eval_steps < processes:
+            raise ConfigError(
+                f"num_eval_steps={self.num_eval_steps} is shared by {processes} processes and leaves some without a "
+                f"step. Use at least {processes}."
+            )
+        if trainer.run.data.evaluation is not None:
+            self._slices = []
+            trainer.run.data.evaluation = map_loaders(self._sliced, trainer.run.data.evaluation)
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Put the loader behind a slice."""
-        self._prepare(trainer)
+    on_evaluation_run_start = on_training_run_start
 
     def on_eval_epoch_start(self, trainer: "Trainer", is_intermediate: bool = False, **kwargs: object) -> None:
         """Close the slice where this evaluation is limited."""
@@ -124,17 +125,6 @@ class LimitEvalStepsCallback(TrainerCallback):
     def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
         """Open the slice also when an evaluation has failed."""
         self.on_eval_epoch_end(trainer)
-
-    def _prepare(self, trainer: "Trainer") -> None:
-        processes = num_data_ranks()  # those that share samples take one step together
-        if self.num_eval_steps < processes:
-            raise ConfigError(
-                f"num_eval_steps={self.num_eval_steps} is shared by {processes} processes and leaves some without a "
-                f"step. Use at least {processes}."
-            )
-        if trainer.run.data.evaluation is not None:
-            self._slices = []
-            trainer.run.data.evaluation = map_loaders(self._sliced, trainer.run.data.evaluation)
 
     def _sliced(self, loader: Iterable[object]) -> DataLoaderSlice:
         self._slices.append(DataLoaderSlice(loader, None))

@@ -96,17 +96,11 @@ class ProgressBarCallback(TrainerCallback):
         if self._phases:
             self._end(self._phases[-1])
 
-    def on_stop_training_error(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave the terminal as it was."""
-        self._close()
-
     def on_training_run_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was; also after a stop or an error."""
         self._close()
 
-    def on_exception(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Leave the terminal as it was, also after an error."""
-        self._close()
+    on_stop_training_error = on_exception = on_training_run_end
 
     def close(self, *_: object) -> None:
         """Leave the terminal as it was."""

@@ -129,11 +129,9 @@ class TerminateOnNaNCallback(TrainerCallback):
 
     def on_training_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
         """Begin with nothing on its way."""
-        self._begin(trainer)
+        self._trainer, self.triggered, self._readback = trainer, False, AsyncReadback()
 
-    def on_evaluation_run_start(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Begin with nothing on its way."""
-        self._begin(trainer)
+    on_evaluation_run_start = on_training_run_start
 
     def after_loss(self, state: State, logger: Logger) -> None:
         """Test the loss that is trained on."""
@@ -145,12 +143,10 @@ class TerminateOnNaNCallback(TrainerCallback):
         self.check_for_nan_after_batch(batch_output, step=_VALIDATION)
 
     def on_train_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Test the last steps; the epoch's loss has just been read, so nothing is waited for."""
+        """Test the last losses of an epoch or an evaluation; its mean has just been read, so nothing is waited for."""
         self._inspect(self._readback.drain())
 
-    def on_eval_epoch_end(self, trainer: "Trainer", **kwargs: object) -> None:
-        """Test the last batches of an evaluation."""
-        self._inspect(self._readback.drain())
+    on_eval_epoch_end = on_train_epoch_end
 
     def check_for_nan_after_batch(self, batch_output: BatchOutput, step: str | None = None) -> None:
         """Send the loss to be tested, and test those that have arrived."""
@@ -162,9 +158,6 @@ class TerminateOnNaNCallback(TrainerCallback):
                 return
         self._readback.push(loss, self._place(step))
         self._inspect(self._readback.poll())
-
-    def _begin(self, trainer: "Trainer") -> None:
-        self._trainer, self.triggered, self._readback = trainer, False, AsyncReadback()
 
     def _place(self, step: str | None) -> tuple[str, int | None, int | None]:
         """Return where the loss of this moment belongs: the phase, the epoch, the batch in it."""
