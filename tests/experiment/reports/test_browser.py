@@ -254,6 +254,33 @@ def test_the_horizontal_axis_can_be_epochs_or_time(page):
         assert page.evaluate(f"{LOSS}.extent") == pytest.approx(extent)
 
 
+def test_a_logarithmic_axis_has_round_numbers(page):
+    splits = page.evaluate("[[0.5012, 1.9], [0.02, 3], [1e-6, 4e5], [0.97, 1.01]].map(range => logSplits(...range))")
+    assert splits[0] == [0.7, 1] and splits[1] == [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
+    assert splits[2] == pytest.approx([1e-6, 1e-4, 1e-2, 1, 1e2, 1e4]) and len(splits[3]) >= 4
+    over(page)
+    page.evaluate("document.querySelector('#loss [aria-pressed=false]').click()")
+    page.wait_for(f"{LOSS}.plotted.scales.y.distr === 3 && {LOSS}.plotted.scales.y.min > 0")
+
+
+def test_a_single_outlier_does_not_set_the_vertical_range(page):
+    values = [1.0 + 0.01 * (place % 10) for place in range(100)] + [1000.0]
+    code = "state.robust = {}, rangeOf(" + json.dumps(values) + ", false)"
+    robust, everything = (page.evaluate(code.replace("{}", word)) for word in ("true", "false"))
+    page.evaluate("state.robust = true")
+    assert robust["outside"] == 1 and robust["range"][1] < 1.2
+    assert everything["outside"] == 0 and everything["range"][1] > 1000
+
+
+def test_smoothing_does_not_lag_and_keeps_a_constant(page):
+    line, constant = [float(place) for place in range(200)], [3.0] * 200
+    page.evaluate("state.smoothing = 0.9")
+    smooth = page.evaluate(f"[{line}, {constant}].map(y => smoothed({{x: {line}, y}}, 199))")
+    assert smooth[0][60:140] == pytest.approx(line[60:140], abs=0.01) and smooth[1] == pytest.approx(constant)
+    gap = page.evaluate("smoothed({x: [0, 1, 2], y: [1, null, 3]}, 2)")
+    assert gap[1] is None and gap[0] == pytest.approx(1, abs=0.01)
+
+
 def test_runs_are_chosen_in_the_table(page):
     page.evaluate("byId('draw-none').click()")
     assert page.evaluate("drawn().length") == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.experiment import summaries
 from drivetrain.experiment.reports import live
 from drivetrain.experiment.reports.live import Board, Server
 from tests.experiment.folders import hold_lock, make_run, write_png
@@ -68,6 +69,34 @@ def test_only_what_has_changed_is_sent(tmp_path, impatient):
     assert second["version"] > first["version"] and len(board.changes(-1)["runs"]) == 2
     assert len(board.changes(10**9)["runs"]) == 2  # a page of an earlier server gets everything
     assert one.is_dir()
+
+
+def test_many_runs_are_read_little_by_little(tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.0)
+    for number in range(3):
+        make_run(tmp_path, f"run-{number}")
+    board, version, seen = Board([tmp_path]), -1, []
+    for left in (2, 1, 0, 0):
+        found = board.changes(version)
+        seen += [run["name"] for run in found["runs"]]
+        assert found["unread"] == left and len(found["order"]) == 3 - left
+        version = found["version"]
+    assert seen == ["run-0", "run-1", "run-2"]
+
+
+def test_a_run_that_goes_on_is_not_read_from_its_beginning(tmp_path, impatient, monkeypatch):
+    folder = make_run(tmp_path, "one", state="running")
+    read, original = [], summaries._blocks
+    monkeypatch.setattr(
+        summaries, "_blocks", lambda *a: (read.append(len(block)) or (n, block) for n, block in original(*a))
+    )
+    board = Board([tmp_path])
+    with hold_lock(folder):
+        board.changes()
+        read.clear()
+        add_row(folder, 50, 0.5)
+        (run,) = board.changes()["runs"]
+        assert run["metrics"]["train/loss"][5] == 51 and sum(read) < 400
 
 
 def test_runs_that_begin_end_or_are_removed_are_noticed(tmp_path, impatient):
@@ -181,9 +210,10 @@ def test_it_listens_on_this_machine_only_and_two_servers_have_two_words(server, 
         Server(Board([tmp_path]), 99999)
 
 
-def test_ctrl_c_ends_the_command_without_a_traceback(tmp_path):
+@pytest.mark.parametrize("words", [["board"], ["report", "--watch"]])
+def test_ctrl_c_ends_the_command_without_a_traceback(tmp_path, words):
     make_run(tmp_path, "one")
-    command = [sys.executable, "-m", "drivetrain", "board", str(tmp_path), "--json"]
+    command = [sys.executable, "-m", "drivetrain", *words, str(tmp_path), "--json"]
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

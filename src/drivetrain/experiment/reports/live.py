@@ -32,6 +32,8 @@ HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names of this machine in a request. The port may differ, as at the other end of a tunnel."""
 PAUSE = 1.0
 """Seconds within which runs are not looked at again, however many pages ask."""
+LOOK_SECONDS = 1.0
+"""How long one look reads runs; the next one goes on, so that a page with hundreds of long runs fills while it is shown."""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -48,23 +50,25 @@ class Board:
         self._places, self._directions = places, directions
         self._runs: dict[Path, WatchedRun] = {}
         self._blobs: dict[str, tuple[int, str]] = {}  # with the number of the change that brought it
-        self._version, self._looked = 0, -PAUSE
+        self._version, self._looked, self._unread = 0, -PAUSE, 0
         self._lock = threading.Lock()
 
     def changes(self, since: int = -1) -> dict[str, Any]:
         """Return the runs that changed after a number, the texts they need, and the keys of all runs, in order."""
         with self._lock:
-            if time.monotonic() - self._looked >= PAUSE:
+            if self._unread or time.monotonic() - self._looked >= PAUSE:
                 self._look()
                 self._looked = time.monotonic()
             if since > self._version:  # a page of an earlier server
                 since = -1
+            known = [run for run in self._runs.values() if run.version >= 0]
             return {
                 "version": self._version,
-                "order": [run.data["key"] for run in self._runs.values()],
-                "runs": [run.data for run in self._runs.values() if run.version > since],
+                "order": [run.data["key"] for run in known],
+                "runs": [run.data for run in known if run.version > since],
                 "blobs": {name: text for name, (version, text) in self._blobs.items() if version > since},
-                "objective": main_objective(run.data for run in self._runs.values()),
+                "objective": main_objective(run.data for run in known),
+                "unread": self._unread,
             }
 
     def _look(self) -> None:
@@ -76,12 +80,17 @@ class Board:
         before = self._runs
         self._runs = {folder: before.get(folder, WatchedRun()) for folder in dict.fromkeys(folders)}
         version = self._version + (list(before) != list(self._runs))
-        num_curves = sum(len(run.known.tags) or 5 for run in self._runs.values())
-        limits = Limits.share(len(self._runs), num_curves)
+        num_curves = sum(len(run.data["metrics"]) or 5 for run in self._runs.values())
+        limits, end = Limits.share(len(self._runs), num_curves), time.monotonic() + LOOK_SECONDS
+        self._unread, has_read = 0, False
         for folder, run in list(self._runs.items()):
             stamp = _stamp(folder)
             if stamp == run.stamp:
                 continue
+            if has_read and time.monotonic() > end:
+                self._unread += 1
+                continue
+            has_read = True
             try:
                 blobs = run.read(folder, self._directions, limits)
             except (OSError, ExperimentError):  # it is being removed
@@ -111,9 +120,8 @@ class WatchedRun:
         blobs = Blobs()
         run = gather_run(folder, directions=directions, known=self.known)
         self.data = run_as_data(run, blobs, limits)
-        self.known = (
-            MetricsCurves() if run.notes else run.recorded
-        )  # a damaged file is read from its beginning next time
+        # Only a run that goes on is read from where it was; a damaged file is read from its beginning.
+        self.known = run.recorded if run.record.is_live and not run.notes else MetricsCurves()
         self.blobs = set(blobs.texts)
         return blobs.texts
 
@@ -215,9 +223,7 @@ def serve(
     places: Sequence[Path], *, directions: Mapping[str, str] | None = None, port: int = 0, prints_json: bool = False
 ) -> None:
     """Serve the page until the process is interrupted, and print its address first."""
-    board = Board(places, directions)
-    board.changes()
-    with Server(board, port) as server:
+    with Server(Board(places, directions), port) as server:
         line = json.dumps({"url": server.url}) if prints_json else f"{server.url}   (Ctrl-C ends it)"
         print(line, flush=True)
         server.serve_forever(poll_interval=0.2)

@@ -173,6 +173,19 @@ function rangeOf(values, isLog) {
   return { range: isLog ? range.map(value => 10 ** value) : range, outside };
 }
 
+/** Return round numbers between two positive ones: more of each power of ten where there are few of them. */
+function logSplits(low, high) {
+  const first = Math.floor(Math.log10(low)),
+    last = Math.ceil(Math.log10(high)),
+    decades = Math.log10(high / low);
+  const factors = decades < 0.5 ? null : decades < 1.5 ? [1, 2, 3, 5, 7] : decades < 4 ? [1, 2, 5] : [1];
+  if (!factors) return roundTicks(low, high, 5);
+  const stride = Math.max(1, Math.ceil((last - first) / 8)),
+    found = [];
+  for (let power = first; power <= last; power += stride) for (const factor of factors) found.push(Number(`${factor}e${power}`));
+  return found.filter(value => value >= low && value <= high);
+}
+
 const STEP_INCREMENTS = Array.from({ length: 45 }, (_, place) => [1, 2, 5][place % 3] * 10 ** Math.floor(place / 3));
 const TIME_INCREMENTS = [
   0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800,
@@ -414,6 +427,7 @@ class Chart {
             grid,
             ticks,
             gap: 3,
+            ...(this.isLog ? { splits: (_, axis, low, high) => logSplits(low, high), filter: (_, splits) => splits } : {}),
             values: (_, splits) => splits.map(value => (value === null ? "" : short(value))),
             size: (_, values) => Math.max(36, 14 + 7 * Math.max(0, ...(values ?? []).map(value => value.length))),
           },
@@ -508,6 +522,7 @@ class Chart {
       tag,
     ]);
     const entries = runs.length === 1 || this.isCrowded ? byTag : tags.length > 1 ? [...byRun, ...byTag] : byRun;
+    this.legend.hidden = entries.length < 2 && !this.hidden.size;
     this.legend.replaceChildren(
       ...entries.map(([id, label, stroke, dash, title]) => {
         const line = draw("line", {

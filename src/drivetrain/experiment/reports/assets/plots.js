@@ -175,7 +175,7 @@ function showInfluence() {
   byId("importance").tBodies[0].replaceChildren(...rows);
   byId("importance-text").textContent = rows.length
     ? `Of ${count(among.length, "run")} that match the filter and have ${objective()}: the share of the order of the runs that one parameter alone explains, as eta squared of the Kruskal–Wallis test (0: no more than chance, 1: all of it). Numbers with many values are cut into ${NUM_GROUPS} groups of equal size, so a best value in the middle counts, too. Next to it Spearman's rank correlation. Parameters that act only together are not seen.`
-    : `Importance needs at least ${IMPORTANT_FROM} runs with ${objective()}.`;
+    : `Importance needs at least ${IMPORTANT_FROM} runs, and different values of ${objective()}.`;
 }
 
 /** Return a colour between the best and the worst. */
@@ -192,14 +192,13 @@ function shade(share) {
     .join("")}`;
 }
 
+/** Return the colour of each run by the rank of its objective; equal values have equal colours. */
 function shades(among) {
-  const known = ranked(among.filter(run => isNumber(score(run))));
-  return new Map(
-    known.map((run, place) => [
-      run.key,
-      direction(objective()) ? shade(known.length > 1 ? place / (known.length - 1) : 0) : css("--c0"),
-    ]),
-  );
+  const known = among.filter(run => isNumber(score(run)));
+  const good = direction(objective());
+  const ranks = ranksOf(known.map(run => (good === "max" ? -score(run) : score(run))));
+  const share = place => (known.length > 1 ? (ranks[place] - 1) / (known.length - 1) : 0);
+  return new Map(known.map((run, place) => [run.key, good ? shade(share(place)) : css("--c0")]));
 }
 
 const MOST_AXES = 12;

@@ -581,24 +581,23 @@ function listen() {
 const POLL_SECONDS = 2,
   IDLE_SECONDS = 10;
 
+/** Ask for what has changed, show it, and ask again later; at once where the server has not read all runs yet. */
 async function poll() {
-  const line = byId("live");
-  try {
-    const response = await fetch(`data?since=${version}`, { cache: "no-store" });
-    if (!response.ok) throw new Error(response.statusText);
-    const change = await response.json();
-    const isNew = change.runs.length || change.version !== version;
-    line.classList.remove("lost");
-    byId("live-text").textContent = `live, ${new Date().toLocaleTimeString()}`;
-    if (isNew) {
-      take(change);
-      refreshAll();
-    }
-  } catch {
-    line.classList.add("lost");
-    byId("live-text").textContent = "not connected: drivetrain has ended";
+  const change = await fetch(`data?since=${version}`, { cache: "no-store" })
+    .then(response => (response.ok ? response.json() : null))
+    .catch(() => null);
+  const pause = change?.unread ? 0.05 : document.hidden ? IDLE_SECONDS : POLL_SECONDS;
+  setTimeout(poll, 1000 * pause);
+  byId("live").classList.toggle("lost", change === null);
+  byId("live-text").textContent = !change
+    ? "not connected: drivetrain has ended"
+    : change.unread
+      ? `reading ${count(change.unread, "more run")}`
+      : `live, ${new Date().toLocaleTimeString()}`;
+  if (change && change.version !== version) {
+    take(change);
+    refreshAll();
   }
-  setTimeout(poll, 1000 * (document.hidden ? IDLE_SECONDS : POLL_SECONDS));
 }
 
 take(source);
@@ -607,6 +606,6 @@ refreshAll();
 if (isLive) {
   byId("live").hidden = false;
   byId("live-text").textContent = "live";
-  setTimeout(poll, 1000 * POLL_SECONDS);
+  setTimeout(poll, source.unread ? 0 : 1000 * POLL_SECONDS);
 }
 document.documentElement.dataset.ready = "yes";
