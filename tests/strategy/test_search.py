@@ -427,6 +427,14 @@ def test_a_better_plan_that_the_time_limit_leaves_out_is_named_with_what_it_woul
     assert measure([items[1], scored(0.6, 1, micro=64, compile="model")], quick, limit=14.0)[0].missed() is None
 
 
+def test_a_plan_whose_compilation_did_not_end_in_time_is_named_too():
+    late = TrialResult(outcome="timeout", message="compiling took more than 40 s")
+    answers = {(): TrialResult(outcome="ok", step_seconds=4.0, steps=3, startup_seconds=2.0), ("native_dynamo",): late}
+    items = [scored(0.1, 1, micro=64, compile="model"), scored(0.5, 1, micro=64)]
+    measuring, _ = measure(items, answers, limit=100.0)
+    assert "20% of the best plan's time" in measuring.missed()
+
+
 def test_reports_name_the_plan_the_best_so_far_and_how_many_may_follow():
     items = [scored(1 + i / 100, 1, micro=64 // 2**i, accumulation=2**i) for i in range(4)]
     lines = []

@@ -17,9 +17,11 @@ from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.operations import Called, fused, work_of
 from drivetrain.strategy.profile.step_time import operator_seconds, pass_time, queued, step_seconds, update_seconds
 from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable, Work
-from drivetrain.strategy.search.cost import predict_time
+from drivetrain.strategy.search.cost import compile_seconds, predict_time
 from drivetrain.strategy.task import CallModel, TrainingTask
+from drivetrain.strategy.trial.report import TrialResult
 from tests.strategy.candidates import effects
+from tests.strategy.test_cost_model import make_profile
 
 WIDTH, HIDDEN, CLASSES = 8, 32, 4
 HOST = {"forward": 10e-6, "backward": 5e-6, "view": 1e-6, "compiled": 4e-6, "graphed": 0.0}
@@ -338,3 +340,83 @@ def test_a_machine_without_a_table_is_still_read():
     held = {"times": None, **{key: value for key, value in vars(make_machine()).items() if key != "times"}}
     held["intra"] = held["inter"] = {"latency": 0.0, "bandwidth": 1.0}
     assert machine_from_plain(held).times is None
+
+
+def test_compiling_takes_longer_for_more_and_for_other_kernels_and_less_for_blocks():
+    def profile(*counts, in_block=True):
+        works = tuple(
+            Work(
+                key="product",
+                dtype="float32",
+                phase="forward",
+                in_block=in_block,
+                flops=(float(n), 0.0),
+                moved=(0.0, 0.0),
+                count=count,
+            )
+            for n, count in enumerate(counts)
+        )
+        return make_profile(work={"float32": works, "float32/fused": works})
+
+    machine, whole, blocks = make_machine(), effects(micro=1, compile="model"), effects(micro=1, compile="block")
+    few, many, other = profile(100.0), profile(1000.0), profile(*[10.0] * 100)
+    assert compile_seconds(effects(micro=1), few, machine) == 0.0
+    assert (
+        compile_seconds(whole, few, machine)
+        < compile_seconds(whole, many, machine)
+        < compile_seconds(whole, other, machine)
+    )
+    assert compile_seconds(blocks, many, machine) < compile_seconds(whole, many, machine)
+    slow = make_machine(corrections={"compilation": 3.0})
+    assert compile_seconds(whole, few, slow) == pytest.approx(3 * compile_seconds(whole, few, machine))
+
+
+def test_a_trial_teaches_how_long_compiling_takes():
+    result = TrialResult(outcome="ok", step_seconds=0.1, steps=3, startup_seconds=60.0)
+    learnt = machines.learnt(
+        make_machine(), machines.Prediction(kind="k", step_seconds=0.1, peak_bytes=1.0, compile_seconds=20.0), result
+    )
+    assert learnt.corrections == {"k": pytest.approx(1.0), "compilation": pytest.approx(3.0)}
+
+
+def test_attention_that_the_compiler_writes_out_keeps_more_than_eager_mode():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x):
+            q, k, v = self.inner(x).unflatten(-1, (3, 2, WIDTH // 2)).unbind(2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+    task = TrainingTask(model=Attention(), call=CallModel(), loss_func=mean_square, samples=torch.randn(4, 64, WIDTH))
+    profile = ModelProfiler(task).profile(["bfloat16/compiled"])
+    scores = 2 * 64 * 64 * 4  # two heads, in float32
+    assert profile.compiled_bytes["bfloat16"] > scores > profile.saved_bytes("bfloat16")
+    works = profile.work["bfloat16"]
+    assert of_kind(works, "attention/dropout/forward") and of_kind(works, "attention/dropout/backward", "backward")
+    (attention,) = of_kind(works, "attention/dropout/forward")
+    machine = make_machine()
+    assert operator_seconds(attention, 4, machine, how="compiled") > 4 * scores * 4 * 1e-9  # its passes over the scores
+
+
+class AsksForValues(nn.Module):
+    """Its condition on values stops a trace, and the compiler's front end goes around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 1024), nn.Linear(1024, WIDTH)
+
+    def forward(self, x):
+        x = self.up(x).relu()
+        if (x.detach().sum() > 1e9).all():
+            x = x / 2
+        return self.down(x)
+
+
+def test_code_that_asks_for_values_is_captured_by_the_compilers_front_end():
+    task = TrainingTask(model=AsksForValues(), call=CallModel(), loss_func=mean_square, samples=torch.randn(4, WIDTH))
+    profile = ModelProfiler(task).profile(["float32/compiled"])
+    assert not profile.notes and profile.compiled_bytes["float32"] >= 4 * 1024  # what the second layer was given
+    assert profile.peak("float32/compiled", 64) > profile.peak("float32/compiled", 2)

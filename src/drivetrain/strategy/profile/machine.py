@@ -37,6 +37,8 @@ from drivetrain.strategy.trial.report import TrialResult
 
 EFFICIENCY = 0.55
 """What a program reaches of a data sheet's figures, until it is measured."""
+COMPILATION = "compilation"
+"""The key of the correction of compile times."""
 _LEAST_SECONDS = 3.0  # what a child needs to start and measure anything
 _CPU_SECONDS = 2.0  # for all measurements on a CPU
 _MOST_RANKS = 8
@@ -54,6 +56,8 @@ class Prediction:
     step_seconds: float
     peak_bytes: float
     """Without any reserve."""
+    compile_seconds: float = 0.0
+    """Of the compiler, before the first step; 0 where nothing is compiled."""
 
 
 def profile_machine(device: torch.device, *, time_limit: float = 10.0, refresh: bool = False) -> MachineProfile:
@@ -104,11 +108,15 @@ def learnt(machine: MachineProfile, prediction: Prediction, result: TrialResult)
         seen = min(max(result.reserved_bytes / prediction.peak_bytes - 1, 0.0), 0.5)
         weight = 0.7 if seen > machine.reserve_share else 0.2
         machine = replace(machine, reserve_share=(1 - weight) * machine.reserve_share + weight * seen)
+    ratios = {}
     if result.step_seconds and prediction.step_seconds > 0:
-        ratio = result.step_seconds / prediction.step_seconds
-        before = machine.corrections.get(prediction.kind)
+        ratios[prediction.kind] = result.step_seconds / prediction.step_seconds
+    if result.startup_seconds and prediction.compile_seconds > 0:
+        ratios[COMPILATION] = result.startup_seconds / prediction.compile_seconds
+    for kind, ratio in ratios.items():
+        before = machine.corrections.get(kind)
         after = ratio if before is None else math.sqrt(before * ratio)
-        machine = replace(machine, corrections={**machine.corrections, prediction.kind: min(max(after, 0.1), 10.0)})
+        machine = replace(machine, corrections={**machine.corrections, kind: min(max(after, 0.1), 10.0)})
     return machine
 
 

@@ -133,7 +133,7 @@ class _Search:
             report = report_of(scored, len(fitting), (), (), broadcast_from_master(self.seconds))
             return Strategy(failure=Failure(kind="error", message=message), search=report)
         with self._timed("simulate"):
-            ranked, simulated = self._simulate(top, space, machine, budget)
+            ranked, simulated = self._simulate(top, space, known, budget)
         plain = next((item for item in scored if item.candidate == space.plain and item.peak <= budget), None)
         ranked = ranked or top[-1:]
         with self._timed("measure"):
@@ -273,7 +273,7 @@ class _Search:
         return list(top), []
 
     def _simulate(
-        self, top: Sequence[Scored], space: SearchSpace, machine: MachineProfile, budget: float
+        self, top: Sequence[Scored], space: SearchSpace, known: Knowledge, budget: float
     ) -> tuple[list[Scored], list[Scored]]:
         """Return the promising candidates that still fit after a run on fake tensors, and those that were simulated."""
         share = _SIMULATION_SHARE if self.reason is None else 1.0
@@ -285,14 +285,14 @@ class _Search:
             return list(top), []
         close, rest = self._close(top, budget)
         self._tell(f"simulating {len(close)} plans")
-        outcomes = master_does(lambda: self._outcomes(close, space, machine, budget, left))
+        outcomes = master_does(lambda: self._outcomes(close, space, known, budget, left))
         close, rest = close[: len(outcomes)], close[len(outcomes) :] + rest
         ranked: list[Scored] = []
         simulated: list[Scored] = []
         failures: dict[str, list[str]] = {}
         for item, found in zip(close, outcomes):
             if found.failure is None:
-                item = item.with_memory(with_compilation(item, found.memory, machine))
+                item = item.with_memory(with_compilation(item, found.memory, known.profile, known.machine))
                 simulated.append(item)
             else:
                 failures.setdefault(found.failure, []).append(item.label)
@@ -304,7 +304,7 @@ class _Search:
         return order([*ranked, *rest]), simulated
 
     def _outcomes(
-        self, top: Sequence[Scored], space: SearchSpace, machine: MachineProfile, budget: float, limit: float
+        self, top: Sequence[Scored], space: SearchSpace, known: Knowledge, budget: float, limit: float
     ) -> list[Simulation]:
         """Simulate plans from the fastest on; where nothing is measured, not beyond the one that will be chosen, if that takes long.
 
@@ -313,7 +313,7 @@ class _Search:
 
         def simulated(items: Sequence[Scored]) -> list[Simulation]:
             plans, left = [space.plan(item.candidate) for item in items], end - time.monotonic()
-            return simulate_plans(self.task, plans, world=self.world, device_kind=machine.kind, time_limit=left)
+            return simulate_plans(self.task, plans, world=self.world, device_kind=known.machine.kind, time_limit=left)
 
         end = time.monotonic() + limit
         if self.reason is None:
@@ -324,10 +324,8 @@ class _Search:
             if is_settled and end - time.monotonic() < limit - _ENOUGH_SIMULATION:
                 break
             outcomes += simulated([item])
-            memory = outcomes[-1].memory
-            is_settled |= (
-                outcomes[-1].failure is None and sum(with_compilation(item, memory, machine).values()) <= budget
-            )
+            memory = with_compilation(item, outcomes[-1].memory, known.profile, known.machine)
+            is_settled |= outcomes[-1].failure is None and sum(memory.values()) <= budget
         return outcomes
 
     # What is measured.
@@ -360,6 +358,7 @@ class _Search:
         measuring = Measuring(
             space, self.device, self.clock, budget, trials, self._tell,
             learn=experience.learn, corrected=experience.corrected, completed=known.completed,
+            compile_seconds=experience.compile_seconds,
         )  # fmt: skip
         measuring.round(measuring_order(ranked, plain, plain_first=self.constraints.start is not None))
         measuring.look_further(fitting, lambda candidate: self._is_valid(space.plan(candidate)))

@@ -19,7 +19,7 @@ from drivetrain.strategy.profile.machine import Prediction, learn, learnt
 from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.values import MachineProfile, ModelProfile
 from drivetrain.strategy.search.candidates import Candidate
-from drivetrain.strategy.search.cost import Cost, parts_read
+from drivetrain.strategy.search.cost import Cost, compile_seconds, compiled_ratio, parts_read
 from drivetrain.strategy.search.decision import Measurement
 from drivetrain.strategy.search.measure import SearchTime
 from drivetrain.strategy.search.ranking import Scored, order, predict
@@ -80,17 +80,22 @@ class Knowledge:
         self.find_out(parts)
         now = predict(item.candidate, self.profile, self.machine)
         is_simulated = item.cost.memory != before
-        found = with_compilation(now, item.cost.memory, self.machine) if is_simulated else now.cost.memory
+        simulated = item.cost.memory
+        found = with_compilation(now, simulated, self.profile, self.machine) if is_simulated else now.cost.memory
         return item.with_memory(dict(found))
 
 
-def with_compilation(item: Scored, memory: Mapping[str, float], machine: MachineProfile) -> dict[str, float]:
-    """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves."""
+def with_compilation(
+    item: Scored, memory: Mapping[str, float], profile: ModelProfile, machine: MachineProfile
+) -> dict[str, float]:
+    """Return simulated memory with the reserve, and for a compiled plan with the activations that compilation leaves or adds."""
     found = {name: float(value) for name, value in memory.items()}
-    if item.candidate.is_compiled:
-        predicted = item.cost.memory.get("activations", 0.0)
-        found["activations"] = min(found.get("activations", 0.0), predicted)
-        if item.candidate.effects.compiled == "model":  # else head and loss run as they are
+    effects = item.candidate.effects
+    if effects.is_compiled:
+        predicted, simulated = item.cost.memory.get("activations", 0.0), found.get("activations", 0.0)
+        more = compiled_ratio(effects, profile)
+        found["activations"] = min(simulated, predicted) if more <= 1 else max(simulated * more, predicted)
+        if effects.compiled == "model":  # else head and loss run as they are
             found["temporary"] = min(found.get("temporary", 0.0), item.cost.memory.get("temporary", 0.0))
     found.pop("reserve", None)
     found["reserve"] = machine.reserve_bytes + machine.reserve_share * sum(found.values())
@@ -123,8 +128,18 @@ class Experience:
         if expected.seconds < _LEARNT_FROM:
             return
         peak = one.scored.peak - one.scored.cost.memory.get("reserve", 0.0)
-        prediction = Prediction(kind=candidate.kind, step_seconds=expected.seconds, peak_bytes=peak)
+        plain = replace(self.machine, corrections={})
+        prediction = Prediction(
+            kind=candidate.kind,
+            step_seconds=expected.seconds,
+            peak_bytes=peak,
+            compile_seconds=compile_seconds(candidate.effects, self.profile, plain),
+        )
         self.machine = (learn if is_master() else learnt)(self.machine, prediction, one.result)
+
+    def compile_seconds(self, item: Scored) -> float:
+        """Return how long a candidate is expected to compile."""
+        return compile_seconds(item.candidate.effects, self.profile, self.machine)
 
     def corrected(self, item: Scored) -> Scored:
         """Return a candidate with its time predicted again; its memory, which may be simulated, stays."""

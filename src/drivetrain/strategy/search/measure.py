@@ -37,7 +37,6 @@ _CLOSE = 0.1
 """Plans this close to the fastest are measured again with more steps."""
 _START = {"cuda": 12.0, "cpu": 8.0}
 """Seconds to expect before the first step of a trial, before one has been seen."""
-_COMPILING = {"cuda": 30.0, "cpu": 30.0}
 _HOPE = 0.5
 """A plan that may win is begun with this share of the time it is expected to take, when nothing else can be tried any more."""
 _END, _END_SHARE = 2.0, 0.05
@@ -98,6 +97,8 @@ class Measuring:
     """Is called with every trial."""
     corrected: Callable[[Scored], Scored] = lambda item: item
     """Predicts the time of a candidate again, with what was learnt."""
+    compile_seconds: Callable[[Scored], float] = lambda item: 30.0
+    """Predicts how long the compiler takes for a candidate that needs one."""
     completed: Callable[[Scored], Scored] = lambda item: item
     """Predicts the memory of a candidate that is about to be tried, if not all was known that its prediction reads."""
 
@@ -168,7 +169,8 @@ class Measuring:
 
     def missed(self) -> str | None:
         """Return which plan might be better and was not tried, because the time limit is too short; None where there is none."""
-        best, late = choose(self.found), [item for item in map(self.corrected, self.late) if not self._is_known(item)]
+        best, unfinished = choose(self.found), [one.scored for one in self.found if one.result.outcome == "timeout"]
+        late = [*map(self.corrected, unfinished), *(i for i in map(self.corrected, self.late) if not self._is_known(i))]
         item = min(late, key=lambda item: item.seconds, default=None)
         if best is None or item is None:
             return None
@@ -252,14 +254,12 @@ class Measuring:
     def _expected(self, item: Scored, steps: int) -> float:
         """Return the seconds that a trial is expected to take."""
         is_compiled = item.candidate.is_compiled
-        kind = self.device.type
+        begin = _START.get(self.device.type, 10.0)
         startup = self.startups.get(is_compiled)
         if startup is None:
-            startup = self.startups.get(False, _START.get(kind, 10.0)) + (
-                _COMPILING.get(kind, 30.0) if is_compiled else 0
-            )
+            startup = self.startups.get(False, begin) + (self.compile_seconds(item) if is_compiled else 0.0)
         elif self.pool.pid is None:  # the last process could not be used again
-            startup += _START.get(kind, 10.0) / 2
+            startup += begin / 2
         return startup + (steps + 2) * item.seconds
 
     def _try(self, item: Scored, plan: Strategy, steps: int, earlier: Measurement | None = None) -> None:
