@@ -265,7 +265,7 @@ def test_muon_hybrid_takes_a_model_names_or_groups():
     ]
     optimizer = MuonHybrid(groups, adam_lr=0.1)
     assert [(g["muon"], g["lr"]) for g in optimizer.param_groups] == [(True, 0.5), (False, 0.1)]
-    with pytest.raises(ConfigError, match="no matrices"):
+    with pytest.raises(ConfigError, match="not matrices"):
         MuonHybrid([{"params": [model["body"].bias], "muon": True}])
     with pytest.warns(UserWarning, match="without names"):
         MuonHybrid(model.parameters())

@@ -26,7 +26,9 @@ from drivetrain.runtime.ranks import num_data_ranks
 class _GhostNorm(_BatchNorm):
     """A batch norm that splits its batch in training; with the parameters, buffers and names of the one it replaces."""
 
-    ghost_batch_size: int
+    def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
+        super().__init__(num_features, *args, **kwargs)
+        self.ghost_batch_size = ghost_batch_size
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -60,33 +62,20 @@ class _GhostNorm(_BatchNorm):
     def from_batchnorm(cls, module: _BatchNorm, ghost_batch_size: int = 32) -> "_GhostNorm":
         """Return the layer that takes the place of a batch norm and uses its very parameters and buffers."""
         settings: Settings = {"affine": module.affine, "track_running_stats": module.track_running_stats}
-        new = cls(module.num_features, module.eps, module.momentum, **settings, device="meta")
-        new.ghost_batch_size = ghost_batch_size
-        return share_tensors(new, module)
+        settings["ghost_batch_size"] = ghost_batch_size
+        return share_tensors(cls(module.num_features, module.eps, module.momentum, **settings, device="meta"), module)
 
 
 class GhostBatchNorm1d(_GhostNorm, nn.BatchNorm1d):
     """Ghost batch norm over (N, C) or (N, C, L)."""
 
-    def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
-        super().__init__(num_features, *args, **kwargs)
-        self.ghost_batch_size = ghost_batch_size
-
 
 class GhostBatchNorm2d(_GhostNorm, nn.BatchNorm2d):
     """Ghost batch norm over (N, C, H, W)."""
 
-    def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
-        super().__init__(num_features, *args, **kwargs)
-        self.ghost_batch_size = ghost_batch_size
-
 
 class GhostBatchNorm3d(_GhostNorm, nn.BatchNorm3d):
     """Ghost batch norm over (N, C, D, H, W)."""
-
-    def __init__(self, num_features: int, *args: Any, ghost_batch_size: int = 32, **kwargs: Any):
-        super().__init__(num_features, *args, **kwargs)
-        self.ghost_batch_size = ghost_batch_size
 
 
 _GHOST_OF: dict[type[nn.Module], type[_GhostNorm]] = {

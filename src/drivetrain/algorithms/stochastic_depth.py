@@ -100,7 +100,7 @@ class StochasticBottleneck(Skippable):
 class DrawChoices:
     """Draws, before each training pass of a model, which of its blocks to skip."""
 
-    def __init__(self, blocks: list[Any], generator: torch.Generator | None):
+    def __init__(self, blocks: list[Skippable], generator: torch.Generator | None):
         self.blocks, self.generator = blocks, generator
 
     def __call__(self, module: nn.Module, args: object) -> None:
@@ -109,7 +109,7 @@ class DrawChoices:
         for block, number in zip(self.blocks, torch.rand(len(self.blocks), generator=self.generator).tolist()):
             block.is_dropped = number < block.drop_rate
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DrawChoices":
+    def __deepcopy__(self, memo: dict[int, object]) -> "DrawChoices":
         import copy
 
         generator = None if self.generator is None else self.generator.clone_state()
@@ -157,14 +157,14 @@ def apply_stochastic_depth(
         model.register_forward_pre_hook(DrawChoices(blocks, generator))
 
 
-def set_drop_rates(blocks: list[Any], drop_rate: float, distribution: str) -> None:
+def set_drop_rates(blocks: list[Skippable], drop_rate: float, distribution: str) -> None:
     """Set how often each block is skipped from now on."""
     for index, block in enumerate(blocks, start=1):
         block.drop_rate = drop_rate * index / len(blocks) if distribution == "linear" else drop_rate
         block.keep.fill_(1 - block.drop_rate)
 
 
-def stochastic_blocks(model: nn.Module) -> list[Any]:
+def stochastic_blocks(model: nn.Module) -> list[Skippable]:
     """Return the blocks of a model that can be skipped."""
     return [module for module in model.modules() if isinstance(module, Skippable)]
 
@@ -226,7 +226,7 @@ class StochasticDepth(ModelSurgery):
         if self._warms_up:
             self.events = frozenset({Event.INIT, Event.BATCH_START})
         self._generator = torch.Generator()
-        self._blocks: list[Any] = []
+        self._blocks: list[Skippable] = []
         self._warmed_up = 0.0 if self._warms_up else 1.0  # the share of the rate that is in force
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:

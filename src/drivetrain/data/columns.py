@@ -11,9 +11,9 @@ most 1 GiB that takes at most a tenth of the free memory, and logs it once; `res
 import copy
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ def _as_column(value: Tensor | np.ndarray) -> Tensor | None:
     return value
 
 
-def _items(container: Any) -> list[Any]:
+def _items(container: Mapping[object, object] | Sequence[object]) -> list[object]:
     return list(container.values()) if isinstance(container, dict) else list(container)
 
 
@@ -225,6 +225,9 @@ class ColumnSamples:
         return _map_leaves(lambda leaf: leaf[index], self.columns.tree)
 
 
+if TYPE_CHECKING:
+    from drivetrain.data.loader import SmartDataLoader
+
 logger = logging.getLogger(__name__)
 
 Residence = bool | Literal["auto"]
@@ -268,7 +271,11 @@ def resident_columns(
 
 
 def make_resident(
-    loader: Any, device: torch.device | str, *, max_fraction: float = 0.5, dtype: torch.dtype | None = None
+    loader: "SmartDataLoader[object]",
+    device: torch.device | str,
+    *,
+    max_fraction: float = 0.5,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Keep a loader's tensor data on `device` from its next iteration on; order, position and seed stay as they are.
 

@@ -52,7 +52,7 @@ class BatchInfo:
     """Whether no batch follows in this epoch; None for a stream that is not read ahead."""
     rows: Rows | None = None
     """The samples themselves, padding included; None where the order is a stream."""
-    stream: Any = None
+    stream: object = None
     """The position of an iterable dataset after this batch, if it reports one."""
 
 
@@ -337,7 +337,7 @@ def _sized_length(stream: Iterable[object], name: str) -> int:
     return len(stream)
 
 
-def sampler_state(order: SampleOrder) -> Any:
+def sampler_state(order: SampleOrder) -> object:
     """Return what the user's sampler needs to draw this epoch's stream again, or None if the seed is enough."""
     for part in _parts(order):
         if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch.utils.data
 
@@ -27,6 +27,7 @@ from drivetrain.data.workers import WorkerPool
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import derive_seed
 
+T = TypeVar("T")
 IDLE = "idle"
 """The answer to a job that only passes the turn to the next worker."""
 
@@ -85,7 +86,7 @@ class StreamReader:
 
         self.iterator = self.seeded(begin, "open")
 
-    def seeded(self, action: Callable[[], Any], name: str, *place: int) -> Any:
+    def seeded(self, action: Callable[[], T], name: str, *place: int) -> T:
         """Run user code on seeded generators and put the caller's back."""
         if self.rng == "off":
             return action()
@@ -218,7 +219,7 @@ class StreamAnswer:
         self.token: int | None = None
         self.steps: Iterator[tuple[object, ...]] = iter(())
 
-    def __call__(self, job: tuple[StreamStart, int]) -> Any:
+    def __call__(self, job: tuple[StreamStart, int]) -> object:
         start, number = job
         info = torch.utils.data.get_worker_info()
         if isinstance(self.reader, ShardedReader):
@@ -341,7 +342,7 @@ def mark_last(pairs: Pairs) -> Pairs:
         held = following
 
 
-def gathered_stream_state(own: object, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
+def gathered_stream_state(own: object, mode: IterableMode, rank: int, world: int, num_workers: int) -> object:
     """Return what a state holds about the stream; for `sharded` a collective that brings the parts of all ranks together."""
     if mode == "filter":
         return own
@@ -349,7 +350,7 @@ def gathered_stream_state(own: object, mode: IterableMode, rank: int, world: int
     return {"ranks": [parts[number] for number in range(world)], "num_workers": num_workers}
 
 
-def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> Any:
+def own_stream_state(stream: Any, mode: IterableMode, rank: int, world: int, num_workers: int) -> object:
     """Return this rank's part of a saved stream state, or reject one of another number of ranks or workers."""
     if mode == "filter" or stream is None:
         return stream

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from drivetrain.core.types import Settings, StateDict
+from drivetrain.core.types import Batch, Settings, StateDict
 from drivetrain.data.fetch import keys_of
 from drivetrain.data.order import BatchInfo
 from drivetrain.runtime.environment import end_with_parent
@@ -210,7 +210,7 @@ class FetchAnswer:
         self.fetch = copy.copy(fetch)
         self.fetch.puts_back = False
 
-    def __call__(self, job: Any) -> Any:
+    def __call__(self, job: tuple[BatchInfo, int]) -> Batch:
         info, seed = job
         return self.fetch(info, seed)
 

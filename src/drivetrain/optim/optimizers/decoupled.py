@@ -32,7 +32,26 @@ from drivetrain.optim.optimizers.stepping import (
 _LARGE_DECAY = 1e-3
 
 
-class DecoupledAdamW(AdamW):
+class _ScheduledDecay(Optimizer):
+    """Remembers the rate that each group starts with, and steps with other decays than the groups have."""
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Take in a group and remember the rate it starts with."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("initial_lr", float(self.param_groups[-1]["lr"]))
+
+    def _step_as(self, cls: type[Optimizer], decays: list[float]) -> None:
+        own = [group["weight_decay"] for group in self.param_groups]
+        try:
+            for group, decay in zip(self.param_groups, decays):
+                group["weight_decay"] = decay
+            bare_step(cls)(self)
+        finally:
+            for group, decay in zip(self.param_groups, own):
+                group["weight_decay"] = decay
+
+
+class DecoupledAdamW(_ScheduledDecay, AdamW):
     """Adam with weight decay that follows the schedule: w *= 1 - weight_decay * lr / initial_lr."""
 
     def __init__(
@@ -53,27 +72,16 @@ class DecoupledAdamW(AdamW):
         _warn_of_large_decay("DecoupledAdamW", weight_decay)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, fused=fused)
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Take in a group and remember the rate it starts with."""
-        super().add_param_group(param_group)
-        _remember_rate(self.param_groups[-1])
-
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Take AdamW's step with the decay that makes 1 - lr * decay the factor wanted."""
         loss = evaluate(closure)
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays):
-            group["weight_decay"] = decay / group["initial_lr"] if group["initial_lr"] else 0.0
-        try:
-            bare_step(AdamW)(self)
-        finally:
-            for group, decay in zip(self.param_groups, decays):
-                group["weight_decay"] = decay
+        groups = self.param_groups
+        self._step_as(AdamW, [g["weight_decay"] / g["initial_lr"] if g["initial_lr"] else 0.0 for g in groups])
         return loss
 
 
-class DecoupledSGDW(SGD):
+class DecoupledSGDW(_ScheduledDecay, SGD):
     """SGD with weight decay that follows the schedule and is not part of the gradient."""
 
     def __init__(
@@ -94,34 +102,20 @@ class DecoupledSGDW(SGD):
         _warn_of_large_decay("DecoupledSGDW", weight_decay)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, foreach=foreach, fused=fused)
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """Take in a group and remember the rate it starts with."""
-        super().add_param_group(param_group)
-        _remember_rate(self.param_groups[-1])
-
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Decay the parameters that have a gradient, then take SGD's step without decay."""
         loss = evaluate(closure)
-        decays = [group["weight_decay"] for group in self.param_groups]
-        for group, decay in zip(self.param_groups, decays):
-            group["weight_decay"] = 0.0
+        for group in self.param_groups:
+            decay = group["weight_decay"]
             if decay and group["initial_lr"]:
                 moved = with_gradients(group, "DecoupledSGDW")
                 # With a fused kernel and a gradient scaler, a step that overflowed must not decay either.
                 skipped = getattr(self, "found_inf", None) if group["fused"] else None
                 rate = decay * (group["lr"] / group["initial_lr"])
                 shrink(local_parts(moved), rate if skipped is None else rate * (1 - skipped))
-        try:
-            bare_step(SGD)(self)
-        finally:
-            for group, decay in zip(self.param_groups, decays):
-                group["weight_decay"] = decay
+        self._step_as(SGD, [0.0] * len(self.param_groups))
         return loss
-
-
-def _remember_rate(group: ParamGroup) -> None:
-    group.setdefault("initial_lr", float(group["lr"]))
 
 
 def _warn_of_large_decay(name: str, weight_decay: float) -> None:

@@ -8,13 +8,14 @@ one schedule drives both rates and keeps their ratio.
 import fnmatch
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.arguments import check_counts, check_flag, check_numbers
 from drivetrain.core.errors import ConfigError, DrivetrainWarning, unknown_name
@@ -45,6 +46,8 @@ _STACK_ELEMENTS = 1 << 24  # the largest stack made at once: 32 MiB in bfloat16
 _CPU_ELEMENTS = 1 << 12  # on a CPU a product of larger matrices outweighs its start, and stacked products are slower
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
+Member = Tensor | tuple[str, Tensor]
+"""A parameter of a group, with its name where that is known."""
 
 
 def orthogonalise(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
@@ -179,7 +182,7 @@ class MuonHybrid(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: nn.Module | ParamsT,
         lr: float = 0.02,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -225,18 +228,18 @@ class MuonHybrid(Optimizer):
         """Take in a group, split into what Muon updates and what AdamW updates unless it says which with `muon`."""
         options = {name: value for name, value in param_group.items() if name not in ("params", "muon")}
         params = param_group["params"]
-        members: list[object] = [params] if isinstance(params, Tensor) else list(params)
+        members: list[Member] = [params] if isinstance(params, Tensor) else list(params)
         for is_muon, own in self._sides(members, param_group.get("muon"), options):
             if own:
                 super().add_param_group({"params": own, "muon": is_muon, **options})
                 _keep_own_settings(self.param_groups[-1])
 
-    def _sides(self, members: list[Any], muon: bool | None, options: Mapping[str, Any]) -> list[tuple[bool, list[Any]]]:
+    def _sides(self, members: list[Member], muon: bool | None, options: ParamGroup) -> list[tuple[bool, list[Member]]]:
         if muon is not None:
             vectors = [_shown(one) for one in members if muon and _tensor(one).ndim < 2]
             if vectors:
                 raise ConfigError(
-                    f"MuonHybrid: a group with muon=True has parameters that are no matrices ({', '.join(vectors[:5])}). "
+                    f"MuonHybrid: a group with muon=True has parameters that are not matrices ({', '.join(vectors[:5])}). "
                     "Leave 'muon' out and they are put aside."
                 )
             return [(bool(muon), members)]
@@ -356,11 +359,11 @@ def _own_part(update: Tensor, parameter: Tensor) -> Tensor:
     return local_part(like_sharded(whole, parameter)) if is_dtensor(parameter) else whole
 
 
-def _tensor(member: Any) -> Tensor:
+def _tensor(member: Member) -> Tensor:
     return member[1] if isinstance(member, tuple) else member
 
 
-def _shown(member: Any) -> str:
+def _shown(member: Member) -> str:
     return member[0] if isinstance(member, tuple) else str(tuple(member.shape))
 
 

@@ -50,7 +50,7 @@ class WrappedOptimizer(Optimizer):
         return self.base_optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
         self.base_optimizer.state = state
 
     @property
@@ -102,8 +102,8 @@ class WrappedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Give the optimizer inside its part, and take back what is kept here."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own: dict[Any, dict[str, Any]] = {}
-        rest: dict[Any, Any] = {}
+        own: dict[int, dict[str, Tensor]] = {}
+        rest: dict[int, object] = {}
         for number, entry in state_dict["state"].items():
             if not isinstance(entry, dict):
                 rest[number] = entry
