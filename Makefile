@@ -36,7 +36,7 @@ check: $(VENV)/.dev
 
 # Every model of benchmarks/zoo; those of transformers and timm where they are installed.
 zoo: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.zoo --out benchmarks/results/zoo.json --table benchmarks/results/zoo.md
+	$(BIN)/python -m benchmarks.zoo --out benchmarks/results/zoo.json --table docs/zoo.md
 
 stubs: $(VENV)/.dev
 	$(BIN)/python -m tools.write_stubs

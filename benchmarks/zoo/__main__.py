@@ -93,19 +93,82 @@ def summary(row: dict[str, str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) + "".join(f"\n    {line}" for line in bad)
 
 
-def table(results: Results) -> str:
-    """Return the results as a table in Markdown: one row for each model, reasons below."""
-    columns = list(dict.fromkeys(name for row in results.values() for name in row))
-    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    reasons: dict[str, int] = {}
-    for model, row in results.items():
-        cells = []
-        for name in columns:
-            kind, _, reason = row.get(name, "").partition(": ")
-            number = reasons.setdefault(reason, len(reasons) + 1) if reason else 0
-            cells.append({"ok": "✓", "no effect": "–"}.get(kind, f"{kind} [{number}]" if reason else kind))
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())]) + "\n"
+GROUPS = {
+    "trains": ("trains",),
+    "resumes": ("resumes",),
+    "methods": tuple(checks.METHODS),
+    "two ranks": ("two ranks", *checks.PARALLEL),
+    "automatic": ("automatic",),
+    "surgery": checks.SURGERY,
+}
+"""Columns of the page and the checks that each of them sums up."""
+
+PAGE = """# Models that nobody prepared for
+
+This page is written by `make zoo` (`benchmarks/zoo`). It builds {models} models with random weights: small versions of architectures of
+transformers and timm, and hand-written ones with unusual parts. No part of the library knows any of them by name.
+Results of {date}, torch {torch}, on {device}.
+
+- **trains**: the Trainer's weights equal those of a loop written by hand (SGD with momentum, parameter by parameter).
+- **resumes**: stopped in the middle and resumed by a new Trainer, bit for bit the run that was not stopped.
+- **methods**: {methods}. Each gives the weights of the plain loop, or is rejected with a reason.
+- **two ranks**: plain data parallelism, {parallel} on two processes, compared with one process.
+- **automatic**: `strategy="auto"` finds a plan in a few seconds and trains with it.
+- **surgery**: algorithms that change the model do so, or say why they have no effect.
+
+A number counts the checks that passed, `r` those that were rejected, `n` surgery without a target in the model, and `–` those that
+cannot be compared: batch norms make the samples of a batch depend on each other. {wrong}
+
+"""
+
+
+def cell(outcomes: list[str]) -> str:
+    """Return outcomes as one cell: "8", or "6, 2 r"."""
+    kinds = Counter(
+        {"rejected": "r", "no effect": "n", "not comparable": "–"}.get(kind, kind) for kind in map(kind_of, outcomes)
+    )
+    passed = kinds.pop("ok", 0)
+    return ", ".join([str(passed)] * bool(passed) + [f"{count} {kind}" for kind, count in sorted(kinds.items())])
+
+
+def kind_of(outcome: str) -> str:
+    """Return the first word of an outcome: ok, rejected, wrong ..."""
+    return outcome.partition(":")[0]
+
+
+def table(results: Results, about: dict[str, str] | None = None) -> str:
+    """Return the page in Markdown: a row for each model, and below it every reason of a rejection with the models it concerns."""
+    outcomes = [outcome for row in results.values() for outcome in row.values()]
+    bad = sum(kind_of(outcome) in ("wrong", "error") for outcome in outcomes)
+    text = PAGE.format_map(
+        {"date": "?", "torch": "?", "device": "?", **(about or {})}
+        | {
+            "models": len(results),
+            "methods": ", ".join(f"`{name}`" for name in checks.METHODS),
+            "parallel": ", ".join(f"`{name}`" for name in checks.PARALLEL),
+            "wrong": f"Of {len(outcomes):,} checks {bad or 'none'} failed.",
+        }
+    )
+    shown = {
+        name: group for name, group in GROUPS.items() if any(one in row for row in results.values() for one in group)
+    }
+    lines = ["| model | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    for model, row in sorted(results.items()):
+        lines.append(
+            f"| {model} | " + " | ".join(cell([row[o] for o in group if o in row]) for group in shown.values()) + " |"
+        )
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for model, row in sorted(results.items()):
+        for name, outcome in row.items():
+            if kind_of(outcome) in ("rejected", "wrong", "error"):
+                # One reason for models that differ in the name of a class alone.
+                reasons.setdefault((name, outcome.replace("`", "'")), []).append(model)
+    lines += ["", "## What was rejected, and why", "", "| check | reason | models |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {outcome.partition(': ')[2].replace('|', '/')} | {', '.join(models)} |"
+        for (name, outcome), models in sorted(reasons.items())
+    ]
+    return text + "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,7 +203,9 @@ def main(arguments: list[str] | None = None) -> int:
     run(chosen, set(given.checks.split(",")), partial(print, flush=True), results, keep)
     keep(results)
     if given.table:
-        given.table.write_text(table(results))
+        versions = environment()
+        about = {"date": versions["date"], "torch": versions["torch"], "device": checks.DEVICE.upper()}
+        given.table.write_text(table(results, about))
     bad = sum(o.startswith(("wrong", "error")) for row in results.values() for o in row.values())
     print(f"{len(results)} models, {sum(map(len, results.values()))} checks, {bad} wrong or in error")
     return 1 if bad else 0

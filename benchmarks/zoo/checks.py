@@ -200,6 +200,7 @@ def check_method(entry: Entry, method: str) -> str:
     """Train with one method of a plan."""
     plan, tolerance = METHODS[method]
     task = entry.build()
+    torch._dynamo.reset()  # models of transformers share a wrapper that would be compiled for each of them, up to a limit
     if task.mixes_samples and method == "micro_batch":
         return "not comparable: samples of a batch depend on each other"
     return judged(
