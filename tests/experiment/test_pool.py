@@ -1,7 +1,10 @@
 """Sweeps in processes of their own, with GPUs of their own."""
 
+import io
 import json
 import os
+import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,16 @@ def test_a_preloaded_module_that_fails_costs_time_and_not_the_sweep(tmp_path, mo
     result = sweep(samples.speaks, points, executor=PoolExecutor(1, preload=["explodes"]))
     assert [trial.status for trial in result] == ["finished"] * 2 and not pool._servers
     assert sum("each trial now loads its own" in record.message for record in caplog.records) == 1
+
+
+def test_lines_of_trials_survive_an_output_that_is_ascii_closed_or_missing(monkeypatch):
+    for stream in (io.TextIOWrapper(io.BytesIO(), "ascii"), io.StringIO(), None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        if isinstance(stream, io.StringIO):
+            stream.close()
+        source, sink = os.pipe()
+        os.write(sink, "gr\u00fcn\nhalf".encode())
+        os.close(sink)
+        pool.PrefixedLines(7, "stdout").finish(Connection(source))
+        if isinstance(stream, io.TextIOWrapper):
+            assert stream.buffer.getvalue() == b"trial 7 | gr\\xfcn\ntrial 7 | half\n"

@@ -103,3 +103,24 @@ def test_the_experiment_is_the_argument_then_the_variable_then_our_name(tmp_path
     record(experiment=None, tracking_uri=None)
     names = {entry.name for entry in client(tmp_path).search_experiments()} - {"Default"}
     assert names == {"drivetrain", "by argument", "by variable"}
+
+
+def test_more_settings_than_a_server_takes_at_once_and_a_run_that_is_resumed_elsewhere(tmp_path, monkeypatch, caplog):
+    many = {f"option_{number}": number for number in range(250)}
+    first = Recorder(tmp_path / "run", tensorboard=False, sinks=("mlflow",))
+    first.params(many)
+    first.scalar("x", 1.0)
+    state = first.state_dict()
+    first.close()
+    run = client(tmp_path).get_run(state["runs"]["mlflow"])
+    assert len(run.data.params) == 250
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with Recorder(tmp_path / "run", tensorboard=False, sinks=("mlflow",)) as second:
+        second.load_state_dict(state)
+        second.params({name: value + 1 for name, value in many.items()})
+        second.scalar("x", 2.0)
+        second.flush()
+        other = second.state_dict()["runs"]["mlflow"]
+    assert other != state["runs"]["mlflow"] and "a new one begins" in caplog.text
+    assert client(tmp_path / "elsewhere").get_run(other).data.metrics == {"x": 2.0}

@@ -4,6 +4,7 @@ Without a tracking address all runs are kept in one folder store, `mlruns` in th
 """
 
 import importlib.util
+import logging
 import os
 import time as clock
 import warnings
@@ -21,9 +22,12 @@ from drivetrain.runtime.run import current_run
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_STORE = "mlruns"
 
 _LARGEST_BATCH = 1000  # what a server takes in one call
+_LARGEST_SETTINGS = 100  # parameters or tags in one call
 _LONGEST_PARAM = 6000
 _ALSO_ALLOWED = frozenset("_-. :/")
 
@@ -52,10 +56,8 @@ class MlflowSink:
         uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or Path(DEFAULT_STORE).resolve().as_uri()
         with _folder_store_allowed():
             client = MlflowClient(tracking_uri=uri)
-            if resume is not None and resume.run_id is not None:
-                self.run_id = resume.run_id
-                client.update_run(self.run_id, status="RUNNING")
-            else:
+            self.run_id = None if resume is None else _continued(client, resume.run_id)
+            if self.run_id is None:
                 number = _experiment_id(client, self._experiment or _own_experiment())
                 tags = {"drivetrain.folder": str(folder)}
                 self.run_id = client.create_run(number, run_name=folder.name, tags=tags).info.run_id
@@ -87,7 +89,10 @@ class MlflowSink:
         texts = {_key(name): str(value)[:_LONGEST_PARAM] for name, value in values.items()}
         new = [Param(name, text) for name, text in texts.items() if name not in known]
         changed = [RunTag(name, text) for name, text in texts.items() if known.get(name, text) != text]
-        self._client.log_batch(self.run_id, params=new, tags=changed)
+        for start in range(0, max(len(new), len(changed)), _LARGEST_SETTINGS):
+            part = slice(start, start + _LARGEST_SETTINGS)
+            self._client.log_batch(self.run_id, params=new[part])
+            self._client.log_batch(self.run_id, tags=changed[part])
 
     def summary(self, values: Mapping[str, object], step: int, time: float) -> None:
         """Take results of the run: numbers as metrics, the rest as tags."""
@@ -125,6 +130,24 @@ class MlflowSink:
             file = Path(aside) / name
             file.write_bytes(content)
             self._client.log_artifact(self.run_id, str(file), folder)
+
+
+def _continued(client: "MlflowClient", run_id: str | None) -> str | None:
+    """Return the run that goes on, None where the store does not have it: a run that is resumed elsewhere begins a new one."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return None
+    try:
+        client.update_run(run_id, status="RUNNING")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        logger.warning(
+            "mlflow: the store has no run %s, so a new one begins. Resume where %s is.", run_id, DEFAULT_STORE
+        )
+        return None
+    return run_id
 
 
 def _own_experiment() -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import context, reduction, spawn, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.experiment.processes import END_SECONDS, ExperimentReference, leave_launched_world, reference_to
@@ -212,9 +212,13 @@ class PrefixedLines:
 
     def _print(self, lines: Iterable[bytes]) -> None:
         texts = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
-        if texts:
-            stream = getattr(sys, self._name)
-            stream.write("".join(f"{self._prefix}{text}\n" for text in texts))
+        stream: TextIO | None = getattr(sys, self._name)
+        if not texts or stream is None:
+            return
+        text = "".join(f"{self._prefix}{text}\n" for text in texts)
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        with suppress(OSError, ValueError):  # an output that is closed must not end a trial
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
 
 
