@@ -267,3 +267,12 @@ def test_a_sweep_may_vary_the_choice_of_a_config_group(configs, tmp_path):
         sweep(depth_of, {"model": ["small", "smal"]}, params=fixed)
     space, _ = read_space(depth_of, ["model=small,large", "lr=1,2 if model=small"])
     assert [t.value for t in sweep(depth_of, space, params=fixed)] == [2.0, 2.0, 24.0]
+
+
+def test_a_choice_is_not_a_default_of_an_experiment(tmp_path):
+    @experiment(defaults={"model": "small"})
+    def chosen(model: Model):
+        pass
+
+    with pytest.raises(ParameterError, match="defaults: unknown parameter 'model'"):
+        chosen.run(output_dir=str(tmp_path))

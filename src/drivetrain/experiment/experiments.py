@@ -138,7 +138,8 @@ class Experiment(_WithParameters):
 
     def resolve(self, params: Mapping[str, object]) -> Resolved:
         """Return the value and origin of every parameter, as a run with these would have them."""
-        return resolve(self.parameters, given_in_python(params, self.parameters), self.defaults)
+        given = given_in_python(params, self.parameters, takes_choices=True)
+        return resolve(self.parameters, given, self.defaults)
 
     def resume(self, folder: str | Path, params: Mapping[str, object] | None = None, *, force: bool = False) -> Any:
         """Continue a run, or one of its checkpoints; `params` may change what is resumable, or anything with `force`."""

@@ -93,13 +93,19 @@ class Resolved:
         return self.origins.get(name) not in NOT_DECLARED
 
 
-def given_in_python(values: Mapping[str, object], parameters: ParameterSet, origin: str = "run") -> dict[str, Given]:
-    """Return what a Python caller gave, by full name; an unknown name is an error."""
+def given_in_python(
+    values: Mapping[str, object], parameters: ParameterSet, origin: str = "run", *, takes_choices: bool = False
+) -> dict[str, Given]:
+    """Return what a Python caller gave, by full name; an unknown name is an error.
+
+    With `takes_choices` the name of a config group and a text is a choice of that group.
+    """
     if not isinstance(values, Mapping):
         raise ParameterError(f"parameters: expected a dict of names and values, got {values!r}.")
     given = {}
     for name, (value, keys) in flatten(values, parameters).items():
-        if name not in parameters and not (isinstance(value, str) and name in groups_of(parameters)):
+        is_choice = takes_choices and isinstance(value, str) and name in groups_of(parameters)
+        if name not in parameters and not is_choice:
             place = "" if origin == "run" else f"{origin}: "
             raise ParameterError(place + unknown_parameter(".".join(keys), parameters))
         given[name] = Given(value, origin)

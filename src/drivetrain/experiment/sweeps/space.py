@@ -305,7 +305,7 @@ def check_space(experiment: "Experiment", space: ParameterSpace, fixed: Mapping[
     samples: list[Mapping[str, object]] = [fixed, *(space.points or ())]
     samples += [{name: value} for name, axis in space.axes.items() for value in axis.examples()]
     for sample in samples:
-        for name, given in given_in_python(sample, experiment.parameters, "sweep").items():
+        for name, given in given_in_python(sample, experiment.parameters, "sweep", takes_choices=True).items():
             if name in OWN_FOLDER:
                 raise ParameterError(
                     f"sweep: {name} is set by the sweep itself, which gives every trial its own folder."
