@@ -165,7 +165,7 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], 
 
     def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
         forward, _ = cut(joint, joint_inputs, **settings)
-        raise _CaptureDone(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
+        raise _CaptureDone(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
 
     captured = aot_function(
         function,
@@ -192,7 +192,8 @@ def captured_saved_bytes(function: Callable[..., object], inputs: list[Tensor], 
 def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to: int = 512) -> float:
     """Return the same from the compiler's own front end: it follows code that tracing cannot, and may make several graphs of it.
 
-    What it leaves between graphs runs on fake tensors and is not counted. Nothing is compiled. The compiler forgets what it saw here.
+    What a graph returns to the next one counts as kept. What runs between graphs runs on fake tensors and is not counted. Nothing is
+    compiled, and the compiler forgets what it saw here.
     """
     cut = _partitioner()
     from torch._dynamo import convert_frame, pgo
@@ -201,10 +202,12 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to
     from torch._inductor.decomposition import select_decomp_table
 
     saved: list[float] = []
+    returned: list[float] = []
 
     def partition(joint: "GraphModule", joint_inputs: object, **settings: Any) -> "tuple[GraphModule, GraphModule]":
         forward, backward = cut(joint, joint_inputs, **settings)
-        saved.append(_saved_outputs(forward, settings["num_fwd_outputs"], round_to))
+        saved.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"], None), round_to))
+        returned.append(_saved_outputs(forward, slice(settings["num_fwd_outputs"]), round_to))
         return forward, backward
 
     def seen() -> "set[CodeType]":
@@ -228,15 +231,15 @@ def traced_saved_bytes(function: Callable[..., Tensor], inputs: object, round_to
             logger.setLevel(level)
     if not saved:
         raise PrivateFeatureMissing("the compiler's front end made no graph that needs a gradient")
-    return sum(saved)
+    return sum(saved) + sum(returned[:-1])
 
 
-def _saved_outputs(forward: "GraphModule", num_outputs: int, round_to: int) -> float:
-    """Sum what a partitioned forward graph returns in addition to its outputs, each storage once, inputs and their views left out."""
+def _saved_outputs(forward: "GraphModule", which: slice, round_to: int) -> float:
+    """Sum some of what a partitioned forward graph returns, each storage once, inputs and their views left out."""
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     values = output.args[0]
     total, seen = 0.0, set()
-    for node in values[num_outputs:]:
+    for node in values[which]:
         value = getattr(node, "meta", {}).get("val")
         if getattr(node, "op", None) in (None, "placeholder") or not isinstance(value, Tensor):
             continue
