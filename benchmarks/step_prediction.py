@@ -223,7 +223,7 @@ SUBJECTS: dict[str, Subject] = {
                       {"vocab_size": 64, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "pad_token_id": 0},
                       partial(text, length=64, vocabulary=50280), (4, 16, 64), modes=("eager",)),
     "lstm": Subject(build=lambda is_tiny: RecurrentModel(*((64, 32) if is_tiny else (32000, 1024))),
-                    batch=partial(text, length=256, vocabulary=32000), sizes=(16, 64, 256)),
+                    batch=partial(text, length=256, vocabulary=32000), sizes=(16, 64, 128)),
     "unet": Subject(build=lambda is_tiny: UNet(8 if is_tiny else 64), batch=partial(images, side=256), sizes=(2, 8, 32),
                     channels_last=True),
     "mixer": _vision("mixer_b16_224", (16, 64, 256)),
@@ -381,7 +381,7 @@ class Worker:
             found["host_probe_seconds"] = _probe(device)
             if is_gpu:
                 found["bytes"] = torch.cuda.max_memory_allocated()
-            if self.wants_dump:
+            if self.wants_dump and size == max(sizes_of(self.name, self.is_tiny)):
                 self._dump_kernels(mode, size, step)
         finally:
             self.tell(turn="end")
@@ -482,7 +482,7 @@ class Parent:
 
     def run(self) -> list[dict[str, Any]]:
         """Measure what is asked for and not known."""
-        machine = profile_machine(torch.device(self.device), time_limit=min(100.0, self.chosen.limit / 3))
+        machine = profile_machine(torch.device(self.device), time_limit=min(80.0, self.chosen.limit / 5))
         print(
             f"{machine.device}: table of {0 if machine.times is None else len(machine.times.grids)} kinds", flush=True
         )

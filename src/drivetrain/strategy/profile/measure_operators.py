@@ -38,6 +38,7 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
     Keys that are known already are left out.
     """
     end = time.perf_counter() + seconds
+    host = {} if known else _host_seconds(device, seconds)
     grids: dict[str, object] = {}
     for question in _questions(device):
         if question.key in known:
@@ -57,7 +58,6 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
             grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    host = {} if known else _host_seconds(device, end - time.perf_counter())
     return {"grids": grids, "host": host}
 
 
@@ -509,8 +509,8 @@ def _host_seconds(device: torch.device, seconds: float) -> dict[str, float]:
     return found
 
 
-_COMPILING = 30.0
-"""Seconds that must be left for compiling a small function."""
+_COMPILING = 60.0
+"""Seconds that there must be in all, for a small function to be compiled."""
 
 
 def _compiled_seconds(device: torch.device) -> float:
