@@ -464,7 +464,7 @@ def test_a_condition_varies_a_parameter_only_where_another_has_its_value(tmp_pat
     [
         ({"lr": Uniform(0, 1).when(nam="a"), "name": ["a", "b"]}, "Did you mean 'name'"),
         ({"lr": Choice(0.1).when(name="c"), "name": ["a", "b"]}, "name='c', which name never is"),
-        ({"lr": Choice(0.1).when(size=1), "size": Choice(1).when(lr=0.1)}, "circle"),
+        ({"lr": Choice(0.1).when(size=1), "size": Choice(1).when(lr=0.1)}, "cycle"),
     ],
 )
 def test_a_condition_that_can_never_hold_is_an_error(tmp_path, space, words):

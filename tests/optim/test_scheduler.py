@@ -540,7 +540,7 @@ def test_a_compiled_model_gets_the_same_gradients(backend):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-def test_units_stepped_one_by_one_on_losses_with_a_common_graph_are_told_what_to_do():
+def test_units_stepped_one_by_one_on_losses_with_a_common_graph_get_an_error_that_says_what_to_do():
     model = EncoderDecoder()
     first = sgd(model, optim_loss="decoder_loss", updated_modules="decoder")
     second = sgd(model, optim_loss="encoder_loss", updated_modules="encoder")

@@ -195,7 +195,7 @@ class _Values:
             raise ParameterError(f"{given.origin}: {name} refers to {other}, a secret, which would be written with it.")
         if other in (*self._open, name):
             chain = " -> ".join([*self._open, name, other])
-            raise ParameterError(f"{given.origin}: references go round in a circle: {chain}.")
+            raise ParameterError(f"{given.origin}: references form a cycle: {chain}.")
         self._open.append(name)
         try:
             return self.read(other)[0]
@@ -329,7 +329,7 @@ class ParameterFiles:
         if INCLUDE in own and f"{group}{INCLUDE}" not in self._parameters and not is_record:
             for place, other, inner in self._included(file, path, own.pop(INCLUDE)):
                 if other.resolve() in (*trail, path.resolve()):
-                    raise ParameterError(f"{place}: files include each other in a circle: {other}.")
+                    raise ParameterError(f"{place}: files include each other in a cycle: {other}.")
                 self._left -= 1
                 if self._left < 0:
                     raise ParameterError(f"{place}: more than {MOST_FILES} files are included.")

@@ -353,7 +353,7 @@ if sys.platform != "win32":
             finally:
                 context.set_spawning_popen(None)
             self.sentinel, sink = _servers[process_obj.key].connect_to_new_process(self._fds)
-            kept = os.dup(sink)  # its end tells the process that this one is gone
+            kept = os.dup(sink)  # the process sees by its end that this one is gone
             self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
             with open(sink, "wb") as stream:
                 stream.write(data.getbuffer())

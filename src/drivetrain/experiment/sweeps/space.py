@@ -180,7 +180,7 @@ class ParameterSpace:
 
         def visit(name: str, path: tuple[str, ...]) -> None:
             if name in path:
-                raise ParameterError(f"the conditions of {' -> '.join((*path, name))} go round in a circle.")
+                raise ParameterError(f"the conditions of {' -> '.join((*path, name))} form a cycle.")
             for other, values in self.axes[name].conditions.items():
                 if other not in self.axes:
                     raise ParameterError(f"{name}: {unknown_name('parameter of this space', other, self.axes)}")
