@@ -254,6 +254,23 @@ def test_the_horizontal_axis_can_be_epochs_or_time(page):
         assert page.evaluate(f"{LOSS}.extent") == pytest.approx(extent)
 
 
+def test_several_values_at_one_step_are_all_drawn(page):
+    lines = "[{x: [0, 1, 1, 1, 2], y: [0, 5, 9, 1, 0]}, {x: [0, 1, 2], y: [1, null, 3]}]"
+    x, first, second = page.evaluate(
+        f"aligned({lines}, [0, 2]).map(row => row.map(one => one === undefined ? 'none' : one))"
+    )
+    assert x == pytest.approx([0, 1, 1, 1, 2]) and first == [0, 5, 9, 1, 0]
+    assert second == [1, None, "none", "none", 3]
+
+
+def test_very_many_curves_share_a_grid_that_keeps_their_spikes(page):
+    make = "Array.from({length: 300}, (_, n) => ({x: Array.from({length: 500}, (_, i) => i * 20 + n), y: Array(500).fill(1)}))"
+    code = f"(lines => {{ lines[7].y[250] = 99; lines[9].y[3] = -99; return aligned(lines, [0, 10279]); }})({make})"
+    page.evaluate(f"window.grid = {code}.map(row => row.map(value => value ?? 0)), 0")
+    found = page.evaluate("[grid.length, grid[0].length, Math.max(...grid[8]), grid[10].includes(-99)]")
+    assert found[0] == 301 and found[1] <= 2000 and found[2:] == [99, True]
+
+
 def test_a_logarithmic_axis_has_round_numbers(page):
     splits = page.evaluate("[[0.5012, 1.9], [0.02, 3], [1e-6, 4e5], [0.97, 1.01]].map(range => logSplits(...range))")
     assert splits[0] == [0.7, 1] and splits[1] == [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]

@@ -54,8 +54,8 @@ function along(run, steps) {
 const SMOOTH_FROM = 30,
   SPAN = 250;
 /**
- * Return the exponential moving mean, from both sides so that the curve does not lag. Its reach is a share of the axis: a dense curve and a sparse one look
- * alike, and few points are left as they are.
+ * Return the exponential moving mean, from both sides so that the curve does not lag. Its reach is a share of the axis: a dense curve and
+ * a sparse one look alike, and few points are left as they are.
  */
 function smoothed({ x, y }, extent) {
   const pass = (first, step) => {
@@ -84,26 +84,33 @@ const MOST_CELLS = 2_000_000,
 function aligned(lines, [low, high]) {
   const total = lines.reduce((sum, line) => sum + line.x.length, 0);
   if (total * lines.length > MOST_CELLS) return onGrid(lines, low, high);
+  const positions = lines.map(line => apart(line.x, 1e-9 * (high - low || 1)));
   const all = new Float64Array(total);
   let end = 0;
-  for (const line of lines) {
-    all.set(line.x, end);
-    end += line.x.length;
+  for (const own of positions) {
+    all.set(own, end);
+    end += own.length;
   }
   all.sort();
   const x = Array.from(all).filter((value, place, every) => !place || value !== every[place - 1]);
   return [
     x,
-    ...lines.map(line => {
+    ...lines.map((line, number) => {
       const y = new Array(x.length).fill(undefined);
       let place = 0;
       for (let index = 0; index < line.x.length; index++) {
-        while (x[place] < line.x[index]) place++;
+        while (x[place] < positions[number][index]) place++;
         y[place] = line.y[index];
       }
       return y;
     }),
   ];
+}
+
+/** Return positions in which none is the same as the one before, so that of several values at one step all are drawn. */
+function apart(x, least) {
+  let before = -Infinity;
+  return x.map(position => (before = position > before ? position : before + least));
 }
 
 /** Return many lines over a grid as fine as the screen, with the smallest and largest value of each cell. */

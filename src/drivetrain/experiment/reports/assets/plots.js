@@ -89,8 +89,8 @@ function correlation(a, b) {
 const NUM_GROUPS = 5,
   IMPORTANT_FROM = 4;
 /**
- * Return how much of the order of the runs a parameter explains: eta squared of the Kruskal-Wallis test, (H - k + 1) / (n - k), over the k groups of equal
- * values; numbers of which there are many are cut into five groups of about equal size. 0 is no more than chance, 1 everything.
+ * Return how much of the order of the runs a parameter explains: eta squared of the Kruskal-Wallis test, (H - k + 1) / (n - k), over the k
+ * groups of equal values; numbers of which there are many are cut into five groups of about equal size. 0 is no more than chance, 1 everything.
  */
 function importanceOf(values, scores) {
   const isNumeric = values.every(isNumber),

@@ -99,7 +99,8 @@ function columns() {
     { name: "state", value: run => run.state, node: run => badge(run.state) },
   ];
   if (new Set(runs.map(run => run.experiment)).size > 1) found.push({ name: "experiment", value: run => run.experiment });
-  for (const name of varying()) found.push({ name, value: run => parameter(run, name) });
+  for (const name of varying())
+    found.push({ name, value: run => parameter(run, name), text: run => setting(parameter(run, name)) });
   const tags = measures(),
     first = objective();
   for (const tag of [...tags.filter(tag => tag === first), ...tags.filter(tag => tag !== first)].slice(0, MOST_METRICS)) {
@@ -107,7 +108,7 @@ function columns() {
     found.push({ name: `${tag} (${good ? "best" : "last"})`, tag, good, stars: bestRuns(tag), value: run => score(run, tag) });
   }
   found.push(
-    { name: "steps", value: run => run.steps },
+    { name: "steps", value: run => run.steps, text: run => setting(run.steps) },
     { name: "duration", value: run => run.seconds, text: run => duration(run.seconds) },
   );
   if (runs.some(run => run.tags.length)) found.push({ name: "tags", value: run => run.tags.join(", ") });
@@ -410,9 +411,10 @@ function sheet(title, heads, rows, isCompared, isNumeric = false) {
       "tr",
       { class: `${kind} ${differs}` },
       make("th", { scope: "row" }, name),
-      values.map(value =>
-        make("td", { class: isNumeric ? "number" : `value${shown(value).length <= 24 ? " short" : ""}` }, shown(value)),
-      ),
+      values.map(value => {
+        const text = isNumeric ? shown(value) : setting(value);
+        return make("td", { class: isNumeric ? "number" : `value${text.length <= 24 ? " short" : ""}` }, text);
+      }),
     );
   });
   const head = make(

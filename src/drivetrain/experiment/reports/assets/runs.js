@@ -65,6 +65,9 @@ function shown(value) {
   return typeof value === "number" ? short(value) : typeof value === "string" ? value : JSON.stringify(value);
 }
 
+/** Return a setting or count as a table shows it: whole numbers in full. */
+const setting = value => (Number.isInteger(value) ? String(value) : shown(value));
+
 function duration(seconds) {
   if (!isNumber(seconds)) return "–";
   for (const [size, unit, smaller, name] of [
