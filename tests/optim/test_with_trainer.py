@@ -181,3 +181,18 @@ def test_the_fine_tuning_example_scales_every_rate():
 
 def test_the_large_batch_example_gives_the_same_weights():
     assert example("large_batch").main(num_epochs=1) < 1e-12
+
+
+def test_a_recipe_file_decides_about_windows_rates_and_clipping_under_the_trainer(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "accum_grad: 2\nft_factor: 0.5\ngrad_clip: null\ntrain_cfg:\n  optim_sches:\n"
+        "    type: constant.ConstantLr\n    conf: {optim_type: SGD, optim_conf: {lr: 0.2}}\n"
+    )
+    by_file, by_hand = EncoderDecoder(), EncoderDecoder()
+    first = TwoLosses(by_file, None, str(recipe))
+    run(first, 8)
+    second = TwoLosses(by_hand, None, OptimSet(main=unit(by_hand)))
+    run(second, 8, gradient_accumulation_steps=2)
+    assert " ".join(first.marks) == " ".join(second.marks) == "B- BS B- BS B- BS B- BS"
+    assert same(weights(by_file), weights(by_hand))
