@@ -323,6 +323,18 @@ def test_dragging_along_an_axis_chooses_runs(page):
     assert len(page.evaluate(ROWS)) == 10
 
 
+@pytest.mark.parametrize("plot", ["parallel", "scatter"])
+def test_arrow_keys_go_from_run_to_run(page, plot):
+    page.evaluate(f"byId('{plot}').focus()")
+    page.key("ArrowRight")
+    first = page.evaluate("byId('status').textContent")
+    page.key("ArrowRight")
+    second = page.evaluate("byId('status').textContent")
+    assert first.startswith("run-") and "eval/accuracy 0.9836" in first and "lr 0." in first and second != first
+    page.key("Escape")
+    assert page.evaluate("byId('tooltip').hidden")
+
+
 def ranks_of(values):
     """Return ranks from 1 on, equal values with their mean rank."""
     return [sum(other < value for other in values) + (values.count(value) + 1) / 2 for value in values]
@@ -457,19 +469,20 @@ def test_one_run_has_cards_and_one_colour_for_each_metric(browser, tmp_path):
 
 
 def test_a_live_page_follows_its_runs(browser, tmp_path):
-    first = make_run(tmp_path, "first")
     with Server(Board([tmp_path])) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             with browser.open(server.url, height=2000) as page:
                 page.wait_for(READY)
+                assert page.evaluate("document.querySelector('h1').textContent") == "No runs yet"
+                first = make_run(tmp_path, "first")
                 page.wait_for("[...charts.values()].some(chart => chart.lines.length)")
                 assert page.evaluate("document.querySelector('h1').textContent").startswith("digits/first")
                 with open(first / "metrics.jsonl", "a") as stream:
                     stream.write('{"step": 100, "time": 1.0, "kind": "scalar", "tag": "train/loss", "value": 0.125}\n')
                 make_run(tmp_path, "second", lr=0.2)
-                page.wait_for("runs.length === 2")  # without being asked
+                page.wait_for("poll() && runs.length === 2")
                 page.wait_for(f"{LOSS}.lines.length === 2 && {LOSS}.extent[1] === 100")
                 assert sorted(page.evaluate(ROWS)) == ["first", "second"] and page.problems() == []
                 assert page.evaluate("byId('live-text').textContent").startswith("live, ")

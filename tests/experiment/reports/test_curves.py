@@ -99,6 +99,11 @@ def test_values_that_are_not_finite_are_gaps():
     assert points_of(data) == [] and data["gaps"] == [0, 1, 2]
 
 
+def test_values_whose_sum_is_too_large_still_have_a_mean():
+    data = curve_of([1e308] * 5000).as_data()
+    assert set(decoded(data["m"])) == {1e308} and "gaps" not in data
+
+
 def test_steps_that_go_back_are_put_in_order():
     data = curve_of([1.0, 2.0, 3.0], steps=[5, 1, 3]).as_data()
     assert points_of(data) == [(1, 2.0), (3, 3.0), (5, 1.0)]

@@ -115,6 +115,18 @@ def test_runs_that_begin_end_or_are_removed_are_noticed(tmp_path, impatient):
     assert after["order"] == [] and after["version"] > version
 
 
+def test_a_place_that_cannot_be_read_at_this_moment_changes_nothing(tmp_path, impatient, monkeypatch):
+    make_run(tmp_path, "one")
+    board = Board([tmp_path])
+    before = board.changes()
+
+    def gone(place):
+        raise FileNotFoundError(place)
+
+    monkeypatch.setattr(live, "run_folders", gone)
+    assert board.changes() == before
+
+
 def test_pictures_are_sent_once_and_forgotten_when_no_run_shows_them(tmp_path, impatient):
     folder = make_run(tmp_path, "one")
     write_png(folder / "images" / "sample" / "1.png", 64)

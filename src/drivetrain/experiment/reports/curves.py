@@ -37,6 +37,11 @@ class Stretch(NamedTuple):
     bad_step: int | None
     """The first step with a value that is not finite."""
 
+    @property
+    def mean(self) -> float:
+        """The mean of the finite values; the middle of the range where their sum is too large for a float."""
+        return self.total / self.num_finite if math.isfinite(self.total) else self.low / 2 + self.high / 2
+
     def joined(self, other: "Stretch") -> "Stretch":
         """Return this stretch and the next one as one."""
         low, high = (self if self.low <= other.low else other), (self if self.high >= other.high else other)
@@ -119,7 +124,7 @@ class Curve(TagSummary):
         else:
             points = [point for stretch in full for point in _two_points(stretch)]
             if self.is_ordered:
-                found["m"] = encode([stretch.total / stretch.num_finite for stretch in full])
+                found["m"] = encode([stretch.mean for stretch in full])
         if not self.is_ordered:
             points.sort(key=lambda point: point[0])
         found |= {"x": encode([step for step, _ in points]), "y": encode([value for _, value in points])}

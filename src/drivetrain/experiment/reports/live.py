@@ -72,12 +72,15 @@ class Board:
             }
 
     def _look(self) -> None:
-        folders = [
-            folder
-            for place in self._places
-            for folder in ([place] if is_run(place) else sorted(run_folders(place), key=lambda folder: folder.name))
-        ]
         before = self._runs
+        try:
+            folders = [
+                folder
+                for place in self._places
+                for folder in ([place] if is_run(place) else sorted(run_folders(place), key=lambda folder: folder.name))
+            ]
+        except OSError:  # a folder is removed at this moment, or cannot be read
+            folders = list(before)
         self._runs = {folder: before.get(folder, WatchedRun()) for folder in dict.fromkeys(folders)}
         version = self._version + (list(before) != list(self._runs))
         num_curves = sum(len(run.data["metrics"]) or 5 for run in self._runs.values())

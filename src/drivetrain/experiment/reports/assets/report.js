@@ -582,6 +582,7 @@ function listen() {
 
 const POLL_SECONDS = 2,
   IDLE_SECONDS = 10;
+let nextPoll = 0;
 
 /** Ask for what has changed, show it, and ask again later; at once where the server has not read all runs yet. */
 async function poll() {
@@ -589,7 +590,8 @@ async function poll() {
     .then(response => (response.ok ? response.json() : null))
     .catch(() => null);
   const pause = change?.unread ? 0.05 : document.hidden ? IDLE_SECONDS : POLL_SECONDS;
-  setTimeout(poll, 1000 * pause);
+  clearTimeout(nextPoll);
+  nextPoll = setTimeout(poll, 1000 * pause);
   byId("live").classList.toggle("lost", change === null);
   byId("live-text").textContent = !change
     ? "not connected: drivetrain has ended"
@@ -608,6 +610,6 @@ refreshAll();
 if (isLive) {
   byId("live").hidden = false;
   byId("live-text").textContent = "live";
-  setTimeout(poll, source.unread ? 0 : 1000 * POLL_SECONDS);
+  nextPoll = setTimeout(poll, source.unread ? 0 : 1000 * POLL_SECONDS);
 }
 document.documentElement.dataset.ready = "yes";
