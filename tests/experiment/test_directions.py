@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import ConfigError, ParameterError
-from drivetrain.experiment import experiment, read_run
+from drivetrain.experiment import experiment, read_run, sweep
 from drivetrain.experiment.directions import direction_of
 from drivetrain.experiment.reports.gather import gather_run
 from drivetrain.record import Recorder
@@ -53,6 +53,19 @@ def test_best_follows_the_command_line_then_the_recorder_then_the_experiment(tmp
     best = lambda **given: {entry.tag: entry.best for entry in gather_run(folder, **given).metrics()}
     assert best() == {"cost": 1.0, "gain": 3.0, "lr": None}
     assert best(directions={"cost": "max", "lr": "min"}) == {"cost": 3.0, "gain": 3.0, "lr": 0.1}
+
+
+@experiment(directions={"speed": "max"})
+def numbers(x: float = 0.0):
+    return {"gap": x, "speed": -x}
+
+
+def test_the_direction_of_a_sweep_holds_for_its_trials(tmp_path):
+    where = {"output_dir": str(tmp_path)}
+    result = sweep(numbers, {"x": [1.0, 2.0]}, params=where, objective="gap", direction="max")
+    assert [read_run(trial.run_dir).directions for trial in result] == [{"gap": "max", "speed": "max"}] * 2
+    several = sweep(numbers, {"x": [1.0]}, params=where, objective=["gap", "speed"], direction=["min", "max"])
+    assert read_run(several[0].run_dir).directions == {"gap": "min", "speed": "max"}
 
 
 def test_a_direction_that_does_not_exist_is_an_error_where_it_is_declared(tmp_path):

@@ -7,11 +7,12 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import ConfigError, ExperimentError
-from drivetrain.core.files import is_real_folder, is_regular, read_limited
+from drivetrain.core.files import is_real_folder, is_regular, load_json, open_regular, read_limited
 from drivetrain.core.locking import is_locked
 from drivetrain.core.types import Settings
 from drivetrain.experiment.run_folder import (
@@ -65,6 +66,21 @@ STATUS_FIELDS: dict[str, type | types.UnionType] = {
 """The types of the entries that readers rely on."""
 
 
+@lru_cache(maxsize=64)
+def _sweep_directions(folder: Path) -> dict[str, str]:
+    """Return the objectives of a sweep with their directions, from the first line of its journal; nothing where there is none."""
+    try:
+        with os.fdopen(open_regular(folder / JOURNAL, os.O_RDONLY), "rb") as stream:
+            header = load_json(stream.readline(JSON_LIMIT))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(header, dict):
+        return {}
+    names, good = header.get("objective") or "result", header.get("direction")
+    pairs = zip(names, good) if isinstance(names, list) and isinstance(good, list) else [(names, good)]
+    return {name: way for name, way in pairs if isinstance(name, str) and isinstance(way, str)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """One run folder, as it was when it was read."""
@@ -94,8 +110,9 @@ class RunRecord:
 
     @property
     def directions(self) -> dict[str, str]:
-        """Metrics whose good direction, "min" or "max", the experiment declares."""
-        declared = self.manifest.get("directions") or {}
+        """Metrics whose good direction, "min" or "max", the experiment declares, or the sweep that the run belongs to."""
+        of_sweep = _sweep_directions(self.folder.parent) if self.manifest.get("trial") else {}
+        declared = {**of_sweep, **(self.manifest.get("directions") or {})}
         return {name: good for name, good in declared.items() if good in ("min", "max")}
 
     @property
