@@ -6,7 +6,7 @@ Schedules know tensors only, and a loss wants the model's output as the model gi
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from drivetrain.module.accumulation import Count, as_factor
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.probing import buffers_copied
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 COMPUTED_IN: ContextVar[torch.dtype | None] = ContextVar("COMPUTED_IN", default=None)
 """The type that the stage that runs casts its floating-point values to; None: that of its parameters."""
@@ -186,3 +189,71 @@ def mount(root: nn.Module, model: nn.Module, targets: Set[str]) -> None:
 
     visit(root, model, "")
     root.training = model.training
+
+
+# What a stage shares with others: how much losses count, and parameters that several hold.
+
+
+class LossWeights(Protocol):
+    """How much the losses of parts of a batch count."""
+
+    is_sum: bool
+    """Whether the losses of parts add up to that of the whole, instead of being averaged."""
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether the batch in hand is the last one before an update."""
+
+    def items_of(self, inputs: object) -> Count | None:
+        """Return how many items the loss of a model's input is a mean over; None: its samples."""
+
+    def gradient_weight(self, items: Count | None) -> Count:
+        """Return what the gradient of a rank's batch is multiplied by."""
+
+    def amount(self, items: Count | None) -> Count:
+        """Return how much a rank's loss counts in the mean over all data ranks."""
+
+
+class BySamples:
+    """Every sample counts the same."""
+
+    is_sum, is_last_pass = False, True
+
+    def items_of(self, inputs: object) -> Count | None:
+        return None
+
+    def gradient_weight(self, items: Count | None) -> Count:
+        return 1.0
+
+    def amount(self, items: Count | None) -> Count:
+        return 1
+
+
+def sum_over(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
+    """Replace a tensor by its sum over some ranks of a pipeline, exactly the same on all of them."""
+    import torch.distributed as dist
+
+    own, first = dist.get_rank(group), ranks[0]
+    held = tensor.to(device).contiguous()
+    if own == first:
+        other = torch.empty_like(held)
+        for rank in ranks[1:]:
+            dist.recv(other, group=group, group_src=rank)
+            held = held + other
+    else:
+        dist.send(held, group=group, group_dst=first)
+    tensor.copy_(held)
+    take_from_first(tensor, ranks, group, device)
+
+
+def take_from_first(tensor: Tensor, ranks: Sequence[int], group: "ProcessGroup", device: torch.device) -> None:
+    """Give some ranks of a pipeline the tensor of the first of them."""
+    import torch.distributed as dist
+
+    held = tensor.to(device).contiguous()
+    if dist.get_rank(group) == ranks[0]:
+        for rank in ranks[1:]:
+            dist.send(held, group=group, group_dst=rank)
+    else:
+        dist.recv(held, group=group, group_src=ranks[0])
+        tensor.copy_(held)

@@ -8,7 +8,7 @@ the loss of the last stage is the value that all ranks get. What the loss is and
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,47 +20,20 @@ from drivetrain.module.accumulation import Count, as_factor, share_of
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline import Split
-from drivetrain.module.pipeline_parts import FlatCall, is_batched, mount
+from drivetrain.module.pipeline_parts import (
+    BySamples,
+    FlatCall,
+    LossWeights,
+    is_batched,
+    mount,
+    sum_over,
+    take_from_first,
+)
 from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
-
-
-class LossWeights(Protocol):
-    """How much the losses of parts of a batch count."""
-
-    is_sum: bool
-    """Whether the losses of parts add up to that of the whole, instead of being averaged."""
-
-    @property
-    def is_last_pass(self) -> bool:
-        """Whether the batch in hand is the last one before an update."""
-
-    def items_of(self, inputs: object) -> Count | None:
-        """Return how many items the loss of a model's input is a mean over; None: its samples."""
-
-    def gradient_weight(self, items: Count | None) -> Count:
-        """Return what the gradient of a rank's batch is multiplied by."""
-
-    def amount(self, items: Count | None) -> Count:
-        """Return how much a rank's loss counts in the mean over all data ranks."""
-
-
-class _BySamples:
-    """Every sample counts the same."""
-
-    is_sum, is_last_pass = False, True
-
-    def items_of(self, inputs: object) -> Count | None:
-        return None
-
-    def gradient_weight(self, items: Count | None) -> Count:
-        return 1.0
-
-    def amount(self, items: Count | None) -> Count:
-        return 1
 
 
 class PipelineOutput:
@@ -133,7 +106,7 @@ class PipelinedModel(nn.Module):
         fields["_runs"] = {}
         fields["_full_size"] = None
         mount(self, model, self._names)
-        self.connect(None, _BySamples())
+        self.connect(None, BySamples())
 
     @property
     def num_stages(self) -> int:
@@ -163,7 +136,7 @@ class PipelinedModel(nn.Module):
                     self.get_submodule(holder)._parameters[last] = source[last]
         self._runs.clear()
         for parameter, ranks in self.tied_parameters():  # each stage may have made its own
-            _take_from_first(local_part(parameter.detach()), ranks, self)
+            take_from_first(local_part(parameter.detach()), ranks, self.group, self.device)
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, list[int]]]:
         """Return the parameters of this rank that others hold too, with the ranks of the pipeline that do, in the same order on all."""
@@ -185,7 +158,7 @@ class PipelinedModel(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
             elif is_dtensor(parameter):  # a lookup's gradient may be whole where the table is split
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-            _sum_over(local_part(parameter.grad), ranks, self)
+            sum_over(local_part(parameter.grad), ranks, self.group, self.device)
 
     def train(self, mode: bool = True) -> "PipelinedModel":
         """Set the mode of all stages."""
@@ -277,36 +250,6 @@ def release_others(model: nn.Module, pipeline: PipelinedModel) -> None:
             if parameter is not None and id(parameter) not in kept and id(module) not in held:
                 empty = torch.empty_like(parameter, device="meta")
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-
-def _sum_over(tensor: Tensor, ranks: Sequence[int], pipeline: PipelinedModel) -> None:
-    """Replace a tensor by its sum over some ranks of a pipeline, exactly the same on all of them."""
-    import torch.distributed as dist
-
-    own, first = dist.get_rank(pipeline.group), ranks[0]
-    held = tensor.to(pipeline.device).contiguous()
-    if own == first:
-        other = torch.empty_like(held)
-        for rank in ranks[1:]:
-            dist.recv(other, group=pipeline.group, group_src=rank)
-            held = held + other
-    else:
-        dist.send(held, group=pipeline.group, group_dst=first)
-    tensor.copy_(held)
-    _take_from_first(tensor, ranks, pipeline)
-
-
-def _take_from_first(tensor: Tensor, ranks: Sequence[int], pipeline: PipelinedModel) -> None:
-    """Give some ranks of a pipeline the tensor of the first of them."""
-    import torch.distributed as dist
-
-    held = tensor.to(pipeline.device).contiguous()
-    if dist.get_rank(pipeline.group) == ranks[0]:
-        for rank in ranks[1:]:
-            dist.send(held, group=pipeline.group, group_dst=rank)
-    else:
-        dist.recv(held, group=pipeline.group, group_src=ranks[0])
-        tensor.copy_(held)
 
 
 class _ScheduleRun:
@@ -424,9 +367,9 @@ class _ScheduleRun:
                 except Exception as caught:  # whatever the user's model raises
                     error = caught
             outcomes = all_gather_values((_described(error), made))
-            failed = next((index for index, (text, _) in enumerate(outcomes) if text is not None), None)
-            if failed is not None:
-                raise error if error is not None else _failure(failed, stage, *outcomes[failed][0])
+            for failed, (description, _) in enumerate(outcomes):
+                if description is not None:
+                    raise error if error is not None else _failure(failed, stage, *description)
             passed = outcomes[dist.get_global_rank(pipeline.group, stage % ranks)][1]
         restore_rng(random_state)
 

@@ -28,13 +28,12 @@ from drivetrain.module.pipeline_schedule import PipelinedModel, release_others
 from drivetrain.module.wrapping import is_fully_sharded, unwrap, wrapping_of
 from drivetrain.runtime.ranks import clear_data_ranks, is_master
 from drivetrain.strategy.batching import plan_batch
-from drivetrain.strategy.materialising import materialise
 from drivetrain.strategy.mesh import build_mesh
 from drivetrain.strategy.method import Stage
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe, recipe_of
 from drivetrain.strategy.plan_layout import PlanLayout, mesh_of_copies
 from drivetrain.strategy.resolve import ResolvedPlan, resolve_plan
-from drivetrain.strategy.snapshot import ModelSnapshot, ProcessSettings
+from drivetrain.strategy.snapshot import ModelSnapshot, ProcessSettings, materialise
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -17,10 +17,11 @@ import warnings
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.core import errors
 from drivetrain.core.errors import ConfigError
+from drivetrain.module.loss_items import UNKNOWN, FollowedLoss, agreed_items, follow_loss
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import get_num_processes
 from drivetrain.runtime.seeds import capture_rng, restore_rng
@@ -43,6 +44,12 @@ VERIFY_SECONDS = 300.0
 """How long processes that try a given plan may take."""
 STAND_IN_ELEMENTS = 1 << 29
 """How many elements a model that stands in for one on the meta device may have: 2 GiB in float32."""
+
+
+_FOLLOWED = (5, 7)
+"""How many samples the two batches have on which a loss is followed."""
+_LARGE = 1 << 28
+"""A model of more elements is followed on fake tensors first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +194,62 @@ def stand_in(model: nn.Module, plan: Strategy) -> tuple[nn.Module | None, str]:
 
 def _on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+# What the loss is a mean over.
+
+
+def follow_task(task: TrainingTask) -> TrainingTask:
+    """Return the task with what its loss is a mean over, found by following a few samples through the plain model and the loss."""
+    model = task.model
+    if model is None or task.loss_func is None or task.samples is None or task.is_counted:
+        return task
+    is_large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
+    ways = [_on_fake_tensors] if _on_meta(model) else [_on_fake_tensors, _on_model] if is_large else [_on_copy]
+    random_state = capture_rng()
+    try:
+        for way in ways:
+            items = agreed_items(*(way(task, model, rows) for rows in _FOLLOWED))
+            if items.kind != "unknown":
+                return replace(task, items=items)
+    finally:
+        restore_rng(random_state)
+    return task
+
+
+def _on_model(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    try:
+        inputs = task.prepared(task.batch(rows), place)
+    except Exception:  # whatever a function of the user's raises here, it raises again in the first step
+        return UNKNOWN, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first step warns again
+        return follow_loss(model, inputs, rows, lambda: task.loss(inputs, task.call(model, inputs)))
+
+
+def _on_copy(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:
+    try:
+        copied = copy.deepcopy(model)
+    except Exception:  # a model may hold anything
+        return UNKNOWN, []
+    return _on_model(task, copied, rows)
+
+
+def _on_fake_tensors(task: TrainingTask, model: nn.Module, rows: int) -> FollowedLoss:
+    """Follow the loss without memory and arithmetic; code that reads values cannot be followed so."""
+    from drivetrain.strategy.profile.fake_world import fake_copy, prepared_inputs
+    from drivetrain.strategy.profile.torch_private import fake_mode, is_fake
+
+    try:
+        mode = fake_mode()
+        copied, inputs = fake_copy(model, mode), prepared_inputs(task, rows, mode)
+
+        def loss() -> Tensor:
+            with mode:
+                return task.loss(inputs, task.call(copied, inputs))
+
+        found = follow_loss(copied, inputs, rows, loss)
+    except Exception:  # a model that cannot be copied, or data that cannot be prepared on the host
+        return UNKNOWN, []
+    return (UNKNOWN, []) if is_fake(found[0].weight) else found

@@ -86,7 +86,7 @@ def expand_names(names: Iterable[object]) -> set[str]:
 
 def _load_built_in() -> None:
     if not _methods:
-        from drivetrain.strategy.methods.catalogue import built_in_methods
+        from drivetrain.strategy.methods import built_in_methods
 
         for method in built_in_methods():
             _add(method)

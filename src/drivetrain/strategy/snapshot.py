@@ -4,14 +4,20 @@ Of the model nothing is copied: classes, dictionaries and the memory behind each
 those rather than writing into them. The one exception is the agreement of ranks on rank 0's values; it comes after everything that can be
 wrong has been checked. Settings that hold for a whole process change what a step computes or costs: a trial runs under the caller's, and
 what a plan changes is gone before the next plan is tried in the same process.
+
+A model that was built on the meta device has nothing to remember: here it gets memory and its first values.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.module.tensor_parallel import shared_places
 
 
 class ModelSnapshot:
@@ -109,3 +115,29 @@ def _functorch() -> Any:
     from torch._functorch import config
 
     return config
+
+
+def materialise(
+    model: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None = None
+) -> None:
+    """Give a model on the meta device memory, and let each module initialise its own parameters."""
+    ties = shared_places(model)
+    model.to_empty(device=device)
+    for places in ties:
+        for module, key in places[1:]:
+            module._parameters[key] = places[0][0]._parameters[places[0][1]]
+    for name, module in model.named_modules():
+        initialise(name, module, param_init_fn)
+
+
+def initialise(name: str, module: nn.Module, param_init_fn: Callable[[nn.Module], None] | None = None) -> None:
+    """Let a module that was on the meta device set its own parameters and buffers."""
+    if param_init_fn is not None:
+        param_init_fn(module)
+    elif callable(getattr(module, "reset_parameters", None)):
+        module.reset_parameters()  # type: ignore[operator]
+    elif next(module.parameters(recurse=False), None) is not None or module._buffers:
+        raise ConfigError(
+            f"the model is on the meta device, and {name or 'the model'} ({type(module).__name__}) has parameters or buffers of its "
+            "own but no reset_parameters(). Give it one, or pass param_init_fn to fsdp."
+        )

@@ -5,9 +5,8 @@ the Trainer each make one; profile, simulation and trials know nothing else abou
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain.context.context import Context
 from drivetrain.core.types import Batch, Settings
-from drivetrain.module.loss_items import UNKNOWN, FollowedLoss, LossItems, agreed_items, follow_loss
-from drivetrain.runtime.seeds import capture_rng, restore_rng
+from drivetrain.module.loss_items import UNKNOWN, LossItems
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, prepared_input, shape
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.optimizer_recipe import OptimizerRecipe
@@ -25,10 +23,6 @@ from drivetrain.strategy.stepping import finish
 
 ParameterGroups = Callable[[nn.Module], Iterable[nn.Parameter] | Iterable[Settings]]
 """What an optimizer trains of a model."""
-_FOLLOWED = (5, 7)
-"""How many samples the two batches have on which a loss is followed."""
-_LARGE = 1 << 28
-"""A model of more elements is followed on fake tensors first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +47,7 @@ class TrainingTask:
     count_items: Callable[[Any], Any] | None = None
     """Counts what the loss of prepared input is a mean over; None: as `items` says, else samples."""
     items: LossItems = UNKNOWN
-    """What the loss is a mean over, where `follow` has found it."""
+    """What the loss is a mean over, where `follow_task` has found it."""
 
     def build(self) -> nn.Module:
         """Return a model of its own, with its own memory."""
@@ -101,62 +95,6 @@ class TrainingTask:
     def is_counted(self) -> bool:
         """Whether it is known how much the losses of parts of a batch count."""
         return self.count_items is not None or self.items.kind != "unknown"
-
-    def follow(self) -> "TrainingTask":
-        """Return the task with what its loss is a mean over, found by following a few samples through the plain model and the loss."""
-        model = self.model
-        if model is None or self.loss_func is None or self.samples is None or self.count_items is not None:
-            return self
-        is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        is_large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
-        ways = (
-            [self._on_fake_tensors]
-            if is_meta
-            else [self._on_fake_tensors, self._on_model]
-            if is_large
-            else [self._on_copy]
-        )
-        random_state = capture_rng()
-        try:
-            for way in ways:
-                items = agreed_items(*(way(model, rows) for rows in _FOLLOWED))
-                if items.kind != "unknown":
-                    return replace(self, items=items)
-        finally:
-            restore_rng(random_state)
-        return self
-
-    def _on_model(self, model: nn.Module, rows: int) -> FollowedLoss:
-        place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        inputs = self.prepared(self.batch(rows), place)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first step warns again
-            return follow_loss(model, inputs, rows, lambda: self.loss(inputs, self.call(model, inputs)))
-
-    def _on_copy(self, model: nn.Module, rows: int) -> FollowedLoss:
-        try:
-            copied = copy.deepcopy(model)
-        except Exception:  # a model may hold anything
-            return UNKNOWN, []
-        return self._on_model(copied, rows)
-
-    def _on_fake_tensors(self, model: nn.Module, rows: int) -> FollowedLoss:
-        """Follow the loss without memory and arithmetic; code that reads values cannot be followed so."""
-        from drivetrain.strategy.profile.fake_world import fake_copy, prepared_inputs
-        from drivetrain.strategy.profile.torch_private import fake_mode, is_fake
-
-        try:
-            mode = fake_mode()
-            copied, inputs = fake_copy(model, mode), prepared_inputs(self, rows, mode)
-
-            def loss() -> Tensor:
-                with mode:
-                    return self.loss(inputs, self.call(copied, inputs))
-
-            found = follow_loss(copied, inputs, rows, loss)
-        except Exception:  # a model that cannot be copied, or data that cannot be prepared on the host
-            return UNKNOWN, []
-        return (UNKNOWN, []) if is_fake(found[0].weight) else found
 
     def recipe(self) -> OptimizerRecipe | None:
         """Return how the optimizer is made, or None without one."""

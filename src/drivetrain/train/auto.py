@@ -37,7 +37,7 @@ from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import Application, LossFunc, PrepareInput, check_model
 from drivetrain.strategy.batching import BatchSplit, plan_batch
 from drivetrain.strategy.device_spec import DeviceSpec
-from drivetrain.strategy.dry_run import DryRunOutcome, verify_plan
+from drivetrain.strategy.dry_run import DryRunOutcome, follow_task, verify_plan
 from drivetrain.strategy.loading import make_loader
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.method import is_whole
@@ -307,7 +307,7 @@ class _Request:
         )
         if self.options.plan_only:
             return task
-        task, collate = task.follow(), self.loader_args.get("collate_fn")
+        task, collate = follow_task(task), self.loader_args.get("collate_fn")
         rows_are_equal = task.items.kind == "elements" and collate is None
         if rows_are_equal or counts_rows_alike(task.items, self.dataset, collate):
             return replace(task, items=LOSS_OF_SAMPLES)

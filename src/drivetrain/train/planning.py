@@ -34,7 +34,7 @@ from drivetrain.runtime.ranks import data_group, get_num_processes, is_master, n
 from drivetrain.runtime.run import current_run
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.apply import Application, apply_to_called_model, check_model
-from drivetrain.strategy.dry_run import try_plan
+from drivetrain.strategy.dry_run import follow_task, try_plan
 from drivetrain.strategy.mesh import mesh_size
 from drivetrain.strategy.optimizer_recipe import recipe_of
 from drivetrain.strategy.registry import method_names
@@ -464,7 +464,7 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         global_batch_size=_global_batch(request),
         **settings,
     )
-    return task.follow(), obstacle
+    return follow_task(task), obstacle
 
 
 def _global_batch(request: PlanRequest) -> int:

@@ -141,6 +141,22 @@ class Fsdp(Method):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Zero2Config(FsdpConfig):
+    reshard_after_forward: bool | int = False
+
+
+class Zero2(Fsdp):
+    """`fully_shard` without resharding after forward."""
+
+    name = "zero2"
+    aliases = ()
+    gathers = 1
+    Config = Zero2Config
+    ignored_keys = (*Fsdp.ignored_keys, "not_use_fsdp", "use_ds_zero")
+    why = "gradients and optimizer state are split over ranks"
+
+
 def shard_over_data(
     ctx: "Application",
     *,
@@ -156,7 +172,7 @@ def shard_over_data(
 
     from drivetrain.module.blocks import select_modules
     from drivetrain.module.pipeline_parts import StagePart
-    from drivetrain.strategy.materialising import materialise
+    from drivetrain.strategy.snapshot import materialise
 
     axes = [axis for axis in ("data", "zero") if ctx.plan.site.axis(axis) > 1]
     mesh = shard_mesh(ctx.mesh, axes, has_sequence=ctx.plan.site.axis("sequence") > 1)

@@ -12,7 +12,8 @@ from torch import nn
 from drivetrain.core.errors import MethodConfigError, unknown_name
 from drivetrain.module.compilation import GraphBreaks, compile_loss, compile_module, forget_shapes
 from drivetrain.strategy.effects import Kernels
-from drivetrain.strategy.method import Method, Option, Site, Stage
+from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
+from drivetrain.strategy.registry import method_names
 
 if TYPE_CHECKING:
     from drivetrain.strategy.apply import Application
@@ -162,3 +163,39 @@ class _AfterFirst:
 def _has_compiler() -> bool:
     """Return whether kernels for the CPU can be compiled here."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
+
+
+class CudaGraphs(Method):
+    """`torch.compile(mode="reduce-overhead")`; needs batches of one shape."""
+
+    name, group, stage = "cuda_graphs", "dynamo", Stage.MESH
+    why = "kernels are replayed without launch cost; batches must have one shape"
+    compiles = records_kernels = True
+    warm_up_steps = 1
+    not_simulated = "there is nothing to record on fake tensors"
+
+    def options(self, scope: "SearchScope") -> list[Option]:
+        return self.flag_options(scope, not scope.is_cpu and NativeDynamo.name in method_names())
+
+    def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:
+        compiler = candidate.configs.get(NativeDynamo.name)
+        if compiler is None or compiler.scope != "model" or candidate.world > 1:
+            return "it records a whole compiled model on one rank"
+        names = {"cpu_offload", "checkpoint"} & candidate.configs.keys()
+        return f"{min(names)} does not run in recorded kernels" if names else None
+
+    def affect(self, effects: "Effects", config: NoConfig) -> None:
+        effects.is_recorded = True
+
+    def label(self, config: NoConfig) -> str:
+        return "graphs"
+
+    def requires(self, profile: object, device: torch.device, world: int) -> str | None:
+        return None if device.type == "cuda" else "it needs a CUDA device"
+
+    def expand(self, config: NoConfig) -> dict[str, Any]:
+        """Stand for itself and the compiler, which records the kernels that it makes."""
+        return {self.name: None, NativeDynamo.name: None}
+
+    def apply(self, ctx: "Application", config: NoConfig) -> None:
+        ctx.note("cuda_graphs: use drop_last=True, a smaller last batch would be recorded again")

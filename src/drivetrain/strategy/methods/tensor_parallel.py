@@ -210,7 +210,7 @@ class _Initialising:
 
     def __call__(self, name: str, module: Any) -> None:
         from drivetrain.module.distributed_tensors import synchronise
-        from drivetrain.strategy.materialising import initialise
+        from drivetrain.strategy.snapshot import initialise
 
         module.to_empty(device=self.ctx.device, recurse=False)
         initialise(name, module, self.param_init_fn)
