@@ -232,6 +232,30 @@ def test_the_check_of_a_plan_passes_for_losses_whose_items_are_known(name):
     check_trained(trained([("micro_batch", 2)], name, ignore_dryrun_on_load_strategy=False), name)
 
 
+@pytest.mark.parametrize("size", [16, 11])
+def test_gradients_over_tokens_are_complete_after_the_last_backward_of_a_window(size):
+    rows, plain = masked_data(size), make_model(tied=False).double()
+    _, result, _ = auto_accelerate(
+        make_model(tied=False).double(), torch.optim.SGD, rows, token_loss, None, "unpack_dict", {"lr": 0.0},
+        dataloader_args={"batch_size": 8, "num_workers": 0, "shuffle": False}, load_strategy=[("micro_batch", 2)], device="cpu",
+        ignore_dryrun_on_load_strategy=True,
+    )  # fmt: skip
+    seen = []
+    for batch in result.dataloader:
+        result.loss_func(batch, result.model(**batch)).backward()
+        if result.optim.window_closed:
+            seen.append([p.grad.clone() for p in result.model.parameters()])
+        result.optim.step()
+        result.optim.zero_grad()
+    assert len(seen) == 2
+    for grads, part in zip(seen, (rows[:8], rows[8:])):
+        plain.zero_grad()
+        batch = default_collate(part)
+        token_loss(batch, plain(**batch)).backward()
+        for ours, parameter in zip(grads, plain.parameters()):
+            torch.testing.assert_close(ours, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
 def test_a_loss_whose_parts_do_not_add_up_is_trained_with_a_warning_of_the_measured_error(monkeypatch):
     monkeypatch.setitem(LOSSES, "loss_with_balance", loss_with_balance)
     with pytest.warns(

@@ -170,6 +170,19 @@ class Stepper:
 
     # The end of a window.
 
+    def complete(self, parameters: Iterable[Tensor]) -> Count:
+        """Scale the gradients collected before the last backward of a window to the items it has, and return the factor for that one.
+
+        Gradients are then those of the mean right after the last backward, without waiting for `finish`.
+        """
+        total, self._total = None if self._total is None else self._total(), None
+        factor = self.window.correction(total)
+        self.is_complete = True
+        if factor is None:
+            return 1.0
+        scale_gradients(parameters, factor)
+        return factor
+
     def finish(self) -> None:
         """Make the gradients those of the mean over the window, unscaled; a second call changes nothing."""
         if self.is_finished:

@@ -23,7 +23,7 @@ from drivetrain.module.loss_items import without_empty
 from drivetrain.module.pipeline_schedule import PipelinedModel, PipelineOutput
 from drivetrain.module.precision import Precision, autocast_forward, warn_unscaled_float16
 from drivetrain.module.stepper import Stepper, clip_grad_norm_
-from drivetrain.module.wrapping import unwrap
+from drivetrain.module.wrapping import is_fully_sharded, unwrap
 from drivetrain.runtime.collectives import all_gather_values
 from drivetrain.runtime.ranks import num_data_ranks
 from drivetrain.strategy.batching import BatchSplit, plan_batch
@@ -49,7 +49,8 @@ class Stepping:
         """Counts what the loss of a batch is a mean over; None: samples."""
         self.is_sum = ctx.items.kind == "sum" and ctx.count_items is None
         """Whether losses of parts add up to that of the whole."""
-        self._counts_rows = self.count_items is None or (ctx.count_items is None and ctx.items.is_one_per_row)
+        is_by_row = self.count_items is None or (ctx.count_items is None and ctx.items.is_one_per_row)
+        self._items_per_row = 1.0 if is_by_row else None  # about, the same on all ranks; learned from the first count
         self._loss_func = ctx.loss_func
         self._info: BatchInfo | None = None
         self._factor: Any = None
@@ -72,17 +73,15 @@ class Stepping:
         self._info, self._factor, self._is_stepped = info, None, False
         if self._is_recorded and window.count == 2:
             copy_gradients(unwrap(self.model).parameters())
-        if window.opens and self._counts_rows:
-            is_known = self.batch is not None and info is not None and total is not None
-            if is_known:
-                assert self.batch is not None and info is not None and total is not None
+        if window.opens:
+            size = None
+            if self.batch is not None and info is not None and total is not None:
                 size = min(self.batch.global_size, total - (info.end - info.global_size))
-                window.reference = size / (window.world * window.length)
-            else:
+            if size is not None and self._items_per_row is not None:
+                window.reference = self._items_per_row * size / (window.world * window.length)
+            elif self.count_items is None:
                 window.reference = None if self.batch is None else self.batch.micro
-            self.stepper.is_complete = is_known and self.count_items is None
-        if self.is_sum:
-            self.stepper.is_complete = True
+            self.stepper.is_complete = self.is_sum or (size is not None and self.count_items is None)
         self._synchronise(window.closes)
 
     def _synchronise(self, flag: bool) -> None:
@@ -160,7 +159,14 @@ class Stepping:
             factor: Any = self.window.weigh(1.0, here, everywhere)  # type: ignore[arg-type]
             return float(factor)
         one = torch.ones((), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
-        return self.stepper.weigh(one, items, items if self.window.world == 1 else None, is_whole=True)
+        share = self.stepper.weigh(one, items, items if self.window.world == 1 else None, is_whole=True)
+        if self._items_per_row is None and self.window.reference is not None and self.batch is not None:
+            self._items_per_row = float(self.window.reference) / self.batch.micro
+        # Gradients that sharding has not added up yet, and those of copies, are completed by the step.
+        is_here = not is_fully_sharded(self.model) and not hasattr(self.stepper.optimizer, "collect_gradients")
+        if self.window.closes and self.window.length > 1 and is_here:
+            return share * self.stepper.complete(unwrap(self.model).parameters())
+        return share
 
     def _sizes(self) -> tuple[int, int]:
         """Return the samples of the micro-batch in hand, on this rank and on all."""
@@ -208,13 +214,13 @@ def _mark_tied(pipeline: PipelinedModel, optimizer: Optimizer) -> None:
         held.tied_stages = len(ranks)
         group = trained.get(id(held), {})
         settings[" and ".join(names.values())] = {key: str(value) for key, value in group.items() if key != "params"}
-    everywhere: dict[str, Any] = {}
+    everywhere: dict[str, dict[str, str]] = {}
     for rank, found in enumerate(all_gather_values(settings)):
-        for names, own in found.items():
-            other = everywhere.setdefault(names, own)
+        for shared, own in found.items():
+            other = everywhere.setdefault(shared, own)
             if own != other:
                 raise ConfigError(
-                    f"pipeline_parallel: {names} are one parameter that several stages hold, and the optimizer would train it by {other} "
+                    f"pipeline_parallel: {shared} are one parameter that several stages hold, and the optimizer would train it by {other} "
                     f"in one of them and by {own} on rank {rank}. Put both names into groups with the same settings."
                 )
 
