@@ -13,12 +13,12 @@ from drivetrain.core.errors import ConfigError, ConfigTypeError, DrivetrainWarni
 from drivetrain.core.event import Event
 from drivetrain.core.ordering import refers_to
 from drivetrain.core.plugin import Callback, Phase, PluginReference, plugin_name
-from drivetrain.core.types import StateDict
+from drivetrain.core.types import JsonValue, StateDict
 from drivetrain.module.precision import parse_precision
 from drivetrain.runtime.device import choose_device
 
-Batch = Any
-JSON = str | float | int | bool | None | list["JSON"] | dict[str, "JSON"]
+Batch = Any  # as in Composer: programs index what they annotate with it
+JSON = JsonValue
 
 
 class Precision(StrEnum):
