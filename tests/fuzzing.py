@@ -137,7 +137,7 @@ def _metrics(file: Path) -> object:
 
 
 def _summary(file: Path) -> object:
-    from drivetrain.experiment.sweeps.sweeping import _summary
+    from drivetrain.experiment.sweeps.loop import _summary
 
     return {name: float(value) for name, value in _summary(file).items()}
 
