@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain.strategy.profile import model as profiling
-from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
+from drivetrain.strategy.profile.fake_world import Deadline, OutOfTime
 from drivetrain.strategy.profile.findings import line_through, upper_edge
 from drivetrain.strategy.profile.model import ModelProfiler, profile_model
 from drivetrain.strategy.profile.step_memory import StepMemory

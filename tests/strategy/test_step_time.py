@@ -17,7 +17,8 @@ from drivetrain.strategy.profile.model import ModelProfiler
 from drivetrain.strategy.profile.operations import Called, fused, work_of
 from drivetrain.strategy.profile.step_time import operator_seconds, pass_time, queued, step_seconds, update_seconds
 from drivetrain.strategy.profile.values import Grid, Link, MachineProfile, Timetable, Work
-from drivetrain.strategy.search.cost import compile_seconds, predict_time
+from drivetrain.strategy.search.cost import predict_time
+from drivetrain.strategy.search.knowledge import compile_seconds
 from drivetrain.strategy.task import CallModel, TrainingTask
 from drivetrain.strategy.trial.report import TrialResult
 from tests.strategy.candidates import effects
@@ -316,7 +317,7 @@ def test_what_is_known_is_not_measured_again(monkeypatch):
 
     monkeypatch.setattr(measure_operators, "_questions", questions)
     found = measure_operators.measure_operators(torch.device("cpu"), 10.0, known=["one"])
-    assert asked == ["two"] and list(found["grids"]) == ["two"]
+    assert asked == ["two"] and list(found) == ["two"]
 
 
 def test_a_recurrent_layer_and_a_condition_on_values_are_recorded():

@@ -4,16 +4,19 @@ It runs in a child process, so that the parent starts no device; one JSON line o
 process, each takes its rank and all of them time collectives of three sizes; rank 0 answers.
 """
 
-import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.strategy.profile.measure_operators import measure_operators
+from drivetrain.strategy.profile.measure_operators import Call, measure_operators
 
 _SHAPES = {
     "cuda": ((16384, 768, 3072), (8192, 4096, 4096), (4096, 4096, 4096)),
@@ -38,7 +41,8 @@ def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1,
     if world > 1:
         found["link"] = _link(device, rank, world, store)
     if rank == 0:
-        found["times"] = measure_operators(device, end - time.perf_counter())
+        host = _host_seconds(device, end - time.perf_counter())
+        found["times"] = {"host": host, "grids": measure_operators(device, end - time.perf_counter())}
     return found
 
 
@@ -85,7 +89,7 @@ def _matrix_rates(device: torch.device, limit: float) -> dict[str, float]:
         rates[name] = _rate(device, dtype, limit / len(kinds))
     torch.set_float32_matmul_precision("highest")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # the device could, this torch cannot
+        with suppress(RuntimeError, AttributeError, TypeError):  # the device could, this torch cannot
             rates["float8"] = _float8_rate(device, limit / len(kinds))
     return rates
 
@@ -187,6 +191,91 @@ def _link(device: torch.device, rank: int, world: int, store: str) -> list[list[
         return points
     finally:
         dist.destroy_process_group()
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not func.is_view and func._schema.name != "aten::detach"
+        return func(*args, **(kwargs or {}))
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.up(self.norm(x)))
+
+
+_DEPTH = 25
+
+
+def _host_seconds(device: torch.device, seconds: float) -> dict[str, float]:
+    """Return what the host pays for an operator of a small model in both directions, for a convolution, a view and a compiled kernel."""
+    blocks = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device)
+    forward, backward = _both_ways(blocks, torch.ones(8, 8, device=device), device)
+    found = {"forward": forward[0] / forward[1], "backward": backward[0] / backward[1]}
+    pixels = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(_DEPTH)]).to(device)
+    there, back = _both_ways(pixels, torch.ones(2, 8, 4, 4, device=device), device)
+    found["conv/forward"] = max(found["forward"], (there[0] - (there[1] - _DEPTH) * found["forward"]) / _DEPTH)
+    found["conv/backward"] = max(found["backward"], (back[0] - (back[1] - _DEPTH) * found["backward"]) / _DEPTH)
+    x = torch.ones(64, device=device)
+    found["view"] = _shortest(lambda: [x.view(8, 8) for _ in range(100)], device) / 100
+    if device.type == "cuda" and seconds > _COMPILING:
+        with suppress(Exception):  # a machine without a compiler has no such cost
+            found["compiled"] = _compiled_seconds(device)
+    return found
+
+
+_COMPILING = 60.0
+"""Seconds that there must be in all, for a small function to be compiled."""
+
+
+def _compiled_seconds(device: torch.device) -> float:
+    """Return what the host pays for a kernel of a compiled function: twenty products, each after an element-wise kernel."""
+    weight = torch.ones(16, 16, device=device, requires_grad=True)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = torch.relu(x + 1) @ weight
+        return x
+
+    compiled, x = torch.compile(chain, dynamic=False), torch.ones(16, 16, device=device)
+    compiled(x).sum().backward()
+    return _shortest(lambda: compiled(x), device) / 40
+
+
+def _shortest(work: Call, device: torch.device) -> float:
+    """Return the host's shortest time for a call."""
+    best = float("inf")
+    for _ in range(12):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+Timed = tuple[float, int]
+"""Seconds, and the number of operators."""
+
+
+def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed, Timed]:
+    """Return what forward and backward cost the host."""
+    with _Counting() as forward:
+        loss = model(x).sum()
+    with _Counting() as backward:
+        loss.backward()
+    losses: list[Tensor] = []
+    there = _shortest(lambda: losses.append(model(x).sum()), device)
+    back = _shortest(lambda: losses.pop().backward(), device)
+    return (there, forward.count), (back, max(1, backward.count))
 
 
 def main(arguments: str) -> None:

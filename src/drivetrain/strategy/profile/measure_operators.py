@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 Call = Callable[[], object]
 Axes = tuple[tuple[float, ...], ...]
@@ -32,13 +31,12 @@ class Question:
     build: Callable[..., Call | None]
 
 
-def measure_operators(device: torch.device, seconds: float, known: Sequence[str] = ()) -> dict[str, dict[str, object]]:
-    """Return grids (axes and seconds) and host costs, as JSON holds them; the most useful first, until the time is up.
+def measure_operators(device: torch.device, seconds: float, known: Sequence[str] = ()) -> dict[str, object]:
+    """Return grids (axes and seconds) as JSON holds them; the most useful first, until the time is up.
 
     Keys that are known already are left out.
     """
     end = time.perf_counter() + seconds
-    host = {} if known else _host_seconds(device, seconds)
     grids: dict[str, object] = {}
     for question in _questions(device):
         if question.key in known:
@@ -58,7 +56,7 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
             grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return {"grids": grids, "host": host}
+    return grids
 
 
 def fill_in(axes: Axes, values: Sequence[float | None]) -> list[float]:
@@ -251,10 +249,14 @@ def _images(make: _Tensors, dtype: str, layout: str, channels: float, pixels: fl
     return x.contiguous(memory_format=torch.channels_last) if layout == "last" else x
 
 
-def _convolved(x: Tensor, weight: Tensor, way: str, **settings: int) -> Call:
+def _convolved(x: Tensor, weight: Tensor, way: str, stride: int = 1, groups: int = 1) -> Call:
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         weight = weight.contiguous(memory_format=torch.channels_last)
-    return _way(lambda x, weight: F.conv2d(x, weight, padding=weight.shape[-1] // 2, **settings), [x, weight], way)
+    return _way(
+        lambda x, weight: F.conv2d(x, weight, padding=weight.shape[-1] // 2, stride=stride, groups=groups),
+        [x, weight],
+        way,
+    )
 
 
 def _dense(make: _Tensors, dtype: str, layout: str, way: str, kernel: int) -> Callable[..., Call | None]:
@@ -468,88 +470,3 @@ def _traffic(make: _Tensors, dtype: str, sizes: Axes, *, is_first: bool) -> Iter
     yield Question(f"scatter/{dtype}", sizes, scattered)
     yield Question(f"scan/{dtype}", sizes, scanned)
     yield Question(f"sort/{dtype}", (sizes[0][:4],), ordered)
-
-
-class _Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += not func.is_view and func._schema.name != "aten::detach"
-        return func(*args, **(kwargs or {}))
-
-
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.up(self.norm(x)))
-
-
-_DEPTH = 25
-
-
-def _host_seconds(device: torch.device, seconds: float) -> dict[str, float]:
-    """Return what the host pays for an operator of a small model in both directions, for a convolution, a view and a compiled kernel."""
-    blocks = nn.Sequential(*[_Residual() for _ in range(_DEPTH)]).to(device)
-    forward, backward = _both_ways(blocks, torch.ones(8, 8, device=device), device)
-    found = {"forward": forward[0] / forward[1], "backward": backward[0] / backward[1]}
-    pixels = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(_DEPTH)]).to(device)
-    there, back = _both_ways(pixels, torch.ones(2, 8, 4, 4, device=device), device)
-    found["conv/forward"] = max(found["forward"], (there[0] - (there[1] - _DEPTH) * found["forward"]) / _DEPTH)
-    found["conv/backward"] = max(found["backward"], (back[0] - (back[1] - _DEPTH) * found["backward"]) / _DEPTH)
-    x = torch.ones(64, device=device)
-    found["view"] = _shortest(lambda: [x.view(8, 8) for _ in range(100)], device) / 100
-    if device.type == "cuda" and seconds > _COMPILING:
-        with suppress(Exception):  # a machine without a compiler has no such cost
-            found["compiled"] = _compiled_seconds(device)
-    return found
-
-
-_COMPILING = 60.0
-"""Seconds that there must be in all, for a small function to be compiled."""
-
-
-def _compiled_seconds(device: torch.device) -> float:
-    """Return what the host pays for a kernel of a compiled function: twenty products, each after an element-wise kernel."""
-    weight = torch.ones(16, 16, device=device, requires_grad=True)
-
-    def chain(x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = torch.relu(x + 1) @ weight
-        return x
-
-    compiled, x = torch.compile(chain, dynamic=False), torch.ones(16, 16, device=device)
-    compiled(x).sum().backward()
-    return _shortest(lambda: compiled(x), device) / 40
-
-
-def _shortest(work: Call, device: torch.device) -> float:
-    """Return the host's shortest time for a call."""
-    best = float("inf")
-    for _ in range(12):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-Timed = tuple[float, int]
-"""Seconds, and the number of operators."""
-
-
-def _both_ways(model: nn.Module, x: Tensor, device: torch.device) -> tuple[Timed, Timed]:
-    """Return what forward and backward cost the host."""
-    with _Counting() as forward:
-        loss = model(x).sum()
-    with _Counting() as backward:
-        loss.backward()
-    losses: list[Tensor] = []
-    there = _shortest(lambda: losses.append(model(x).sum()), device)
-    back = _shortest(lambda: losses.pop().backward(), device)
-    return (there, forward.count), (back, max(1, backward.count))

@@ -27,10 +27,15 @@ from drivetrain.core.types import Batch
 from drivetrain.module.blocks import find_blocks
 from drivetrain.module.checkpointing import checkpoint_blocks
 from drivetrain.runtime.seeds import capture_rng, restore_rng
-from drivetrain.strategy.profile.accelerator_rules import StandIns, accelerator_rules, compiled_attention
-from drivetrain.strategy.profile.closed_form import closed_form_profile
-from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
-from drivetrain.strategy.profile.fake_world import fake_model, prepared_inputs
+from drivetrain.strategy.profile.fake_world import (
+    Deadline,
+    OutOfTime,
+    StandIns,
+    accelerator_rules,
+    compiled_attention,
+    fake_model,
+    prepared_inputs,
+)
 from drivetrain.strategy.profile.few_blocks import (
     BLOCKS_RUN,
     BlockMarks,
@@ -43,6 +48,7 @@ from drivetrain.strategy.profile.findings import (
     SIZES,
     Findings,
     bytes_behind,
+    closed_form_profile,
     line_through,
     optimizer_with_state,
     small_step,
@@ -51,10 +57,10 @@ from drivetrain.strategy.profile.findings import (
     tensors_of,
     upper_lines,
 )
-from drivetrain.strategy.profile.operations import OperationList, fused, work_of
+from drivetrain.strategy.profile.operations import fused, work_of
 from drivetrain.strategy.profile.step_memory import StepMemory, mean_of_outputs
 from drivetrain.strategy.profile.torch_private import captured_saved_bytes, fake_mode, traced_saved_bytes
-from drivetrain.strategy.profile.unit_recorder import UnitRecorder, saving_hooks
+from drivetrain.strategy.profile.unit_recorder import OperationList, UnitRecorder, saving_hooks
 from drivetrain.strategy.profile.values import ARITHMETICS, COMPILED, FUSED, PARTS, ModelProfile
 from drivetrain.strategy.task import TrainingTask
 

@@ -10,16 +10,13 @@ and writes what is used outside. A reduction over rows ends a kernel, because no
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
 from drivetrain.strategy.profile.values import Line, Work
 
 if TYPE_CHECKING:
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 VIEW = "view"
 """The key of operators that cost the host a call and the device nothing."""
-_BY_WIDTH = ("norm", "softmax", "reduction/inner", "reduction/outer")
+BY_WIDTH = ("norm", "softmax", "reduction/inner", "reduction/outer")
 """Beginnings of keys whose time depends on the width of a row (or the number of channels) and on the bytes moved."""
 _WHOLE = frozenset(
     {"product", "batched", "attention", "conv", "depthwise", "grouped", "patch", "scatter", "sort", "scan", "recurrent"}
@@ -57,96 +54,7 @@ class Called:
     outputs: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
-class OperationList:
-    """Writes operators down; `StepMemory` shows it each one, with the numbers of its storages."""
-
-    phase: str = "forward"
-    in_block: bool = False
-    calls: list[Called] = field(default_factory=list)
-    _outputs: set[int] = field(default_factory=set)
-    _depth: int = 0
-
-    def add(
-        self,
-        func: "Operation",
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        result: object,
-        number: Callable[[Tensor], int | None],
-    ) -> None:
-        """Write one operator down."""
-        name = func._schema.name.rpartition("::")[2]
-        if name in _FREE:
-            return
-        if is_view_operation(func):
-            self.calls.append(Called(VIEW, name, "", self.phase, self.in_block, 0.0, 0.0, ()))
-            return
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not outputs and not inputs:
-            return
-        read = _by_number(inputs, number)
-        written = _by_number(outputs, number)
-        key, dims = described(func, name, args, kwargs, inputs, outputs)
-        if key == "gather":  # of a table only some rows are read; a loss reads one number for each label
-            most = 0.0 if name == "nll_loss_backward" else sum(size for _, size in written)
-            read = tuple((place, min(size, most)) for place, size in read)
-        first = next((t for t in (*inputs, *outputs) if t.is_floating_point()), (*inputs, *outputs)[0])
-        moved = sum(size for _, size in read) + sum(size for _, size in written)
-        if key.startswith(_BY_WIDTH):
-            dims = (*dims, moved)
-        self.calls.append(
-            Called(
-                key=key,
-                name=name,
-                dtype=str(first.dtype).removeprefix("torch."),
-                phase=self.phase,
-                in_block=self.in_block,
-                flops=operation_flops(func, args, kwargs, result) or _flops(key, dims),
-                moved=moved,
-                dims=dims,
-                inputs=read,
-                outputs=written,
-            )
-        )
-
-    def watch(self, blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
-        """Put hooks on blocks, so that operators are known to be theirs in both directions; return the handles."""
-        handles = []
-        for block in blocks:
-            handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave))
-        return handles
-
-    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
-        self._depth += 1
-        self.in_block = True
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self._outputs:
-                leaf.register_hook(self._backward_outside)
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        self._depth -= 1
-        self.in_block = self._depth > 0
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._outputs.add(id(leaf))
-                leaf.register_hook(self._backward_inside)
-
-    def _backward_inside(self, gradient: Tensor) -> None:
-        self.in_block = True
-
-    def _backward_outside(self, gradient: Tensor) -> None:
-        self.in_block = False
-
-
-_FREE = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided _local_scalar_dense is_same_size lift_fresh sym_size".split()
-)
-
-
-def _flops(key: str, dims: Sequence[float]) -> float:
+def other_flops(key: str, dims: Sequence[float]) -> float:
     """Return the arithmetic of what torch has no formula for: products of experts and recurrent layers."""
     if key.startswith("product"):
         return 2 * prod(dims)
@@ -156,7 +64,7 @@ def _flops(key: str, dims: Sequence[float]) -> float:
     return 0.0
 
 
-def _by_number(tensors: Iterable[Tensor], number: Callable[[Tensor], int | None]) -> tuple[tuple[int, float], ...]:
+def by_number(tensors: Iterable[Tensor], number: Callable[[Tensor], int | None]) -> tuple[tuple[int, float], ...]:
     """Return storages with the bytes that are touched, none more than it has."""
     found: dict[int, float] = {}
     for tensor in tensors:
@@ -381,7 +289,7 @@ def work_of(sizes: tuple[int, int], lists: Sequence[Sequence[Called]], more: flo
     Runs that did not do the same are not compared: the larger one is taken as proportional to its batch.
     """
     small, large = lists
-    is_same = [call.key for call in small] == [call.key for call in large]
+    is_same = [call.name for call in small] == [call.name for call in large]
     found: dict[Work, float] = defaultdict(float)
     for index, after in enumerate(large):
         before = small[index] if is_same and len(small[index].dims) == len(after.dims) else None
@@ -397,8 +305,8 @@ def work_of(sizes: tuple[int, int], lists: Sequence[Sequence[Called]], more: flo
             dtype=after.dtype,
             phase=after.phase,
             in_block=after.in_block,
-            flops=line(before and before.flops, after.flops),
-            moved=line(before and before.moved, after.moved),
+            flops=line(None if before is None else before.flops, after.flops),
+            moved=line(None if before is None else before.moved, after.moved),
             dims=tuple(
                 line(before.dims[place] if before else None, value) if before or value > 0 else (value, 0.0)
                 for place, value in enumerate(after.dims)

@@ -25,10 +25,11 @@ from drivetrain.runtime.environment import end_with_parent
 from drivetrain.runtime.ranks import is_distributed
 from drivetrain.runtime.seeds import capture_rng, restore_rng
 from drivetrain.strategy.batching import BatchSplit
-from drivetrain.strategy.profile.accelerator_rules import accelerator_rules
-from drivetrain.strategy.profile.deadline import Deadline, OutOfTime
 from drivetrain.strategy.profile.fake_world import (
+    Deadline,
     GradientBuckets,
+    OutOfTime,
+    accelerator_rules,
     fake_copy,
     fake_world,
     few_chunks,

@@ -25,9 +25,8 @@ from drivetrain.module.distributed_tensors import local_part
 from drivetrain.module.wrapping import unwrap
 from drivetrain.strategy.apply import Application
 from drivetrain.strategy.batching import BatchSplit
-from drivetrain.strategy.profile.accelerator_rules import borrowed_bytes, hold_as_torch_does
-from drivetrain.strategy.profile.fake_world import GradientBuckets
-from drivetrain.strategy.profile.operations import OperationList
+from drivetrain.strategy.profile.fake_world import GradientBuckets, borrowed_bytes, hold_as_torch_does
+from drivetrain.strategy.profile.unit_recorder import OperationList
 from drivetrain.strategy.stepping import PlannedOptimizer
 from drivetrain.strategy.task import TrainingTask
 

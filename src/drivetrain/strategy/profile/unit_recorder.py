@@ -1,7 +1,10 @@
-"""Charge the operations of a forward pass on fake tensors to the blocks that run them: what each part of a model does and keeps."""
+"""Charge the operations of a pass on fake tensors to the blocks that run them: what each part of a model does and keeps.
+
+`UnitRecorder` watches a forward pass by itself. `OperationList` is shown every operator of a tracked step.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.strategy.profile.operations import BY_WIDTH, VIEW, Called, by_number, described, other_flops, touched
 from drivetrain.strategy.profile.torch_private import is_view_operation, operation_flops
 
 if TYPE_CHECKING:
@@ -160,7 +164,7 @@ class UnitRecorder(TorchDispatchMode):
         unit.flops += flops
         unit.operations += 1
         if inputs:
-            unit.traffic += sum(map(_touched, inputs)) + sum(map(_touched, outputs))
+            unit.traffic += sum(map(touched, inputs)) + sum(map(touched, outputs))
         self._notice(func, inputs, outputs)
         if self._stack[-1][0] != self._rest and _is_expensive(func, args):
             for tensor in outputs:
@@ -188,11 +192,6 @@ class UnitRecorder(TorchDispatchMode):
 _FOLLOWED = frozenset({"aten::_to_copy", "aten::clone", "aten::_log_softmax"})
 
 
-def _touched(tensor: Tensor) -> int:
-    """Return the bytes that reading or writing a tensor moves; an expanded one is no larger than what it shows."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
 def _is_expensive(func: "Operation", args: Sequence[object]) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -204,3 +203,92 @@ def _is_expensive(func: "Operation", args: Sequence[object]) -> bool:
 def saving_hooks(recorder: UnitRecorder) -> torch.autograd.graph.saved_tensors_hooks:
     """Return a context in which what autograd saves is charged."""
     return torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
+
+
+@dataclass
+class OperationList:
+    """Writes operators down; `StepMemory` shows it each one, with the numbers of its storages."""
+
+    phase: str = "forward"
+    in_block: bool = False
+    calls: list[Called] = field(default_factory=list)
+    _outputs: set[int] = field(default_factory=set)
+    _depth: int = 0
+
+    def add(
+        self,
+        func: "Operation",
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        number: Callable[[Tensor], int | None],
+    ) -> None:
+        """Write one operator down."""
+        name = func._schema.name.rpartition("::")[2]
+        if name in _FREE:
+            return
+        if is_view_operation(func):
+            self.calls.append(Called(VIEW, name, "", self.phase, self.in_block, 0.0, 0.0, ()))
+            return
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not outputs and not inputs:
+            return
+        read = by_number(inputs, number)
+        written = by_number(outputs, number)
+        key, dims = described(func, name, args, kwargs, inputs, outputs)
+        if key == "gather":  # of a table only some rows are read; a loss reads one number for each label
+            most = 0.0 if name == "nll_loss_backward" else sum(size for _, size in written)
+            read = tuple((place, min(size, most)) for place, size in read)
+        first = next((t for t in (*inputs, *outputs) if t.is_floating_point()), (*inputs, *outputs)[0])
+        moved = sum(size for _, size in read) + sum(size for _, size in written)
+        if key.startswith(BY_WIDTH):
+            dims = (*dims, moved)
+        self.calls.append(
+            Called(
+                key=key,
+                name=name,
+                dtype=str(first.dtype).removeprefix("torch."),
+                phase=self.phase,
+                in_block=self.in_block,
+                flops=operation_flops(func, args, kwargs, result) or other_flops(key, dims),
+                moved=moved,
+                dims=dims,
+                inputs=read,
+                outputs=written,
+            )
+        )
+
+    def watch(self, blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
+        """Put hooks on blocks, so that operators are known to be theirs in both directions; return the handles."""
+        handles = []
+        for block in blocks:
+            handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave))
+        return handles
+
+    def _enter(self, module: nn.Module, args: object, kwargs: object) -> None:
+        self._depth += 1
+        self.in_block = True
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self._outputs:
+                leaf.register_hook(self._backward_outside)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        self._depth -= 1
+        self.in_block = self._depth > 0
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._outputs.add(id(leaf))
+                leaf.register_hook(self._backward_inside)
+
+    def _backward_inside(self, gradient: Tensor) -> None:
+        self.in_block = True
+
+    def _backward_outside(self, gradient: Tensor) -> None:
+        self.in_block = False
+
+
+_FREE = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided _local_scalar_dense is_same_size lift_fresh sym_size".split()
+)

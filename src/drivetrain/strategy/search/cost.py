@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.display import shown_bytes
 from drivetrain.strategy.batching import BatchSplit
 from drivetrain.strategy.effects import Effects, Kernels, Recompute
-from drivetrain.strategy.profile.machine import COMPILATION
 from drivetrain.strategy.profile.step_time import How, PassTime, pass_time, step_seconds
 from drivetrain.strategy.profile.values import COMPILED, FUSED, Link, MachineProfile, ModelProfile, UnitProfile
 from drivetrain.strategy.registry import find_method
@@ -234,27 +233,6 @@ def compiled_ratio(e: Effects, profile: ModelProfile) -> float:
     known = (profile.compiled_bytes or {}).get(e.arithmetic)
     eager = profile.saved_bytes(e.arithmetic)
     return 1.0 if not e.is_compiled or known is None or not eager else known / eager
-
-
-_COMPILING, _EACH_KERNEL, _EACH_KIND = 6.0, 0.015, 0.2
-"""Seconds to compile anything, for each kernel of a graph, and for each that is different. 16 cores next to an H200 took 0.7 to 1.5 times
-as long for eight models (torch 2.11). What a machine takes is learnt from its trials."""
-_UNKNOWN_KERNELS, _UNKNOWN_KINDS = 500, 80
-
-
-def compile_seconds(e: Effects, profile: ModelProfile, machine: MachineProfile) -> float:
-    """Return how long the compiler is expected to take before the first step; blocks of one kind are compiled once."""
-    if not e.is_compiled:
-        return 0.0
-    works = profile.work.get(e.arithmetic + FUSED, ())
-    kernels, kinds = (sum(work.count for work in works), len(works)) if works else (_UNKNOWN_KERNELS, _UNKNOWN_KINDS)
-    if e.compiled == "block":
-        blocks = max(1, sum(unit.count for unit in profile.units if unit.path))
-        inside = [work for work in works if work.in_block]
-        kernels, kinds = (
-            (sum(work.count for work in inside) / blocks, len(inside)) if works else (kernels / blocks, kinds / 2)
-        )
-    return machine.corrections.get(COMPILATION, 1.0) * (_COMPILING + kernels * _EACH_KERNEL + kinds * _EACH_KIND)
 
 
 _BACKWARD = 2.0
