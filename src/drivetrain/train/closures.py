@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class WindowRepeat:
     It lives on the State, which saves it. The loop is passed to each call and not kept.
     """
 
-    def __init__(self, device: Any):
+    def __init__(self, device: torch.device):
         self._device = device
         self.stepper: Stepper | None = None
         """Of the run; its window knows whether there is something to save."""
@@ -233,7 +233,7 @@ class _SecondScale:
         self.scaler = scaler
         self.overflowed = False
 
-    def scale(self, loss: Tensor) -> Any:
+    def scale(self, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss)
 
     @torch.no_grad()
@@ -254,7 +254,7 @@ class _SecondScale:
                 parameter.grad = None
 
 
-def _shallow(batch: object) -> Any:
+def _shallow(batch: object) -> object:
     """Return a batch whose entries can be replaced without changing the one given."""
     return copy.copy(batch) if isinstance(batch, Mapping | list) else batch
 

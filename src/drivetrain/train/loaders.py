@@ -123,7 +123,7 @@ def make_evaluation_loaders(trainer: "Trainer", batch_size: int, kwargs: Setting
     return EvaluationLoaders(made)
 
 
-def default_kwargs(device: torch.device | str, dataset: object, batch_size: int) -> dict[str, Any]:
+def default_kwargs(device: torch.device | str, dataset: object, batch_size: int) -> Settings:
     """Return the loader arguments that depend on the machine and the data."""
     local_processes = max(1, get_num_processes() // num_nodes())
     workers = 0 if isinstance(dataset, TensorDataset) else min(8, usable_cpus() // local_processes)
@@ -143,7 +143,7 @@ def num_nodes() -> int:
     return max(1, get_num_processes() // local) if local else 1
 
 
-def merge_kwargs(dataset: object, defaults: dict[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+def merge_kwargs(dataset: object, defaults: Settings, given: Mapping[str, object] | None) -> Settings:
     """Return the loader's arguments: a user's key wins, and takes with it the defaults it rules out."""
     given = dict(given or {})
     merged = {**defaults, **given}
@@ -161,9 +161,9 @@ def merge_kwargs(dataset: object, defaults: dict[str, Any], given: Mapping[str, 
     return {name: value for name, value in merged.items() if name in given or name not in ruled_out}
 
 
-def with_settings(settings: TrainSettings, kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def with_settings(settings: TrainSettings, kwargs: Mapping[str, object] | None) -> Settings | None:
     """Add the batch size over all processes, and the fixed order of an overfitting test, to the user's loader arguments."""
-    added: dict[str, Any] = {}
+    added: Settings = {}
     if settings.global_batch_size is not None:
         added["global_batch_size"] = settings.global_batch_size
     if settings.overfit_batches:
@@ -198,7 +198,7 @@ def deliver(loader: object, device: torch.device | str) -> Any:
     return loader
 
 
-def _splits_itself(loader: DataLoader[Any]) -> bool:
+def _splits_itself(loader: DataLoader[object]) -> bool:
     from torch.utils.data.distributed import DistributedSampler
 
     sampler = loader.sampler
@@ -287,7 +287,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
             return
 
 
-def mover(device: torch.device | str, loader: object) -> Callable[[Any], Any] | None:
+def mover(device: torch.device | str, loader: object) -> Callable[..., object] | None:
     """Return what brings a batch of this loader to the device; None where it is there already."""
     smart = smart_loader(loader)
     if (smart is not None and smart.move_output) or torch.device(device).type == "cpu":
@@ -295,7 +295,7 @@ def mover(device: torch.device | str, loader: object) -> Callable[[Any], Any] | 
     return partial(move_to_device, device, non_blocking=True)
 
 
-def look_ahead(loader: Iterable[object]) -> Iterator[tuple[Any, bool]]:
+def look_ahead(loader: Iterable[object]) -> Iterator[tuple[object, bool]]:
     """Yield each batch with whether it is the last, by reading one batch ahead; a `SmartDataLoader` may know without.
 
     >>> list(look_ahead("ab"))
@@ -330,7 +330,7 @@ def to_float32(value: object) -> Any:
     )
 
 
-def token_counter(batch: object) -> Callable[[Any], int] | None:
+def token_counter(batch: object) -> Callable[..., int] | None:
     """Return how to count the tokens of batches like this one, or None for data that is not text."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return lambda batch: batch["input_ids"].numel()
@@ -340,11 +340,11 @@ def token_counter(batch: object) -> Callable[[Any], int] | None:
     return None
 
 
-def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:
+def sum_over_ranks(values: list[Count], device: torch.device | str) -> list[Count]:
     """Add numbers up over the data ranks at once; sums on a device are tensors that are not read."""
     import torch.distributed as dist
 
-    kind: dict[str, Any] = {
+    kind: Settings = {
         "device": device,
         "dtype": torch.float32 if torch.device(device).type == "mps" else torch.float64,
     }
@@ -356,7 +356,11 @@ def sum_over_ranks(values: list[Count], device: Any) -> list[Count]:
 
 
 def make_prediction_loader(
-    device: torch.device | str, dataset: object, batch_size: int, kwargs: Mapping[str, Any] | None, collate_fn: object
+    device: torch.device | str,
+    dataset: object,
+    batch_size: int,
+    kwargs: Mapping[str, object] | None,
+    collate_fn: object,
 ) -> Any:
     """Return a loader over a dataset in its own order."""
     check_dataset("dataset", dataset)
@@ -441,7 +445,7 @@ class OwnLoop:
 
     def __init__(self, trainer: "TrainerLoop", loader: Any):
         self._trainer, self.loader = trainer, loader
-        self._steps: Generator[Any, None, None] | None = None
+        self._steps: Generator[object, None, None] | None = None
         self._in_step = False
         self.ended = False
         """Whether a limit or a stop has ended the run."""
@@ -465,7 +469,7 @@ class OwnLoop:
         if self._in_step:
             self._finish()
 
-    def _take(self) -> Generator[Any, None, None]:
+    def _take(self) -> Generator[object, None, None]:
         trainer, run = self._trainer, self._trainer.run
         state, clock, stepper = trainer.state, trainer.state.clock, run.stepper
         trainer._go_on_inside_epoch()

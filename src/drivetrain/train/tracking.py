@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.train.evaluation import EvaluationLoop
 
 
+T = TypeVar("T")
 _RING_SIZE = 64
 
 
@@ -213,14 +214,14 @@ def _mean(total: float, count: int | float, is_sum: bool) -> float:
     return total if is_sum else total / count
 
 
-def of_data_ranks(value: object) -> list[Any]:
+def of_data_ranks(value: T) -> list[T]:
     """Return a plain value of each data rank, in order; every rank must call this.
 
     Of ranks that share samples the first speaks, so that all ranks see the very same numbers and decide alike.
     """
     if get_num_processes() == 1:
         return [value]
-    values: dict[int, Any] = {}
+    values: dict[int, T] = {}
     for rank, item in all_gather_values((data_rank(), value)):
         values.setdefault(rank, item)
     return [values[rank] for rank in range(num_data_ranks())]
