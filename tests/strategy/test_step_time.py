@@ -1,5 +1,7 @@
 """The time of a step from its operators: recorded by hand-counted sizes, timed by a made-up table, with exact arithmetic."""
 
+import argparse
+import json
 import math
 from dataclasses import replace
 
@@ -421,3 +423,21 @@ def test_code_that_asks_for_values_is_captured_by_the_compilers_front_end():
     profile = ModelProfiler(task).profile(["float32/compiled"])
     assert not profile.notes and profile.compiled_bytes["float32"] >= 4 * 1024  # what the second layer was given
     assert profile.peak("float32/compiled", 64) > profile.peak("float32/compiled", 2)
+
+
+def test_the_benchmark_counts_errors_and_knows_what_is_left(tmp_path):
+    from benchmarks import step_prediction as bench
+
+    rows = [
+        {"model": "gpt2", "mode": "eager", "batch": size, "predicted_seconds": 1.0 + size / 10, "seconds": 1.0}
+        | {"predicted_bytes": 1.0, "bytes": 1.0}
+        for size in (2, 8, 32)
+    ]  # fmt: skip
+    found = bench.summary(rows)
+    assert found["eager seconds"] == {"rows": 3, "median_error": pytest.approx(0.8), "within_30%": pytest.approx(1 / 3)}
+    assert found["all bytes"]["median_error"] == 0.0 and "compiled seconds" not in found
+    assert "gpt2" in bench.shown(rows[0]) and len(bench.SUBJECTS) == 20
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({"environment": {}, "rows": rows[:2]}))
+    chosen = argparse.Namespace(resume=str(path), limit=1.0, tiny=False, cpu=True, modes=["eager"], dump=None)
+    assert bench.Parent(chosen, path)._rows_of("gpt2") == [("eager", 32)]
