@@ -240,3 +240,30 @@ def test_running_statistics_are_updated_once_although_blocks_run_twice(settings)
     assert model[0][1].momentum is None and model[1][1].momentum == 0.1
     for first, second in zip(plain.parameters(), model.parameters()):
         torch.testing.assert_close(first.grad, second.grad)
+
+
+class CastsOnce(nn.Module):
+    """Copies its weight in the first call and again in every recomputation, as autocast and sharding may."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        for _ in range(self.calls):
+            x = x.double().float()
+        return x + self.linear(x).relu()
+
+
+def test_selective_recomputation_may_make_more_cheap_operations_than_the_forward():
+    torch.manual_seed(0)
+    model = nn.Sequential(CastsOnce(), CastsOnce())
+    plain = copy.deepcopy(model)
+    checkpoint_blocks(model, mode="selective")
+    x = torch.randn(3, 4)
+    for one in (model, plain):
+        one(x).sum().backward()
+    assert [block.calls for block in model] == [2, 2]
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)

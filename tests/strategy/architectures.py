@@ -160,9 +160,12 @@ def plain_movement(name, windows=None, dtype=None):
     """Return the parameters at the beginning and after each step of a plain loop on one process.
 
     `windows` holds, for each step, the passes that a plan divides its batch into, over all ranks. They matter to batch norms alone, whose
-    statistics are those of a pass, as in DDP. `dtype` computes under autocast.
+    statistics are those of a pass, as in DDP. `dtype` computes under autocast. "half" computes in bfloat16, with weights that are copies of
+    those in float32.
     """
     model, data = make_model(name), make_rows(name, ROWS * STEPS)
+    if dtype == "half":
+        return half_movement(model, make_model(name).bfloat16(), data, windows)
     if windows is None:
         windows = [[cut(data, range(step * ROWS, (step + 1) * ROWS))] for step in range(STEPS)]
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
@@ -174,6 +177,27 @@ def plain_movement(name, windows=None, dtype=None):
             (loss / len(window)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        seen.append({key: value.detach().clone() for key, value in model.named_parameters()})
+    return seen
+
+
+def half_movement(model, half, data, windows):
+    """Return the parameters at the beginning and after each step of a plain loop whose passes are in bfloat16."""
+    if windows is None:
+        windows = [[cut(data, range(step * ROWS, (step + 1) * ROWS))] for step in range(STEPS)]
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    seen = [{key: value.detach().clone() for key, value in model.named_parameters()}]
+    for window in windows:
+        for batch in window:
+            batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+            (half(**batch).loss / len(window)).backward()
+        for parameter, copied in zip(model.parameters(), half.parameters()):
+            parameter.grad = None if copied.grad is None else copied.grad.float()
+        optimizer.step()
+        half.zero_grad()
+        with torch.no_grad():
+            for parameter, copied in zip(model.parameters(), half.parameters()):
+                copied.copy_(parameter)
         seen.append({key: value.detach().clone() for key, value in model.named_parameters()})
     return seen
 
@@ -263,7 +287,7 @@ def compare(name, plan, planned, windows):
     """Return the worst parameter, its error, and what it may be.
 
     A plan in 16 bits moves a parameter as the plain loop or as a plain loop under autocast does, as closely as a trial wants it; where
-    autocast itself is further from float32, twice as far as that.
+    autocast itself (or with `half`, a plain loop in bfloat16) is further from float32, twice as far as that.
     """
 
     def plain(dtype=None):
@@ -273,7 +297,7 @@ def compare(name, plan, planned, windows):
     if not is_mixed(plan):
         found, allowed = errors(expected, planned, 1e-5), {}
     else:
-        cast = plain(torch.bfloat16)
+        cast = plain("half" if "half" in methods_of(plan) else torch.bfloat16)
         usual, other = errors(expected, cast, 1e-2), errors(cast, planned, 1e-2)
         found = {key: min(error, other[key]) for key, error in errors(expected, planned, 1e-2).items()}
         least = TOLERANCES["low" if "half" in methods_of(plan) else "mixed"]

@@ -8,6 +8,7 @@ products, convolutions and attention; `offload` keeps the inputs too, but in hos
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -131,15 +132,41 @@ def _is_on_cuda(args: tuple, kwargs: Mapping[str, object]) -> bool:
 def _selective_contexts() -> "tuple[AbstractContextManager[object], AbstractContextManager[object]]":
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    return create_selective_checkpoint_contexts(keep_expensive)
+    first, second = create_selective_checkpoint_contexts(keep_expensive)
+    second.__class__ = _recomputing(type(second))  # type: ignore[arg-type]
+    return first, second
+
+
+@cache
+def _recomputing(mode: type) -> type:
+    """Return torch's mode of a recomputation without its demand that operations of which nothing is kept come as often as in the forward.
+
+    Casts of weights, which autocast remembers, and what sharding does on its way may come more or less often.
+    """
+
+    class Recomputing(mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if not _may_be_kept(_name_of(func)):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Recomputing
+
+
+def _name_of(operation: object) -> str:
+    return operation.name().partition(".")[0] if hasattr(operation, "name") else ""
+
+
+def _may_be_kept(name: str) -> bool:
+    return name in _EXPENSIVE or name in _BATCHED or "scaled_dot_product" in name or "flex_attention" in name
 
 
 def keep_expensive(ctx: object, operation: object, *args: Any, **kwargs: object) -> object:
     """Keep the results of matrix products, convolutions and attention; recompute what is element-wise."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    name = operation.name().partition(".")[0] if hasattr(operation, "name") else ""
-    if name in _EXPENSIVE or "scaled_dot_product" in name or "flex_attention" in name:
+    name = _name_of(operation)
+    if name not in _BATCHED and _may_be_kept(name):
         return CheckpointPolicy.MUST_SAVE
     if name in _BATCHED and len(args) >= 2:
         first, second = args[-2:] if name == "aten::baddbmm" else args[:2]

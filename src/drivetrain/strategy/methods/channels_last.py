@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from drivetrain.core.errors import UnsupportedMethodError
+from drivetrain.core.errors import ConflictError, UnsupportedMethodError
 from drivetrain.module.convolutions import channels_last_input, to_channels_last
 from drivetrain.strategy.method import Method, NoConfig, Option, Site, Stage
 
@@ -20,6 +20,9 @@ class ChannelsLast(Method):
 
     name, group, stage = "channels_last", "layout", Stage.MODULE
     leaves_no_trace = True
+    conflicts = dict.fromkeys(
+        ("fsdp", "zero2"), "Sharding needs parameters that are contiguous, and kernels of this layout are not."
+    )
     why = "convolutions read the channels of a pixel in one go"
 
     def options(self, scope: "SearchScope") -> list[Option]:
@@ -28,6 +31,8 @@ class ChannelsLast(Method):
     def fits(self, config: NoConfig, candidate: "Candidate") -> str | None:
         compiler = candidate.configs.get("native_dynamo")
         is_cut = compiler is not None and compiler.scope == "block"
+        if candidate.data > 1 and candidate.divides_model:
+            return "sharding needs contiguous parameters"
         return "blocks that are compiled one by one have a layout of their own" if is_cut else None
 
     def affect(self, effects: "Effects", config: NoConfig) -> None:
@@ -37,6 +42,12 @@ class ChannelsLast(Method):
         return "channels last"
 
     def check(self, config: NoConfig, site: Site) -> None:
+        axis = next((name for name in ("tensor", "pipe") if site.axis(name) > 1), None)
+        if axis is not None and site.axis("data") * site.axis("zero") > 1:
+            raise ConflictError(
+                f"channels_last and data ranks beside a {axis!r} axis cannot be used together: gradients are averaged by sharding there, "
+                "which needs parameters that are contiguous, and kernels of this layout are not. Leave channels_last out."
+            )
         if site.model is None:
             return
         if not any(isinstance(module, nn.Conv2d | nn.Conv3d) for module in site.model.modules()):
