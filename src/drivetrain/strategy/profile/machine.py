@@ -68,14 +68,23 @@ def profile_machine(device: torch.device, *, time_limit: float = 10.0, refresh: 
     ranks = _local_ranks()
     path = _cache_file(device, ranks)
     known = None if refresh else read_machine(path)
-    if known is None and time_limit >= _LEAST_SECONDS:
-        found = _measured(device, time_limit, ranks)
+    before = None if known is None else known.times
+    if (known is None or (before is not None and not before.is_complete)) and time_limit >= _LEAST_SECONDS:
+        found = _measured(device, time_limit, ranks, () if before is None else tuple(before.grids))
         if found is not None:
-            known = _as_machine(device, found, ranks)
+            measured = _as_machine(device, found, ranks)
+            known = measured if known is None else replace(known, times=_joined(known.times, measured.times))
             write_machine(path, known)
     machine = known or _presumed(device)
     memory = memory_bytes(device)
     return replace(machine, memory=memory[0], free=memory[1]) if memory is not None else machine
+
+
+def _joined(first: Timetable | None, more: Timetable | None) -> Timetable | None:
+    """Return a table with what a later start measured in addition."""
+    if first is None or more is None:
+        return first or more
+    return Timetable({**first.grids, **more.grids}, {**more.host, **first.host}, more.is_complete)
 
 
 def machine_from_spec(spec: DeviceSpec) -> MachineProfile:
@@ -171,7 +180,7 @@ def _cache_file(device: torch.device, ranks: int) -> Path:
     )
 
 
-def _measured(device: torch.device, limit: float, ranks: int) -> dict[str, Any] | None:
+def _measured(device: torch.device, limit: float, ranks: int, known: Sequence[str] = ()) -> dict[str, Any] | None:
     """Run the measuring program, once per rank, and return its answer; None when it failed or took too long."""
     count = _group_size(device, ranks)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
@@ -182,6 +191,7 @@ def _measured(device: torch.device, limit: float, ranks: int) -> dict[str, Any] 
         for rank in range(count):
             place = f"cuda:{(device.index or 0) if count == 1 else rank}" if device.type == "cuda" else device.type
             asked = {"device": place, "seconds": seconds, "rank": rank, "world": count, "store": f"{folder}/store"}
+            asked["known"] = list(known)
             asked["threads"] = max(1, torch.get_num_threads() // count) if device.type == "cpu" else 0
             command = [sys.executable, "-m", "drivetrain.strategy.profile.measure_machine", json.dumps(asked)]
             out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
@@ -396,7 +406,8 @@ def timetable_from_plain(held: Mapping[str, Any]) -> Timetable:
         ):
             raise ValueError(f"the times of {name} are not a grid")
         grids[str(name)] = Grid(axes, values)
-    return Timetable(grids, {str(name): float(value) for name, value in dict(held["host"]).items()})
+    host = {str(name): float(value) for name, value in dict(held["host"]).items()}
+    return Timetable(grids, host, bool(held.get("is_complete", True)))
 
 
 def machine_from_plain(held: Mapping[str, Any]) -> MachineProfile:

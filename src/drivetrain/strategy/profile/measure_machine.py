@@ -7,7 +7,7 @@ process, each takes its rank and all of them time collectives of three sizes; ra
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,8 +25,10 @@ _SHAPES = {
 _SIZES = {"cuda": (2**20, 2**24, 2**27), "cpu": (2**14, 2**18, 2**22)}
 
 
-def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "") -> dict[str, Any]:
-    """Return the figures of one device, taking about so many seconds."""
+def measure(
+    device: torch.device, seconds: float, rank: int = 0, world: int = 1, store: str = "", known: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the figures of one device, taking about so many seconds; kinds of operators that are known are left out."""
     end, share = time.perf_counter() + seconds, min(seconds / 16, 0.5)
     _warm_up(device, share)
     found: dict[str, Any] = {"flops": _matrix_rates(device, share)}
@@ -42,7 +44,8 @@ def measure(device: torch.device, seconds: float, rank: int = 0, world: int = 1,
         found["link"] = _link(device, rank, world, store)
     if rank == 0:
         host = _host_seconds(device, end - time.perf_counter())
-        found["times"] = {"host": host, "grids": measure_operators(device, end - time.perf_counter())}
+        grids, is_complete = measure_operators(device, end - time.perf_counter(), known)
+        found["times"] = {"host": host, "grids": grids, "is_complete": is_complete}
     return found
 
 
@@ -286,7 +289,7 @@ def main(arguments: str) -> None:
         torch.set_num_threads(asked["threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"])
+    found = measure(device, asked["seconds"], asked["rank"], asked["world"], asked["store"], asked["known"])
     if asked["rank"] == 0:
         print(json.dumps(found), flush=True)
 

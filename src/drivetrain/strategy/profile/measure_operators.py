@@ -31,8 +31,10 @@ class Question:
     build: Callable[..., Call | None]
 
 
-def measure_operators(device: torch.device, seconds: float, known: Sequence[str] = ()) -> dict[str, object]:
-    """Return grids (axes and seconds) as JSON holds them; the most useful first, until the time is up.
+def measure_operators(
+    device: torch.device, seconds: float, known: Sequence[str] = ()
+) -> tuple[dict[str, object], bool]:
+    """Return grids (axes and seconds) as JSON holds them, and whether these are all; the most useful first, until the time is up.
 
     Keys that are known already are left out.
     """
@@ -42,7 +44,7 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
         if question.key in known:
             continue
         if time.perf_counter() > end:
-            break
+            return grids, False
         values = []
         for point in itertools.product(*question.axes):
             call, taken = None, None
@@ -56,7 +58,7 @@ def measure_operators(device: torch.device, seconds: float, known: Sequence[str]
             grids[question.key] = {"axes": [list(axis) for axis in question.axes], "values": filled}
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return grids
+    return grids, True
 
 
 def fill_in(axes: Axes, values: Sequence[float | None]) -> list[float]:

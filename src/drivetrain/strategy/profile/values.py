@@ -175,6 +175,8 @@ class Timetable:
     """By "key/dtype", or by key alone: over the sizes of `Work.dims`, or over the bytes moved."""
     host: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host for one operator: "forward", "backward", "view", "compiled", "graphed"."""
+    is_complete: bool = True
+    """Whether there was time for all kinds; a later start measures the others."""
 
     def grid(self, key: str, dtype: str) -> Grid | None:
         """Return the grid of an operator, or of the nearest kind that was measured."""
