@@ -57,7 +57,7 @@ def test_plans_are_compared(tmp_path, capsys):
     assert plan("diff", str(first), str(second)) == 0
     assert capsys.readouterr().out.splitlines() == ["- fsdp", "+ amp_native dtype='bfloat16'"]
     assert plan("diff", str(first), str(first)) == 0
-    assert "do the same" in capsys.readouterr().out
+    assert "are equivalent" in capsys.readouterr().out
     assert plan("diff", str(first), str(second), "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["differences"]) == 2
     assert plan("show", str(first), "--json") == 0
@@ -70,7 +70,7 @@ def test_plans_are_compared(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([HERE], "Name it"),
+        ([HERE], "Name the one"),
         ([f"{HERE}:argument"], "Did you mean 'arguments'"),
         ([f"{HERE}:something_else"], "returned a int"),
         ([f"{HERE}:misspelt", *QUICKLY], "time_limit"),

@@ -79,7 +79,7 @@ def test_options_mean_what_they_say(argv, name, expected):
     [
         (["--n"], "--n needs a value"),
         (["--n", "--shuffle"], "--n needs a value"),
-        (["--name", "-x"], "written --name=-"),
+        (["--name", "-x"], "as --name=-"),
         (["--n", "2.5"], "--n: n cannot be '2.5'"),
         (["--lerning-rate", "1"], "did you mean --learning-rate"),
         (["--learn", "1"], "unknown option --learn"),
@@ -161,7 +161,7 @@ def test_a_parameter_called_force_takes_the_word_over(tmp_path):
     made = experiment(_with_force)
     assert made.cli(["--output-dir", str(tmp_path), "--force"]) is True
     assert "--force, --no-force" in made.help()
-    with pytest.raises(ParameterError, match="command line has this option"):
+    with pytest.raises(ParameterError, match="already an option of the command line"):
         parameter("help")
 
 

@@ -55,7 +55,7 @@ def test_an_interrupted_demo_goes_on_where_it_was_and_a_finished_one_starts_anew
         patch.setattr(demo, "epoch_line", interrupting)
         assert demo.run_demo(epochs=3, output_dir=str(tmp_path)) == 130
     (record,) = find_runs(tmp_path)
-    assert record.state == "interrupted" and "goes on from here" in capsys.readouterr().err
+    assert record.state == "interrupted" and "resumes it" in capsys.readouterr().err
     demo.run_demo(epochs=3, output_dir=str(tmp_path))
     (record,) = find_runs(tmp_path)
     resumed = capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_the_direction_of_a_sweep_holds_for_its_trials(tmp_path):
 
 
 def test_a_direction_that_does_not_exist_is_an_error_where_it_is_declared(tmp_path):
-    with pytest.raises(ParameterError, match="direction of 'wer': 'down' is not known"):
+    with pytest.raises(ParameterError, match="direction of 'wer': 'down' is not valid"):
         experiment(directions={"wer": "down"})(lambda params: None)
     recorder = Recorder(tmp_path, tensorboard=False)
     with pytest.raises(ConfigError, match="direction"):

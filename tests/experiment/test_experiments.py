@@ -143,7 +143,7 @@ def test_what_is_no_function_or_no_parameter_is_refused():
         pystematic.experiment("name")("not a function")
     with pytest.raises(ParameterError, match="is not a parameter"):
         pystematic.param_group("name", "help", "not a parameter")
-    with pytest.raises(ParameterError, match="also names a folder"):
+    with pytest.raises(ParameterError, match="also name a folder"):
         pystematic.experiment(name="../x")(lambda params: None)
 
 

@@ -31,7 +31,7 @@ def test_a_run_name_that_is_taken_is_refused_before_workers_start(tmp_path):
     """Workers are given a folder, and would continue the run they find in it."""
     samples.describe.run(output_dir=str(tmp_path), run_name="taken", cuda=False, tag="first")
     words = ["--output-dir", str(tmp_path), "--run-name", "taken", "--tag", "first", "--no-cuda", "--distributed"]
-    with pytest.raises(ExperimentError, match="exists already"):
+    with pytest.raises(ExperimentError, match="already exists"):
         samples.describe.cli([*words, "--resume", "never"], exit_on_error=False)
     (record,) = find_runs(tmp_path)
     assert record.manifest["processes"] == 1 and not record.manifest["resumed"]

@@ -20,7 +20,7 @@ def test_before_the_first_run_any_use_is_an_error():
         lambda: len(path),
         lambda: bool(path),
     ):
-        with pytest.raises(ExperimentError, match="no experiment has been started"):
+        with pytest.raises(ExperimentError, match="outside a running experiment"):
             use()
     assert "no experiment has been started" in repr(path)
 

@@ -28,11 +28,11 @@ def ray_is_over(monkeypatch):
 
 
 def test_settings_are_checked_when_they_are_given():
-    with pytest.raises(ConfigError, match="gpus_per_trial: 0 is not a whole number from 1"):
+    with pytest.raises(ConfigError, match="gpus_per_trial: 0 is not a whole number of at least 1"):
         RayConfig(gpus_per_trial=0)
     with pytest.raises(ConfigError, match="cpus_per_trial: nan"):
         RayConfig(cpus_per_trial=float("nan"))
-    with pytest.raises(ConfigError, match="Leave one of them out"):
+    with pytest.raises(ConfigError, match="Remove one of them"):
         RayConfig(address="auto", num_cpus=2)
     needs = RayConfig(gpus_per_trial=2, resources={"big": 0.5}).needs
     assert needs == {"CPU": 1.0, "GPU": 2.0, "big": 0.5}
@@ -69,7 +69,7 @@ def test_gpus_are_never_shared_and_a_ray_that_was_there_stays(tmp_path, ray_is_o
         for other in notes:
             apart = one["ended"] <= other["began"] or other["ended"] <= one["began"]
             assert one is other or one["gpus"] != other["gpus"] or apart
-    with pytest.raises(ValueError, match=r"a trial needs .*'GPU': 3.0.* no node of Ray has as much"):
+    with pytest.raises(ValueError, match=r"a trial needs .*'GPU': 3.0.* no Ray node has that much"):
         sweep(samples.on_gpu, {"x": [0]}, executor="ray", gpus_per_trial=3, params=params)
 
     executor = RayExecutor(RayConfig(cpus_per_trial=0.5))

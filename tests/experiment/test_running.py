@@ -183,7 +183,7 @@ def test_the_lock_lives_as_long_as_the_run(tmp_path):
 def test_a_run_name_replaces_time_and_suffix(tmp_path):
     draw.run(output_dir=str(tmp_path), run_name="baseline")
     assert only_run(tmp_path).folder == tmp_path / "draw" / "baseline"
-    with pytest.raises(ExperimentError, match="exists already"):
+    with pytest.raises(ExperimentError, match="already exists"):
         draw.run(output_dir=str(tmp_path), run_name="baseline")
     for bad in ("../x", "a/b", "..", "sweeps", ""):
         with pytest.raises(ParameterError, match="cannot name a folder"):

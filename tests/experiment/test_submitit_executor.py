@@ -65,7 +65,7 @@ def run_eventful(tmp_path, executor, xs, **options):
 def test_settings_are_checked_when_they_are_given():
     with pytest.raises(ValueError, match="Did you mean 'slurm'"):
         SubmititConfig(cluster="slrum")
-    with pytest.raises(ConfigError, match="num_processes: 0 is not a whole number from 1"):
+    with pytest.raises(ConfigError, match="num_processes: 0 is not a whole number of at least 1"):
         SubmititConfig(num_processes=0)
     with pytest.raises(ConfigError, match="gpus_per_trial: True"):
         SubmititConfig(gpus_per_trial=True)

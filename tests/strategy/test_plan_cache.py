@@ -120,13 +120,13 @@ def test_plans_for_another_place_and_failed_ones_are_not_kept(monkeypatch, own_c
 
 
 def test_the_command_lists_and_clears_kept_plans(capsys):
-    assert run_command(["plan", "--list"]) == 0 and "no plans are kept" in capsys.readouterr().out
+    assert run_command(["plan", "--list"]) == 0 and "no cached plans" in capsys.readouterr().out
     kept()
     assert run_command(["plan", "--list"]) == 0
     assert "Net, batch 16, 1 x " in capsys.readouterr().out.replace("\n", "")
     assert run_command(["plan", "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["model"] == "Net"
     assert len(kept_plans()) == 1
-    assert run_command(["plan", "--clear"]) == 0 and "1 kept plans removed" in capsys.readouterr().out
+    assert run_command(["plan", "--clear"]) == 0 and "1 cached plans removed" in capsys.readouterr().out
     assert kept_plans() == [] and clear_plans() == 0
     assert run_command(["plan"]) != 0 and "expected one factory" in capsys.readouterr().err

@@ -26,13 +26,13 @@ CLI = "cli"
 OWN_OPTIONS = {
     "help": "Show this text and exit.",
     "print_params": "Print every value with its origin and exit.",
-    "force": "Resume although parameters differ.",
+    "force": "Resume even if parameters differ.",
 }
-"""Options of every experiment that are not parameters. A parameter called `force` takes the word over."""
+"""Options of every experiment that are not parameters. A parameter named `force` replaces the option."""
 
 
 PLAIN = dict(zip("✓✗→–…·×µ±▁▂▃▄▅▆▇█", "+ x -> - ... - x u +- _ . - = + * # @".split(), strict=True))
-"""What is printed for our own characters where an encoding such as ASCII or cp1252 lacks them."""
+"""Replacements for our own characters in encodings that lack them, such as ASCII or cp1252."""
 
 
 def _replaced(error: UnicodeError) -> tuple[str, int]:
@@ -111,7 +111,7 @@ class Command(NamedTuple):
     wants_help: bool = False
     prints_params: bool = False
     force: bool = False
-    """Accept parameters that differ from those of the run that is resumed."""
+    """Resume even if parameters differ from those of the run."""
 
 
 def parse(argv: Sequence[str], parameters: "ParameterSet") -> Command:
@@ -196,7 +196,7 @@ def _explained(error: argparse.ArgumentError, words: list[str], parameters: "Par
     following = [after for word, after in zip(words, [*words[1:], ""]) if word == flag and after[:1] in ("", "-")]
     found = "nothing" if not following or not following[0] else repr(parameter.shown(following[0]))
     return (
-        f"{flag} needs a value ({parameter.value_type.word}), found {found}. A value that begins with a dash is written "
+        f"{flag} needs a value ({parameter.value_type.word}), found {found}. Write a value that starts with a dash as "
         f"{flag}=-..."
     )
 

@@ -90,7 +90,7 @@ def run_demo(epochs: int = 12, output_dir: str = "output", seed: int = 0) -> int
             folder = _run(params)
     except KeyboardInterrupt:
         print(
-            "\nInterrupted; everything is saved. `drivetrain demo` with the same options goes on from here.",
+            "\nInterrupted. The run is saved; `drivetrain demo` with the same options resumes it.",
             file=sys.stderr,
         )
         return 130
@@ -131,7 +131,7 @@ def _run(params: Settings) -> Path:
             digits.run(params, resume="auto")
             return Path(output_dir)
         except (StateError, CheckpointError) as error:  # written by another version of this library, for example
-            print(f"The interrupted run cannot be continued, so a new one is started. ({error})", file=sys.stderr)
+            print(f"The interrupted run cannot be resumed, so a new one is started. ({error})", file=sys.stderr)
     digits.run(params)
     return Path(output_dir)
 
@@ -175,7 +175,7 @@ def _conclude(folder: Path, epochs: int) -> int:
     )
     if accuracy < TARGET_ACCURACY:
         print_lines(
-            f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more of them."
+            f"The accuracy is below {TARGET_ACCURACY:.0%}: {accuracy:.1%} after {epochs} epochs. Try more epochs."
         )
         return 1
     return 0

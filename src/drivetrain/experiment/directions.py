@@ -61,7 +61,7 @@ def check_direction(direction: object, name: str) -> Direction:
     """Return a direction, or raise for anything else."""
     if direction not in ("min", "max"):
         raise ParameterError(
-            f"direction of {name!r}: {direction!r} is not known. Give 'min' where small values are good, or 'max'."
+            f"direction of {name!r}: {direction!r} is not valid. Use 'min' if smaller values are better, or 'max'."
         )
     return direction
 

@@ -36,7 +36,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MEMO = "__drivetrain_parameters__"
-"""Attribute under which decorators below `@experiment` leave their parameters on the function."""
+"""Function attribute in which decorators below `@experiment` store their parameters."""
 
 
 def default_name(function: Callable[..., object]) -> str:
@@ -53,7 +53,7 @@ class _WithParameters:
                 f"an experiment needs a function, got {main_function!r}. Use @experiment above a `def`."
             )
         if name is not None and (not isinstance(name, str) or not name or any(sign in name for sign in "/\\\0")):
-            raise ParameterError(f"experiment name {name!r}: expected a plain name, which also names a folder.")
+            raise ParameterError(f"experiment name {name!r}: expected a plain name that can also name a folder.")
         self.main_function = main_function
         self.name = name or default_name(main_function)
         self.parameters = ParameterSet()
@@ -109,7 +109,7 @@ class Experiment(_WithParameters):
         super().__init__(main_function, name)
         self.defaults = dict(defaults or {})
         self.directions = {tag: check_direction(good, tag) for tag, good in (directions or {}).items()}
-        """Metrics of which small ("min") or large ("max") values are good, where the name does not give it."""
+        """Metrics for which smaller ("min") or larger ("max") values are better, where the name does not show it."""
         self.signature = CallSignature(main_function)
         for parameter in standard_parameters():
             parameter.is_standard = True
@@ -207,7 +207,7 @@ class ExperimentGroup(_WithParameters):
         """Add an experiment or a group; names must differ."""
         if any(experiment.name == other.name for other in self.experiments):
             raise ParameterError(
-                f"the group {self.name!r} has an experiment {experiment.name!r} already. Rename one of them."
+                f"the group {self.name!r} already has an experiment {experiment.name!r}. Rename one of them."
             )
         self.experiments.append(experiment)
 

@@ -53,9 +53,7 @@ class _Reader:
         while position < len(text.rstrip()):
             found = TOKEN.match(text, position)
             if found is None:
-                raise ParameterError(
-                    f"the condition {text!r} is not understood from {text[position:]!r} on. {EXPECTED}"
-                )
+                raise ParameterError(f"cannot parse the condition {text!r} from {text[position:]!r} on. {EXPECTED}")
             sign, bracket, double, single, word = found.groups()
             quoted = double if double is not None else single
             kind = "sign" if sign else "bracket" if bracket else "word" if word else "text"
@@ -65,7 +63,7 @@ class _Reader:
     def problem(self) -> ParameterError:
         """Return the error about the present token."""
         rest = " ".join(word for _, word in self.tokens[self.place :]) or "its end"
-        return ParameterError(f"the condition {self.text!r} is not understood from {rest!r} on. {EXPECTED}")
+        return ParameterError(f"cannot parse the condition {self.text!r} from {rest!r} on. {EXPECTED}")
 
     def take(self, kind: str, *words: str) -> str | None:
         """Return the present token and move on if it is of this kind, and one of these words where some are given."""

@@ -56,13 +56,17 @@ class Parameter:
                 f"parameter name {name!r}: expected a Python name, such as batch_size; dots may join several (opt.lr)."
             )
         if name in ("help", "print_params"):
-            raise ParameterError(f"parameter name {name!r}: the command line has this option already. Choose another.")
+            raise ParameterError(
+                f"parameter name {name!r}: this is already an option of the command line. Choose another name."
+            )
         if is_flag and (multiple or allowed_values is not None):
             other = "multiple" if multiple else "allowed_values"
-            raise ParameterError(f"parameter {name!r}: a flag is true or false and cannot have {other}. Drop one.")
+            raise ParameterError(
+                f"parameter {name!r}: a flag is true or false and cannot have {other}. Remove one of them."
+            )
         if envvar is True or not isinstance(envvar, str | bool | None.__class__):
             raise ParameterError(
-                f"parameter {name!r}: envvar={envvar!r} names no variable. Give its name, such as 'MASTER_ADDR', or None."
+                f"parameter {name!r}: envvar={envvar!r} is not a variable name. Give one, such as 'MASTER_ADDR', or None."
             )
         self.name = name
         self.required, self.is_flag, self.multiple = required, is_flag, multiple
@@ -72,13 +76,13 @@ class Parameter:
         self.allow_from_file, self.resumable, self.hidden = allow_from_file, resumable, hidden
         self._envvar = envvar
         self.secret = secret
-        """Whether the value is hidden wherever it is written; None: its type and name decide."""
+        """Whether to mask the value everywhere it is written; None: decided by its type and name."""
         self.help, self.default_help = help, default_help
         self.behaviour = behaviour
         self.type = bool if is_flag else type
         self.value_type = self._value_type()
         self.container: Callable[[list[object]], Any] = list
-        """What the values of a `multiple` parameter are put into."""
+        """Container for the values of a `multiple` parameter."""
         self.is_standard = False
         """One of the parameters that every experiment has."""
         self.from_signature = False
@@ -245,7 +249,7 @@ class ParameterSet(Mapping[str, Parameter]):
     def add_group(self, group: ParameterGroup) -> None:
         """Add all parameters of a group, and its title."""
         if any(group.name == other.name for other in self.groups):
-            raise ParameterError(f"there is a parameter group {group.name!r} already. Give this one another name.")
+            raise ParameterError(f"the parameter group {group.name!r} already exists. Choose another name.")
         for parameter in group.parameters:
             self.add(parameter)
         self.groups.append(group)
@@ -283,8 +287,8 @@ class ParameterSet(Mapping[str, Parameter]):
         for flag in parameter.flags:
             if flag in self._owners:
                 raise ParameterError(
-                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} belongs to the parameter "
-                    f"{self._owners[flag]!r} already. Rename one of them."
+                    f"parameter {parameter.name!r}: the option --{flag.replace('_', '-')} already belongs to the "
+                    f"parameter {self._owners[flag]!r}. Rename one of them."
                 )
         parts = parameter.name.split(".")
         inside = [".".join(parts[:length]) for length in range(1, len(parts))]
@@ -306,7 +310,7 @@ BOOKKEEPING = frozenset(
     "output_dir debug params_file run_name subprocess local_rank checkpoint resume cuda device distributed node_rank "
     "nproc_per_node nnodes master_addr master_port max_restarts".split()
 )
-"""Where and how a run happens, not what it computes: they do not make it another run when it is resumed."""
+"""Where and how a run executes, not what it computes. Changing them does not make it another run on resume."""
 
 
 def process_count(value: Any) -> int | str:
@@ -314,7 +318,7 @@ def process_count(value: Any) -> int | str:
     if str(value).strip().lower() == "auto":
         return "auto"
     if isinstance(value, bool | float) or int(value) < 1:
-        raise ValueError("give a whole number from 1 on, or auto for one per accelerator")
+        raise ValueError("give a whole number of at least 1, or auto for one per accelerator")
     return int(value)
 
 
@@ -332,7 +336,7 @@ def fresh_seed() -> int:
 def standard_parameters() -> list[Parameter]:
     """Return new standard parameters, in the order help prints them."""
     return [
-        Parameter("output_dir", str, "./output", help="Where run folders are made."),
+        Parameter("output_dir", str, "./output", help="Where to create run folders."),
         Parameter(
             "run_name", str, None, help="Name of the run folder; None: time and a random suffix.", allow_from_file=False
         ),
@@ -340,13 +344,13 @@ def standard_parameters() -> list[Parameter]:
             "params_file",
             Path,
             None,
-            help="Read parameters from a YAML or JSON file, such as the parameters.yaml of an earlier run. Options given "
-            "by hand win. May be repeated; later files win.",
+            help="Read parameters from a YAML or JSON file, such as the parameters.yaml of an earlier run. Options on "
+            "the command line override it. May be repeated; later files override earlier ones.",
             allow_from_file=False,
         ),
         Parameter("random_seed", int, fresh_seed, help="Seed of all random numbers.", default_help="random 32 bits"),
         Parameter("debug", is_flag=True, help="Log debug messages too."),
-        Parameter("checkpoint", Path, None, help="Begin a new run from the state in this checkpoint."),
+        Parameter("checkpoint", Path, None, help="Start a new run from the state in this checkpoint."),
         Parameter(
             "resume",
             str,
@@ -355,12 +359,12 @@ def standard_parameters() -> list[Parameter]:
             allow_from_file=False,
         ),
         Parameter("device", str, "auto", help="Device to compute on: auto, cpu, cuda, cuda:1, mps, ..."),
-        Parameter("cuda", is_flag=True, default=True, help="Use CUDA if it is there; given explicitly: insist on it."),
+        Parameter("cuda", is_flag=True, default=True, help="Use CUDA if available; if given explicitly, require it."),
         Parameter(
             "deterministic",
             allowed_values=MODES,
             default="off",
-            help="Ask torch for repeatable kernels: warn names the others, strict rejects them.",
+            help="Use deterministic torch kernels: warn reports operations without one, strict rejects them.",
         ),
         Parameter("distributed", is_flag=True, help="Run on several processes."),
         Parameter(
@@ -371,10 +375,10 @@ def standard_parameters() -> list[Parameter]:
             help="Processes to start on this node; auto: one per accelerator.",
         ),
         Parameter("nnodes", int, 1, envvar="NNODES", help="Number of nodes."),
-        Parameter("node_rank", int, 0, envvar="NODE_RANK", help="Number of this node, from 0."),
+        Parameter("node_rank", int, 0, envvar="NODE_RANK", help="Index of this node, from 0."),
         Parameter("master_addr", str, "127.0.0.1", envvar="MASTER_ADDR", help="Address of node 0."),
         Parameter("master_port", int, 29500, envvar="MASTER_PORT", help="A free port on node 0."),
-        Parameter("max_restarts", int, 0, help="How often a group of processes is started again after one has died."),
+        Parameter("max_restarts", int, 0, help="How many times to restart the group after a process dies."),
         Parameter("subprocess", Path, None, allow_from_file=False, hidden=True),
         Parameter("local_rank", int, 0, allow_from_file=False, hidden=True),
     ]

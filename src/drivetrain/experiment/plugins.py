@@ -51,9 +51,7 @@ class App:
             try:
                 entry.load()(self)
             except Exception as error:
-                logger.warning(
-                    "the plugin %r (%s) cannot be loaded and is left out: %r", entry.name, entry.value, error
-                )
+                logger.warning("the plugin %r (%s) cannot be loaded and is ignored: %r", entry.name, entry.value, error)
 
     def experiment_created(self, experiment: Any) -> Any:
         """Let plugins see, change or replace a new experiment."""

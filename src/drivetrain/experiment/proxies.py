@@ -73,9 +73,7 @@ def target(proxy: Proxy) -> Any:
     value = object.__getattribute__(proxy, "_value")
     if value is _UNBOUND:
         name = object.__getattribute__(proxy, "_name")
-        raise ExperimentError(
-            f"no experiment has been started, so there is no {name} yet. Use it inside an experiment."
-        )
+        raise ExperimentError(f"there is no {name} outside a running experiment. Use it inside one.")
     return value
 
 

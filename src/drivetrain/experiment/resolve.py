@@ -32,7 +32,7 @@ REFERENCE = re.compile(r"\$?\$\{([^{}]*)\}")
 RECORD = ("parameters.yaml", "manifest.json")
 """The parameter file of a run, and a file next to it: such a file is read as it is, without references and includes."""
 NOT_DECLARED = (None, "default", "defaults", "sweep")
-"""Origins of values that nobody gave for this run."""
+"""Origins of values that were not set for this run."""
 
 logger = logging.getLogger("drivetrain")
 
@@ -44,7 +44,7 @@ class Given(NamedTuple):
     origin: str
     is_text: bool = False
     refers: bool = False
-    """Whether `${name}` in it stands for a parameter."""
+    """Whether `${name}` in it refers to a parameter."""
 
 
 class GivenTwice(ParameterError):
@@ -240,7 +240,7 @@ def _from_files(parameters: ParameterSet, explicit: Mapping[str, Given]) -> dict
         if name not in reader.used:
             raise ParameterError(
                 f"{name}={choices[name].value}: {name} has parameters of its own ({name}.*), and no parameter file offers a choice for "
-                f"it. Give one of these, or a --params-file that has `{INCLUDE}: [{name}: ...]`."
+                f"it. Set one of these, or use a --params-file with `{INCLUDE}: [{name}: ...]`."
             )
     return found
 

@@ -35,7 +35,7 @@ class Beginning:
     checkpoint: Path | None = None
     """One checkpoint of that run to continue from; None is the newest valid one."""
     is_finished: bool = False
-    """Nothing is left to do."""
+    """The run has already finished."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -73,7 +73,7 @@ def choose_beginning(
         same = [record for record in same if record.folder.name == resolved.values["run_name"]]
     unfinished = [record for record in same if record.state != FINISHED]
     if not same:
-        note = f"resume: no earlier run of {experiment!r} with these parameters in {place}; this is a fresh one."
+        note = f"resume: no earlier run of {experiment!r} with these parameters in {place}; starting a new one."
         return Beginning(notes=[note])
     return continue_run((unfinished or same)[-1], resolved, parameters, force=force)
 
@@ -91,7 +91,7 @@ def _continue_path(path: Path, resolved: Resolved, parameters: ParameterSet, for
             return beginning
     raise ResumeError(
         f"resume: {path} is neither the folder of a run nor a checkpoint in one. Use --resume auto, the folder or short id of a run, or "
-        "--checkpoint to begin a new run from a state."
+        "--checkpoint to start a new run from a saved state."
     )
 
 
@@ -101,7 +101,7 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
         record.folder, is_patient=True
     ):  # a process on another machine may have died just now
         raise ResumeError(
-            f"the run {record.folder} is still running in another process, which holds its lock. Wait for it to end, or "
+            f"the run {record.folder} is still running in another process, which holds its lock. Wait until it ends, or "
             "start another run with --resume never."
         )
     beginning = Beginning(record=record)
@@ -127,9 +127,9 @@ def continue_run(record: RunRecord, resolved: Resolved, parameters: ParameterSet
             differing.append(line)
     if differing and not force:
         raise ResumeError(
-            f"the run {record.folder} was made with other parameters, so it cannot be continued as it was:\n  "
+            f"the run {record.folder} was started with other parameters, so it cannot be resumed:\n  "
             + "\n  ".join(differing)
-            + "\nGive the same values, mark the parameter resumable, accept the change with --force, or begin a new run."
+            + "\nGive the same values, mark the parameter resumable, accept the change with --force, or start a new run."
         )
     beginning.notes = [f"changed on resume: {line}" for line in changed + differing]
     beginning.is_finished = record.state == FINISHED and not changed and not differing
@@ -152,7 +152,7 @@ def restorer_for(folder: Path, which: Path | None) -> Callable[[Any], Mapping[st
         keeper = Checkpointer(context, dir=folder / "checkpoints", signals=False)
         restored = keeper.restore("auto" if which is None else which)
         if restored is None:
-            logger.info("no checkpoint in %s yet: the run begins from its start.", folder)
+            logger.info("no checkpoint in %s yet: the run starts from the beginning.", folder)
             return None
         logger.info("continued from %s", restored.path)
         return restored.rng

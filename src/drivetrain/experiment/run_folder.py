@@ -57,7 +57,7 @@ def run_path(output_dir: str | os.PathLike[str], experiment: str, run_name: str 
         run_name in ("", ".", "..", SWEEPS) or any(sign in run_name for sign in "/\\\0") or len(run_name) > 200
     ):
         raise ParameterError(
-            f"run_name: {run_name!r} cannot name a folder. Give one plain name, such as 'baseline'; the place is --output-dir."
+            f"run_name: {run_name!r} cannot name a folder. Give one plain name, such as 'baseline'; set the folder with --output-dir."
         )
     return Path(output_dir).resolve() / experiment / (fresh_name() if run_name is None else run_name)
 
@@ -66,7 +66,7 @@ def check_is_new(folder: Path) -> None:
     """Raise where the folder of a new run exists already."""
     if folder.exists() or folder.is_symlink():
         raise ExperimentError(
-            f"the run folder {folder} exists already. Choose another --run-name, or continue that run with --resume {folder}."
+            f"the run folder {folder} already exists. Choose another --run-name, or resume that run with --resume {folder}."
         )
 
 
@@ -78,7 +78,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(mode=PRIVATE_FOLDER)
     except OSError as error:
         raise ExperimentError(
-            f"the run folder {folder} cannot be made: {error}. Choose another --output-dir."
+            f"cannot create the run folder {folder}: {error}. Choose another --output-dir."
         ) from error
 
 

@@ -112,7 +112,7 @@ def run_experiment(
     if active is not None:
         raise ExperimentError(
             f"cannot run {experiment.name!r}: {active.name or active.folder!r} is still active in this process, and a process "
-            "runs one experiment at a time. Let it end first, or use run_in_new_process(...)."
+            "runs one experiment at a time. Wait until it ends, or use run_in_new_process(...)."
         )
     options = {"argv": argv, "force": force, "folder": folder, "trial": trial}
     if must_launch(resolved):
@@ -236,7 +236,7 @@ def _make(folder: Path, *, chosen: bool) -> None:
 def _locked(folder: Path) -> FolderLock:
     lock = FolderLock(folder)
     if not lock.acquire():
-        raise ResumeError(f"the run {folder} is in use: {lock.holder} holds its lock. Wait for it to end.")
+        raise ResumeError(f"the run {folder} is in use: {lock.holder} holds its lock. Wait until it ends.")
     return lock
 
 
@@ -450,7 +450,7 @@ def launch_subprocess(**additional_params: object) -> BaseProcess:
     """
     run = current_run()
     if run is None:
-        raise ExperimentError("launch_subprocess() works inside a running experiment only; none is running here.")
+        raise ExperimentError("launch_subprocess() works only inside a running experiment, and none is running.")
     if is_subprocess():
         raise AssertionError("a subprocess cannot launch further subprocesses; launch them in the main process.")
     experiment: Experiment = proxies.target(proxies.current_experiment)

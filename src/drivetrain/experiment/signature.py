@@ -125,8 +125,8 @@ class CallSignature:
     def _declare_argument(self, argument: inspect.Parameter, annotation: object) -> None:
         if argument.kind is argument.VAR_POSITIONAL:
             raise ParameterError(
-                f"{self.function.__name__}(*{argument.name}): parameters have names, so *{argument.name} can receive "
-                f"nothing. Use a list: {argument.name}: list[str]."
+                f"{self.function.__name__}(*{argument.name}): parameters are passed by name, so *{argument.name} "
+                f"would always be empty. Use a list: {argument.name}: list[str]."
             )
         if argument.kind is argument.VAR_KEYWORD:
             return

@@ -118,8 +118,8 @@ def test_report_is_written_into_the_run_and_its_path_printed(command, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("report", "{}", "--watch", "--output", "x.html"), "--output names a file"),
-        (("report", "{}", "--port", "8000"), "Give --watch"),
+        (("report", "{}", "--watch", "--output", "x.html"), "--output writes a file"),
+        (("report", "{}", "--port", "8000"), "Add --watch"),
         (("board", "nowhere"), "there is no folder nowhere"),
     ],
 )
@@ -161,7 +161,7 @@ def test_no_best_is_shown_where_the_direction_is_unknown_unless_the_command_line
     assert command_json("show", folder, "--json")["metrics"]["speed"]["best"] is None
     assert command_json("show", folder, "--json", "--direction", "speed=max")["metrics"]["speed"]["best"] == 5.0
     status, _, err = command("ls", tmp_path, "--direction", "speed=up")
-    assert status == 2 and "'speed': 'up' is not known" in err
+    assert status == 2 and "'speed': 'up' is not valid" in err
 
 
 def test_what_only_belongs_to_one_start_is_not_shown_as_a_parameter(tmp_path, command_json):

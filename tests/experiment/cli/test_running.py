@@ -57,7 +57,7 @@ def test_a_run_name_that_is_taken_is_refused(command, small, tmp_path):
     words = ("run", small, "--output-dir", tmp_path / "o", "--run-name", "a", "--epochs", "1")
     assert command(*words)[0] == 0
     status, _, err = command(*words)
-    assert status == 2 and "exists already" in err
+    assert status == 2 and "already exists" in err
 
 
 def test_the_experiments_own_help_and_values_are_reachable(command, small):

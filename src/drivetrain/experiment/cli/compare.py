@@ -172,7 +172,7 @@ def _print_side_by_side(found: Settings, lines: Sequence[RunLine]) -> None:
         print_lines("uncommitted changes differ:", style="bold")
         print_lines(*diff[:SHOWN_DIFF_LINES])
         if len(diff) > SHOWN_DIFF_LINES:
-            print_lines(f"... {len(diff) - SHOWN_DIFF_LINES} more lines; --json has all of them")
+            print_lines(f"... {len(diff) - SHOWN_DIFF_LINES} more lines; use --json to see all of them")
     if not differs(commits) and not diff:
         print_lines("code: no difference" if any(commits) else "code: unknown, no run was started in a git repository")
     rows = [

@@ -57,7 +57,7 @@ CAUSES = (
     (r"No space left on device|ENOSPC|Disk quota exceeded", "the disk was full", "make room, then resume"),
     (
         r"DataLoader worker .* is killed|Bus error|unable to .* shared memory",
-        "a data worker died, usually of too little shared memory",
+        "a data worker died, usually from too little shared memory",
         "use fewer workers, or give /dev/shm more room",
     ),
     (
@@ -104,7 +104,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         return print_checks(check_resume(subject, arguments.resume_check, arguments.options), as_json=arguments.json)
     if arguments.options:
         raise ConfigError(
-            f"{arguments.options[0]!r} is not understood here: options come before RUN, or belong to --resume-check N TARGET."
+            f"{arguments.options[0]!r} is not a known option. Options come before RUN, or belong to --resume-check N TARGET."
         )
     if subject is None:
         return print_checks(check_machine(arguments.output_dir), as_json=arguments.json)
@@ -194,9 +194,7 @@ def _processes() -> Iterator[Check]:
         yield Check(False, "launcher", str(error))
         return
     if world is None:
-        yield Check(
-            True, "launcher", "none: a run is one process unless --distributed or `drivetrain launch` change that"
-        )
+        yield Check(True, "launcher", "none: a run is one process unless you use --distributed or `drivetrain launch`")
     else:
         yield Check(True, "launcher", f"{world.launcher}: rank {world.rank} of {world.world_size}")
     if not dist.is_available():
@@ -279,7 +277,7 @@ def _checkpoints(run: RunData) -> Iterator[Check]:
     for line in run.checkpoints:
         good = line.problem is None
         found = f"{shown_bytes(line.size)}, every hash matches" if good else f"damaged: {line.problem}"
-        yield Check(good, line.name, found, "" if good else "it is skipped when the run is resumed; delete it")
+        yield Check(good, line.name, found, "" if good else "it is skipped on resume; delete it")
     if not run.checkpoints:
         yield Check(None, "checkpoints", "none")
     left = sorted(run.record.checkpoints_path.glob(".tmp-*"))
@@ -311,7 +309,7 @@ def causes_of_death(run: RunData) -> Iterator[Check]:
             if isinstance(code, int) and code - 128 in set(signal.Signals)
             else "a signal"
         )
-        yield Check(None, "cause", f"stopped in good order by {name}: somebody, or a scheduler, asked it to end")
+        yield Check(None, "cause", f"stopped cleanly by {name}: sent by a user or a scheduler")
         return
     evidence = "\n".join([str(status.get("error") or ""), *(tail(path) for path in _logs(record.folder))])
     known = [(cause, remedy) for pattern, cause, remedy in CAUSES if re.search(pattern, evidence, re.IGNORECASE)]
@@ -363,7 +361,7 @@ def _memory_kills() -> int:
 def _way_on(run: RunData) -> Check:
     valid = [line for line in run.checkpoints if line.problem is None]
     if not valid:
-        return Check(None, "next", "no valid checkpoint: the run can only be begun again")
+        return Check(None, "next", "no valid checkpoint: the run can only start from the beginning")
     return Check(
         True, "next", f"{valid[-1].name} is valid", f"{own_command()} resume {shlex.quote(str(run.record.folder))}"
     )

@@ -28,10 +28,12 @@ DIRECTION = argument(
     action="append",
     default=[],
     metavar="NAME=min|max",
-    help="which values of a metric are good; may be repeated",
+    help="which values of a metric are better; may be repeated",
 )
 OBJECTIVE = argument(
-    "--objective", metavar="NAME", help="the metric, or entry of the returned dict, to show (default: the most telling)"
+    "--objective",
+    metavar="NAME",
+    help="the metric, or entry of the returned dict, to show (default: the most informative)",
 )
 SEVERAL_HELP = "run folders or short ids; a folder that holds runs means all of them"
 
@@ -49,8 +51,8 @@ ARGUMENTS = {
             help="only runs in this state; lost: its status is running, but no process holds its lock",
         ),
         argument("--experiment", help="only runs of this experiment"),
-        argument("--sort", metavar="NAME", help="a parameter, metric or column; of a metric the best comes first"),
-        argument("--reverse", action="store_true", help="the other way round"),
+        argument("--sort", metavar="NAME", help="a parameter, metric or column; for a metric, the best comes first"),
+        argument("--reverse", action="store_true", help="reverse the order"),
         argument("-n", type=int, metavar="N", dest="limit", help="only the first N runs"),
         OBJECTIVE,
         DIRECTION,
@@ -74,7 +76,7 @@ def ls(arguments: argparse.Namespace) -> int:
             f"there is no folder {place}. Give the --output-dir of your runs, by default {DEFAULT_PLACE}."
         )
     if arguments.limit is not None and arguments.limit < 1:
-        raise ParameterError(f"-n {arguments.limit}: expected a number of runs from 1 on.")
+        raise ParameterError(f"-n {arguments.limit}: expected at least 1 run.")
     records = [
         record
         for record in reversed(list(find_runs(place)))

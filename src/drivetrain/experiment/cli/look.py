@@ -16,7 +16,7 @@ from drivetrain.experiment.records import read_remarks, short_id
 from drivetrain.experiment.reports.gather import ENVIRONMENT, RunData, duration, gather_run, moment
 
 SHOWN_LOG_LINES = 10
-REPORT_HELP = "the file to write (default: report.html in the run, or here for several)"
+REPORT_HELP = "the file to write (default: report.html in the run folder; in the current folder for several runs)"
 
 PORT = argument("--port", type=int, metavar="N", help="the port of the live page (default: a free one)")
 
@@ -26,7 +26,7 @@ ARGUMENTS = {
         argument("runs", nargs="+", metavar="RUN", help=SEVERAL_HELP),
         argument("--output", metavar="FILE", help=REPORT_HELP),
         argument(
-            "--watch", action="store_true", help="serve the page on this machine and keep it up to date, as board does"
+            "--watch", action="store_true", help="serve the page on this machine and keep it up to date, like board"
         ),
         PORT,
         DIRECTION,
@@ -143,10 +143,10 @@ def report(arguments: argparse.Namespace) -> int:
 
     if arguments.watch:
         if arguments.output is not None:
-            raise ConfigError("--output names a file and --watch serves a page. Give one of them.")
+            raise ConfigError("--output writes a file and --watch serves a page. Use one of them.")
         return board(arguments)
     if arguments.port is not None:
-        raise ConfigError("--port is the port of a live page. Give --watch as well.")
+        raise ConfigError("--port sets the port of a live page. Add --watch.")
     folders = [record.folder for record in find_all_runs(arguments.runs)]
     path = write_report(folders, arguments.output, directions=read_directions(arguments.direction)).resolve()
     if arguments.json:

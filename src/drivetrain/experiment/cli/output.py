@@ -19,7 +19,7 @@ from drivetrain.core.types import Settings
 PLAIN_WIDTH = 160
 """Width of tables that go to a file or a pipe, where there is no terminal width."""
 STDOUT, STDERR = 1, 2
-"""The descriptors of the process, whatever `sys.stdout` is."""
+"""The file descriptors of the process, even when `sys.stdout` is replaced."""
 MARKS = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "dim")}
 STATE_STYLES = {
     "finished": "green",
@@ -97,7 +97,7 @@ def print_fitting_table(columns: Sequence[Column], *, styles: dict[str, str] | N
     print_table([column.name for column in shown], zip(*(column.cells for column in shown)), styles=styles)
     left_out = [column.name for place, column in enumerate(columns) if place not in kept]
     if left_out:
-        text = f"not shown here: {', '.join(left_out)} (a wider terminal or --json has them)"
+        text = f"not shown: {', '.join(left_out)} (use a wider terminal or --json)"
         print_lines(*textwrap.wrap(text, max(20, room)), style="dim")
 
 
@@ -188,7 +188,7 @@ class Check:
     """The outcome of one check."""
 
     is_good: bool | None
-    """None: worth knowing, and neither good nor bad."""
+    """None: information, neither good nor bad."""
     name: str
     found: str
     remedy: str = ""

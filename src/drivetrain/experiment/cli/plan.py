@@ -38,16 +38,18 @@ DEVICE_HELP = "auto, cpu, cuda, the name of a preset such as h100-80g, or a JSON
 ARGUMENTS = {
     "plan": [
         argument("what", nargs="*", metavar="WHAT", help=WHAT_HELP),
-        argument("--list", action="store_true", help="show the plans that earlier searches kept for the next start"),
-        argument("--clear", action="store_true", help="remove those plans, so that the next start searches again"),
+        argument("--list", action="store_true", help="list the cached plans of earlier searches"),
+        argument("--clear", action="store_true", help="remove the cached plans, so that the next run searches again"),
         argument("--world-size", type=int, metavar="N", help="processes to plan for (default: 1)"),
         argument("--device", default="auto", help=DEVICE_HELP),
         argument("--batch-size", type=int, metavar="N", help="samples of one update over all processes"),
-        argument("--memory-budget", metavar="M", help="share of the free memory such as 0.8, or a size such as 70GiB"),
+        argument(
+            "--memory-budget", metavar="M", help="fraction of the free memory such as 0.8, or a size such as 70GiB"
+        ),
         argument("--time-limit", type=float, metavar="SECONDS", help="for the whole search (default: 120)"),
         argument("--numerics", choices=("exact", "mixed", "low"), help="how far precision may change (default: mixed)"),
         argument("--out", metavar="FILE", help="write the plan as JSON"),
-        argument("--picture", metavar="FILE", help="draw what the search compared, as a PNG"),
+        argument("--picture", metavar="FILE", help="write a plot of the compared plans, as a PNG"),
         JSON,
     ]
 }
@@ -93,7 +95,7 @@ def _plan(target: str, arguments: argparse.Namespace) -> int:
 def _made(target: str) -> object:
     """Return what the factory gives."""
     if ":" not in target:
-        raise ExperimentError(f"{target}: which function makes what is to be trained? Name it: {target}:factory.")
+        raise ExperimentError(f"{target}: no function given. Name the one that returns the Trainer: {target}:factory.")
     factory = find_target(target)
     if not callable(factory):
         raise ExperimentError(f"{target} is a {type(factory).__name__}; expected a function without arguments.")
@@ -189,10 +191,10 @@ def _kept(arguments: argparse.Namespace) -> int:
     from drivetrain.strategy.search.plan_cache import clear_plans, kept_plans
 
     if arguments.what:
-        raise ExperimentError(f"plan --list and --clear take no names, and {' '.join(arguments.what)} was given.")
+        raise ExperimentError(f"plan --list and --clear take no names, got {' '.join(arguments.what)}.")
     if arguments.clear:
         count = clear_plans()
-        print_json({"removed": count}) if arguments.json else print_lines(f"{count} kept plans removed")
+        print_json({"removed": count}) if arguments.json else print_lines(f"{count} cached plans removed")
         return 0
     plans = kept_plans()
     rows = [
@@ -205,7 +207,7 @@ def _kept(arguments: argparse.Namespace) -> int:
         lines = [
             f"{r['made']}  {r['model']}, batch {r['batch']}, {r['world']} x {r['device']}: {r['path']}" for r in rows
         ]
-        print_lines(*(lines or ["no plans are kept"]))
+        print_lines(*(lines or ["no cached plans"]))
     return 0
 
 
@@ -223,7 +225,7 @@ def _diff(first: str, second: str, as_json: bool) -> int:
     if as_json:
         print_json({"differences": lines})
     else:
-        print_lines(*(lines or ["the plans do the same"]))
+        print_lines(*(lines or ["the plans are equivalent"]))
     return 0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.experiment.resolve import Resolved
 
 KEPT = ("distributed", "nproc_per_node", "nnodes", "max_restarts", "device", "deterministic")
-"""How a run is started is not part of its identity; it is continued the way it was begun unless --set changes that."""
+"""How a run is started is not part of its identity. It resumes the same way unless --set changes that."""
 
 
 ARGUMENTS = {
@@ -36,9 +36,7 @@ ARGUMENTS = {
             "--set", action="append", default=[], metavar="NAME=VALUE", help="change a parameter; may be repeated"
         ),
         argument("--force", action="store_true", help="accept changes of parameters that are not marked resumable"),
-        argument(
-            "--trust", action="store_true", help="run the program although somebody else may have written its file"
-        ),
+        argument("--trust", action="store_true", help="run the program even if someone else may have written its file"),
         JSON,
     ]
 }
@@ -51,7 +49,7 @@ def resume(arguments: argparse.Namespace) -> int:
         return _resume_sweep(folder, arguments)
     record = find_run(arguments.run)
     if record.is_live and is_locked(record.folder, is_patient=True):
-        raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait for it to end.")
+        raise ResumeError(f"the run {record.folder} is running now: a live process holds its lock. Wait until it ends.")
     experiment = _trusted_experiment(record, arguments)
     resolved = _resolved(experiment, record, arguments)
     if not arguments.json:
@@ -77,7 +75,7 @@ def _resume_sweep(folder: Path, arguments: argparse.Namespace) -> int:
         name = name.strip().replace("-", "_")
         if name not in experiment.parameters.secrets:
             raise ParameterError(
-                f"--set {change}: a sweep is continued as it was; only secrets, which it does not hold, can be given."
+                f"--set {change}: a sweep resumes with its own parameters. Only secrets, which it does not store, can be set."
             )
         given[name] = text
     return run_sweep(
@@ -101,8 +99,8 @@ def _experiment_in(source: Path, record: RunRecord) -> "Experiment":
         return find_in_file(source, record.experiment)
     except ExperimentError as error:
         raise ResumeError(
-            f"the experiment {record.experiment!r} of {record.folder} is no longer where it was: {error} Start the program from its new "
-            f"place with --resume {record.folder}."
+            f"the experiment {record.experiment!r} of {record.folder} has moved: {error} Start the program from its new "
+            f"location with --resume {record.folder}."
         ) from error
 
 
@@ -138,7 +136,7 @@ def _print_place(record: RunRecord) -> None:
             print_lines(f"skipped      {line.name}: {line.problem}", style="yellow")
     valid = [line for line in lines if line.problem is None]
     if not valid:
-        print_lines("checkpoint   none that is valid: the run begins from its start")
+        print_lines("checkpoint   no valid one: the run starts from the beginning")
         return
     progress = valid[-1].progress
     place = ", ".join(
@@ -167,7 +165,7 @@ def describe_source(record: RunRecord, path: Path) -> list[str]:
     """Return lines about what resuming a run will execute: file, function, command, and whether the file has changed."""
     now, then = hash_source(path), record.manifest.get("source_sha256")
     if then is None:
-        change = f"sha256 {now}; the run did not record the file's hash, so it is not known whether it has changed"
+        change = f"sha256 {now}; the run did not record the file's hash, so changes cannot be detected"
     elif then == now:
         change = f"sha256 {now}, unchanged since the run"
     else:
@@ -184,7 +182,7 @@ def reasons_for_distrust(path: Path) -> list[str]:
     """Return why somebody else may have written a file; none where only this user or root can have."""
     real = path.resolve()
     reasons = [
-        f"it lies inside the run folder {folder}, which its author filled"
+        f"it is inside the run folder {folder}, so whoever wrote the run also wrote this file"
         for folder in dict.fromkeys((*path.parents, *real.parents))
         if is_run(folder)
     ]

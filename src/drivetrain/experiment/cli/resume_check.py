@@ -27,7 +27,7 @@ LEAST_STEPS = 4
 SECONDS = 600
 SEED = 20_240_229
 ENDED_EARLY = 64
-"""Exit status of a process whose experiment was over before the count was reached."""
+"""Exit status of a process whose experiment ended before it reached the number of steps."""
 NOT_STATE = ("_wct", "elapsed", "seconds", "time")
 """Names of plain values that are durations, which differ from run to run."""
 
@@ -116,9 +116,9 @@ def _start(target: str, words: list[str], folder: Path, ending: str, num_steps: 
             command, capture_output=True, text=True, errors="replace", env=environment, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"it took more than {SECONDS} s; ask for fewer steps"
+        return f"it took more than {SECONDS} s; use fewer steps"
     if done.returncode == ENDED_EARLY:
-        return f"the experiment ended before {num_steps} steps were done; ask for fewer, or train for longer"
+        return f"the experiment ended before {num_steps} steps were done; use fewer steps, or train longer"
     if done.returncode != {"stop": 143, "kill": -9}[ending]:
         last = "\n".join(done.stderr.strip().splitlines()[-12:])
         return f"it ended with status {done.returncode}:\n{last}"

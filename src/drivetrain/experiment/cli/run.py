@@ -35,12 +35,12 @@ OPTIONS_HELP = "options of the experiment; --help after TARGET lists them"
 
 
 LAUNCH_OPTIONS = {
-    "nproc_per_node": "processes to start here; auto: one per accelerator (default: auto)",
+    "nproc_per_node": "processes to start on this machine; auto: one per accelerator (default: auto)",
     "nnodes": "number of machines",
-    "node_rank": "number of this machine, from 0",
+    "node_rank": "index of this machine, from 0",
     "master_addr": "address of machine 0",
     "master_port": "a free port on machine 0",
-    "max_restarts": "how often the group is started again after one of its processes has died",
+    "max_restarts": "how many times to restart the group after a process dies",
 }
 
 _TARGET = [
@@ -59,7 +59,7 @@ ARGUMENTS = {
     ],
     "demo": [
         argument("--epochs", type=int, default=12, help="passes over the data (default: %(default)s)"),
-        argument("--output-dir", default="output", help="where the run folder is made (default: %(default)s)"),
+        argument("--output-dir", default="output", help="where to create the run folder (default: %(default)s)"),
         argument("--seed", type=int, default=0, help="the run's seed (default: %(default)s)"),
     ],
 }

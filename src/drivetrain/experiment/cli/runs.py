@@ -82,7 +82,7 @@ class Objective:
     tag: str
     last: float
     best: float | None
-    """None where it is unknown whether small or large values are good."""
+    """None if it is unknown whether smaller or larger values are better."""
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 
 RANGE = re.compile(r"(log|uniform|int)\(([^,()]+),([^,()]+)\)")
 AXES_HELP = (
-    "name=1,2,3 (each of these), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials; "
+    "name=1,2,3 (each value), name=log(1e-4,1e-1), name=uniform(0,1), name=int(1,8), or name=5 for all trials; "
     "'momentum=0.8,0.9 if optimizer=sgd' is varied only where another parameter has that value"
 )
 CONDITION = re.compile(r"\s+if\s+")
 EXECUTOR_HELP = "inline, pool, submitit or ray (default: inline, or pool with --processes or --gpus-per-trial)"
 TIMEOUT_HELP = "end a trial that runs longer, such as 90s, 30m or 2h; implies --executor pool"
-DIRECTION_HELP = "min or max, one for each objective (default: as its name says, such as max for accuracy, else min)"
+DIRECTION_HELP = (
+    "min or max, one for each objective (default: inferred from its name, such as max for accuracy, else min)"
+)
 OBJECTIVE_HELP = (
     "entry of the returned dict or summary to rank by, or several: loss,latency (default: the returned number)"
 )
@@ -72,17 +74,17 @@ ARGUMENTS = {
         argument("target", metavar="TARGET", help=TARGET_HELP),
         argument("axes", nargs="*", metavar="NAME=VALUES", help=AXES_HELP),
         argument("--sampler", help="grid, random or optuna (default: grid, or random where there are ranges)"),
-        argument("--trials", type=int, metavar="N", help="how many trials; needed unless the sampler is grid"),
+        argument("--trials", type=int, metavar="N", help="number of trials; required unless the sampler is grid"),
         argument("--executor", help=EXECUTOR_HELP),
-        argument("--processes", type=int, metavar="N", help="trials at a time, each in a process of its own"),
-        argument("--gpus-per-trial", type=int, metavar="N", help="GPUs that each trial has for itself"),
+        argument("--processes", type=int, metavar="N", help="number of parallel trials, each in its own process"),
+        argument("--gpus-per-trial", type=int, metavar="N", help="GPUs reserved for each trial"),
         argument("--objective", metavar="NAME", help=OBJECTIVE_HELP),
         argument("--direction", metavar="min|max", help=DIRECTION_HELP),
         argument("--pruner", metavar="NAME", help=PRUNER_HELP),
         argument("--storage", metavar="PLACE", help=STORAGE_HELP),
         argument("--study-name", metavar="NAME", help=STUDY_HELP),
         argument(
-            "--retries", type=int, default=0, metavar="N", help="how often a failed trial is tried again (default: 0)"
+            "--retries", type=int, default=0, metavar="N", help="number of retries of a failed trial (default: 0)"
         ),
         argument("--trial-timeout", metavar="TIME", help=TIMEOUT_HELP),
         argument("--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)"),
@@ -142,7 +144,9 @@ def _sampler(arguments: argparse.Namespace, space: Mapping[str, "Axis"]) -> "str
         return arguments.sampler or ("grid" if all(isinstance(axis, Choice) for axis in space.values()) else "random")
     if arguments.sampler not in (None, "optuna"):
         option = f"--{next(iter(given)).replace('_', '-')}"
-        raise ParameterError(f"{option} is an option of Optuna, and --sampler is {arguments.sampler}. Leave one out.")
+        raise ParameterError(
+            f"{option} is an option of Optuna, but --sampler is {arguments.sampler}. Remove one of them."
+        )
     from drivetrain.experiment.sweeps.samplers import OptunaConfig
 
     return OptunaConfig(**given)
@@ -392,7 +396,7 @@ class LiveTable:
         from rich.text import Text
 
         if self._result is None:
-            return Text("sweep: no trial has begun")
+            return Text("sweep: no trial has started")
         room = max(3, self._live.console.height - 8)
         trials = sorted(
             self._result.ranked, key=lambda trial: ORDER.index(trial.status)

@@ -162,4 +162,4 @@ def _attribute(module: ModuleType, name: str, target: str) -> object:
         return found
     valid = [value.name for value in every] or [entry for entry in vars(module) if not entry.startswith("_")]
     hint = did_you_mean(name, valid) or f" It has: {', '.join(valid) or 'nothing'}."
-    raise ExperimentError(f"{target}: there is no {name!r} in it.{hint}")
+    raise ExperimentError(f"{target} has no attribute {name!r}.{hint}")

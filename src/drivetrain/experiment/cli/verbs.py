@@ -18,16 +18,16 @@ VERBS = {
     "launch": ("run", "run an experiment on several processes"),
     "sweep": ("sweep", "run an experiment with many sets of parameters"),
     "resume": ("resume", "continue a run from its newest valid checkpoint, or a sweep"),
-    "ls": ("listing", "list runs, with what varies between them"),
+    "ls": ("listing", "list runs and the parameters that differ"),
     "show": ("look", "show one run or sweep"),
-    "tag": ("listing", "give runs tags and notes"),
+    "tag": ("listing", "add tags and notes to runs"),
     "compare": ("compare", "show how runs differ"),
-    "plan": ("plan", "find the fastest way to train a model, here or on machines that are not here"),
+    "plan": ("plan", "find the fastest plan to train a model, on this machine or for another one"),
     "report": ("look", "write one HTML file about one or several runs"),
     "board": ("look", "serve a live page about runs, on this machine only"),
     "doctor": ("doctor", "check this machine, a run, or whether a program resumes exactly"),
     "completion": ("verbs", "print a script that lets bash, zsh or fish complete verbs and options"),
-    "demo": ("run", "train a small classifier on built-in data, on the device that is here"),
+    "demo": ("run", "train a small classifier on built-in data, on this machine's device"),
 }
 """Each verb's module in this folder, and what it does. The module has the verb's function and its `ARGUMENTS`."""
 
@@ -39,7 +39,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Return the command's parser; only the chosen verb's module is loaded, and no torch at all."""
     from drivetrain import __version__
 
-    parser = Parser(prog="drivetrain", description="Trains plain PyTorch models, and keeps what they leave behind.")
+    parser = Parser(prog="drivetrain", description="Trains plain PyTorch models and records their runs.")
     parser.add_argument("--version", action="version", version=f"drivetrain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True, parser_class=Parser)
     for verb, (module, text) in VERBS.items():
@@ -74,7 +74,7 @@ def _run_verb(words: list[str]) -> int:
         return BAD_INPUT
     arguments, unknown = build_parser(chosen).parse_known_args(words)
     if unknown:
-        arguments.parser.error(f"{unknown[0]} is not understood here{arguments.parser.hint(unknown[0])}")
+        arguments.parser.error(f"{unknown[0]} is not a known argument{arguments.parser.hint(unknown[0])}")
     from drivetrain.core.errors import DrivetrainError
 
     try:

@@ -84,7 +84,7 @@ def run_as_data(run: RunData, blobs: Blobs, limits: Limits) -> dict[str, Any]:
     pictures, left_out = _pictures(run.pictures, blobs, limits.picture_bytes)
     notes = [*run.notes]
     if len(run.curves) > len(shown):
-        notes.append(f"{len(run.curves) - len(shown)} of {len(run.curves)} metrics are left out of this page")
+        notes.append(f"{len(run.curves) - len(shown)} of {len(run.curves)} metrics are not shown on this page")
     if left_out:
         notes.append(f"{left_out} older or very large pictures stay in the run folder only")
     plan = manifest.get("plan")

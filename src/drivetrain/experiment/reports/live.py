@@ -33,7 +33,7 @@ HOSTS = ("127.0.0.1", "localhost", "::1")
 PAUSE = 1.0
 """Seconds within which runs are not looked at again, however many pages ask."""
 LOOK_SECONDS = 1.0
-"""How long one look reads runs; the next one goes on, so that a page with hundreds of long runs fills while it is shown."""
+"""Seconds to read runs per refresh. The next refresh continues, so a page with hundreds of long runs fills while it is shown."""
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -157,7 +157,7 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port {port} cannot be used: {error}. Leave it out for a free one.") from error
+            raise ConfigError(f"--port {port} cannot be used: {error}. Remove it to use a free port.") from error
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing where a browser has gone in the middle of an answer."""
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             since = int(asked) if asked.isascii() and asked.isdecimal() and len(asked) < 16 else -1
             self._send(200, "application/json", as_json(self.server.board.changes(since)))
         else:
-            self._send(404, "text/plain", "There is nothing here. Use the address that was printed.")
+            self._send(404, "text/plain", "Page not found. Use the printed address.")
 
     def _send(self, status: int, kind: str, text: str) -> None:
         content = text.encode("utf-8", "backslashreplace")

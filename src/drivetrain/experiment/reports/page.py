@@ -44,7 +44,7 @@ def write_report(
         write_text(path, page)
     except OSError as error:
         raise ConfigError(
-            f"the report cannot be written to {path}: {error}. Choose another place with --output."
+            f"the report cannot be written to {path}: {error}. Choose another path with --output."
         ) from error
     return path
 

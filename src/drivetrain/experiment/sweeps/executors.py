@@ -116,7 +116,7 @@ class InlineExecutor(Executor):
 
 def timed_out(seconds: float | None) -> TrialOutcome:
     """Return the outcome of a trial that was ended at its time limit."""
-    return TrialOutcome(TIMED_OUT, error=f"it was ended after trial_timeout={Time(seconds or 0, TimeUnit.SECOND)}")
+    return TrialOutcome(TIMED_OUT, error=f"stopped after trial_timeout={Time(seconds or 0, TimeUnit.SECOND)}")
 
 
 def visible_gpus() -> list[str]:

@@ -110,7 +110,7 @@ class SweepLoop:
             trial.judge(self.goal.names, plain(outcome.result))
         self.journal.settle(trial)
         if trial.status == FAILED and trial.attempts <= self.retries:
-            logger.warning("trial %d failed and is tried again: %s", trial.index, trial.error)
+            logger.warning("trial %d failed and is retried: %s", trial.index, trial.error)
             self.waiting.append(trial)
         else:
             self.sampler.tell(trial)

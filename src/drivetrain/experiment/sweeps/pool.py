@@ -54,7 +54,7 @@ class PoolExecutor(Executor):
     def __init__(self, num_processes: int = 1, gpus_per_trial: int | None = None, *, preload: Sequence[str] = ()):
         if type(num_processes) is not int or num_processes < 1:
             raise ConfigError(
-                f"num_processes: {num_processes!r} is not a number of processes. Give a whole number from 1 on."
+                f"num_processes: {num_processes!r} is not a number of processes. Give a whole number of at least 1."
             )
         if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
             raise ConfigError(f"preload: {preload!r} is not a list of module names, such as ['transformers'].")
@@ -66,7 +66,7 @@ class PoolExecutor(Executor):
             self._free = list(visible_gpus())
             if type(gpus_per_trial) is not int or not 1 <= gpus_per_trial <= len(self._free):
                 raise ConfigError(
-                    f"gpus_per_trial: {gpus_per_trial!r} GPUs per trial were asked for, and this process sees {len(self._free)} "
+                    f"gpus_per_trial: {gpus_per_trial!r} GPUs per trial were requested, but this process sees {len(self._free)} "
                     f"({VISIBLE}={os.environ.get(VISIBLE)!r}). Give a number from 1 to {max(1, len(self._free))}, or None."
                 )
             self.slots = min(num_processes, len(self._free) // gpus_per_trial)

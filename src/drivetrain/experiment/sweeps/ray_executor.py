@@ -25,7 +25,7 @@ class RayConfig:
     """The resources of each trial, and which Ray to use."""
 
     num_processes: int | None = None
-    """Trials at a time; None: as many as the nodes hold when the sweep starts."""
+    """Number of parallel trials; None: as many as the nodes can run when the sweep starts."""
 
     address: str | None = None
     """A cluster to join. None: the one this process has joined, `RAY_ADDRESS`, or a Ray that is started here."""
@@ -34,10 +34,10 @@ class RayConfig:
     """CPUs of a Ray that is started here; None: all."""
 
     cpus_per_trial: float = 1
-    """CPUs that Ray sets aside for each trial."""
+    """CPUs that Ray reserves for each trial."""
 
     gpus_per_trial: int | None = None
-    """GPUs for each trial alone; None asks for none."""
+    """GPUs reserved for each trial; None requests none."""
 
     resources: Mapping[str, float] = field(default_factory=dict)
     """Further resources of a trial, by the names that the nodes were started with."""
@@ -49,13 +49,15 @@ class RayConfig:
         for name in ("num_processes", "num_cpus", "gpus_per_trial"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"RayConfig.{name}: {value!r} is not a whole number from 1 on. Give one, or None.")
+                raise ConfigError(
+                    f"RayConfig.{name}: {value!r} is not a whole number of at least 1. Give one, or None."
+                )
         if type(self.cpus_per_trial) not in (int, float) or not 0 <= self.cpus_per_trial < math.inf:
-            raise ConfigError(f"RayConfig.cpus_per_trial: {self.cpus_per_trial!r} is not a number from 0 on.")
+            raise ConfigError(f"RayConfig.cpus_per_trial: {self.cpus_per_trial!r} is not a number of at least 0.")
         if self.address is not None and self.num_cpus is not None:
             raise ConfigError(
                 f"RayConfig.num_cpus: {self.num_cpus} is for a Ray that is started here, but address={self.address!r} names "
-                "one that runs already. Leave one of them out."
+                "one that is already running. Remove one of them."
             )
 
     @property
@@ -140,7 +142,7 @@ class RayExecutor(Executor):
         if self._ray.is_initialized():
             for name in ("address", "num_cpus"):
                 if getattr(self.config, name) is not None:
-                    logger.warning("RayConfig.%s has no effect: this process has joined a Ray already.", name)
+                    logger.warning("RayConfig.%s has no effect: this process is already connected to Ray.", name)
             return
         options: Settings = {"address": self.config.address, "logging_level": "warning"}
         if self.config.address is None and "RAY_ADDRESS" not in os.environ:
@@ -165,12 +167,12 @@ class RayExecutor(Executor):
         room = sum(int(min((node.get(name, 0) / needs[name] for name in needs), default=1)) for node in nodes)
         if room == 0:
             have = "; ".join(str({name: node.get(name, 0) for name in needs}) for node in nodes)
-            lack = f"a trial needs {needs}, and no node of Ray has as much (there is {have})."
+            lack = f"a trial needs {needs}, but no Ray node has that much (available: {have})."
             if self.config.num_processes is None or not self._can_grow:
                 raise ConfigError(
-                    f"{lack} Ask for less per trial; for a cluster that grows on demand give num_processes, the trials at a time."
+                    f"{lack} Request less per trial; for an autoscaling cluster set num_processes, the number of parallel trials."
                 )
-            logger.warning("%s Trials wait until one joins.", lack)
+            logger.warning("%s Trials wait until such a node joins.", lack)
         return self.config.num_processes or room
 
 

@@ -75,7 +75,7 @@ class SweepResult(Sequence[Trial]):
     ):
         self._trials, self.goal, self.folder, self._secrets = list(trials), goal or Goal(), folder, secrets
         self.total, self.slots = total, slots
-        """How many trials there will be, None where that is not known, and how many run at a time."""
+        """Total number of trials (None if unknown), and how many run in parallel."""
 
     @property
     def direction(self) -> str | tuple[str, ...]:
@@ -131,8 +131,8 @@ class SweepResult(Sequence[Trial]):
         """The trial with the best value."""
         if not self.goal.is_single:
             raise ExperimentError(
-                f"a sweep with the objectives {', '.join(self.goal.names)} has no single best trial. result.front has those "
-                "that no other beats."
+                f"a sweep with the objectives {', '.join(self.goal.names)} has no single best trial. result.front holds the "
+                "Pareto front."
             )
         good = [trial for trial in self.ranked if trial.objectives]
         if not good:
@@ -268,7 +268,7 @@ def plot_sweep(result: SweepResult, path: Path) -> Path:
         raise MissingExtra("matplotlib", "demo", "a picture of a sweep") from error
     if not result.goal.is_single:
         raise ExperimentError(
-            "a sweep with several objectives has no picture of its value. result.front has its best trials."
+            "a sweep with several objectives has no single value to plot. result.front holds its best trials."
         )
     trials = [trial for trial in result if trial.value is not None]
     if not trials:

@@ -31,7 +31,7 @@ class Sampler:
     """Proposes trials and receives their results."""
 
     total: int | None = None
-    """How many trials it will propose, None where it does not know."""
+    """How many trials it will propose, None if unknown."""
 
     def begin(self, sweep: str) -> None:
         """Prepare for one sweep, named by its folder."""
@@ -92,7 +92,9 @@ class RandomSampler(Sampler):
     def replay(self, trial: Trial) -> None:
         """Count a trial that was drawn before, and check that it was drawn from here."""
         if plain(self._draw(trial.index)) != plain(trial.params):
-            raise ParameterError(f"the sweep's trial {trial.index} has other parameters than this seed and space give.")
+            raise ParameterError(
+                f"the sweep's trial {trial.index} has different parameters from those that this seed and space produce."
+            )
         self._next = max(self._next, trial.index + 1)
 
     def _draw(self, index: int) -> Settings:
@@ -109,7 +111,7 @@ class OptunaConfig:
     """How Optuna searches, and where it keeps its study."""
 
     pruner: str = "median"
-    """What stops trials early by their reports: median, hyperband, halving (successive), percentile (the best quarter goes on), none."""
+    """What stops trials early by their reports: median, hyperband, halving (successive), percentile (the best quarter continues), none."""
     storage: str | None = None
     """A database address such as `sqlite:///study.db`, or the path of a file (`study.db`, or `study.log` for Optuna's journal); sweeps
     with one storage and study name search together. None keeps the study in memory."""
@@ -137,7 +139,7 @@ class OptunaConfig:
         """Return the configuration that a journal holds; None of it may be masked."""
         if MASK in str(data.get("storage")):
             raise ParameterError(
-                "the sweep does not hold the password of its storage. Run the program again with sweep(..., resume=...)."
+                "the sweep does not store the password of its storage. Run the program again with sweep(..., resume=...)."
             )
         return cls(**{name: value for name, value in data.items() if value is not None})
 
@@ -299,7 +301,7 @@ def _suggest(asked: "optuna.Trial", name: str, axis: Axis) -> object:
     if isinstance(axis, Choice):
         # By place, because Optuna takes only simple values as categories.
         return axis.values[asked.suggest_categorical(name, range(len(axis.values)))]
-    raise ParameterError(f"sampler 'optuna' does not know the axis {axis!r} of {name}.")
+    raise ParameterError(f"sampler 'optuna' does not support the axis {axis!r} of {name}.")
 
 
 def _new_study(config: OptunaConfig, seed: int, directions: Sequence[str]) -> "optuna.Study":

@@ -27,7 +27,7 @@ class Axis:
     """The values of one parameter, in all points or only where other parameters have certain values."""
 
     conditions: Mapping[str, tuple[object, ...]] = {}
-    """Values of other parameters for which this one is varied; elsewhere it has its default."""
+    """Values of other parameters for which this one is varied; otherwise it has its default."""
 
     def when(self, conditions: Mapping[str, object] | None = None, /, **named: object) -> Self:
         """Return the axis for points in which other parameters have these values, one or several each.
@@ -188,7 +188,7 @@ class ParameterSpace:
                 for value in values:
                     if choices is not None and value not in choices:
                         raise ParameterError(
-                            f"{name}: it is varied where {other}={value!r}, which {other} never is: {self.axes[other]!r}."
+                            f"{name}: it is varied only where {other}={value!r}, a value that {other} never takes: {self.axes[other]!r}."
                         )
                 visit(other, (*path, name))
             done.setdefault(name)

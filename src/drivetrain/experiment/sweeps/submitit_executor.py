@@ -38,10 +38,10 @@ class SubmititConfig:
     """The resources of each trial on the cluster, and how many are submitted at a time."""
 
     num_processes: int = 8
-    """Trials that wait in the queue or run at a time."""
+    """Number of trials that are queued or running at once."""
 
     cluster: Literal["slurm", "local"] = "slurm"
-    """`local` runs the jobs on this machine, to try things out; for real work on one machine there is the pool."""
+    """`local` runs the jobs on this machine, for testing. For real work on one machine use the pool."""
 
     folder: str | Path | None = None
     """Where submitit writes scripts and output, on a disk that all nodes see. None: `submitit` in the sweep's folder."""
@@ -50,19 +50,19 @@ class SubmititConfig:
     """Time limit of one job; a trial may need several."""
 
     warning_seconds: int = 90
-    """How long before its time limit a job is warned, so that the trial can save."""
+    """How long before its time limit a job gets a signal, so that the trial can save."""
 
     requeues: int = 3
-    """How often a trial that was stopped, and has saved itself, is submitted again without counting as failed."""
+    """How many times to resubmit a trial that was stopped after saving a checkpoint. These do not count as failures."""
 
     gpus_per_trial: int | None = None
-    """GPUs for each job alone (SLURM's gres); None asks for none."""
+    """GPUs for each job (SLURM's gres); None requests none."""
 
     cpus_per_trial: int | None = None
-    """CPUs for each job; None: what the cluster gives."""
+    """CPUs for each job; None: the cluster's default."""
 
     memory_gigabytes: float | None = None
-    """Memory for each job; None: what the cluster gives."""
+    """Memory for each job; None: the cluster's default."""
 
     partition: str | None = None
     """SLURM's partition; None: the cluster's default."""
@@ -79,7 +79,7 @@ class SubmititConfig:
             value = getattr(self, name)
             if (value is None and name in optional) or (type(value) is int and value >= low):
                 continue
-            raise ConfigError(f"SubmititConfig.{name}: {value!r} is not a whole number from {low} on.")
+            raise ConfigError(f"SubmititConfig.{name}: {value!r} is not a whole number of at least {low}.")
         if self.cluster == "local":
             self._check_local()
 
@@ -87,8 +87,8 @@ class SubmititConfig:
         for name in ("gpus_per_trial", "cpus_per_trial", "memory_gigabytes", "partition", "slurm"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"SubmititConfig.{name}: {getattr(self, name)!r} was given, and cluster='local' provides nothing of that "
-                    "kind. Leave it out, use cluster='slurm', or executor='pool' for GPUs of this machine."
+                    f"SubmititConfig.{name}: {getattr(self, name)!r} has no effect with cluster='local'. Remove it, "
+                    "use cluster='slurm', or executor='pool' for GPUs of this machine."
                 )
 
 
@@ -187,7 +187,7 @@ class SubmititExecutor(Executor):
             submitter = submitit.AutoExecutor(folder=folder, cluster=config.cluster)
             submitter.update_parameters(**settings)
         except (NameError, ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"SubmititConfig: submitit does not take these settings. {error}") from error
+            raise ConfigError(f"SubmititConfig: submitit does not accept these settings. {error}") from error
         except RuntimeError as error:
             raise ConfigError(
                 f"executor 'submitit' found no SLURM on this machine ({error}). Start the sweep on a login node, or give "

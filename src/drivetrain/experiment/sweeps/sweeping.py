@@ -98,7 +98,7 @@ def sweep(
     folder = Path(resume) if resume is not None else _new_folder(experiment, wanted, fixed)
     with FolderLock(folder) as lock:
         if not lock.acquire():
-            raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait for it to end.")
+            raise ConfigError(f"the sweep {folder} is still running: {lock.holder}. Wait until it ends.")
         work = TrialWork(experiment, fixed, folder.name, timeout=timeout, seed=seed)
         loop = SweepLoop(work, chosen, runner, goal, folder, trials=trials, retries=retries, on_change=on_change)
         result = loop.run(header if resume is None else None)
@@ -122,12 +122,12 @@ def continue_sweep(
     masks = [name for name in fixed if name in experiment.parameters.secrets and name not in (params or {})]
     if masks:
         raise ParameterError(
-            f"the sweep {folder} does not hold the value of {masks[0]}, a secret. Give it again: --set {masks[0]}=..."
+            f"the sweep {folder} does not store the value of {masks[0]}, a secret. Set it again: --set {masks[0]}=..."
         )
     if space is None or start.get("executor") not in EXECUTORS or header.get("sampler") not in NAMES:
         raise ParameterError(
-            f"the sweep {folder} cannot be continued from its journal alone: its space, sampler or executor is an object of the program, "
-            f"or it was made by an older version. Run the program again with sweep(..., resume={str(folder)!r}), or "
+            f"the sweep {folder} cannot be continued from its journal alone: its space, sampler or executor is a Python object of the "
+            f"program, or an older version wrote it. Run the program again with sweep(..., resume={str(folder)!r}), or "
             f"`drivetrain sweep ... --resume {folder}`."
         )
     return sweep(
@@ -182,7 +182,7 @@ def make_sampler(
     if isinstance(sampler, Sampler) or hasattr(sampler, "ask"):
         return sampler  # type: ignore[return-value]
     if n_trials is not None and (type(n_trials) is not int or n_trials < 1):
-        raise ParameterError(f"n_trials: {n_trials!r} is not a number of trials. Give a whole number from 1 on.")
+        raise ParameterError(f"n_trials: {n_trials!r} is not a number of trials. Give a whole number of at least 1.")
     name = sampler_name(sampler)
     if name == "grid":
         return GridSampler(space, n_trials)
@@ -251,12 +251,12 @@ def make_goal(experiment: "Experiment", objective: object, direction: object, re
         if good not in ("min", "max"):
             raise ConfigError(unknown_name("direction", good, ["min", "max"]))
     if len(set(names)) < len(names):
-        raise ConfigError(f"objective={objective!r}: every objective is given once.")
+        raise ConfigError(f"objective={objective!r}: an objective is given twice.")
     expected = max(1, len(names))
     if given and len(given) != expected:
         raise ConfigError(
-            f"direction={direction!r} has {len(given)} entries for {expected} objectives. Give one for each, or None for those that "
-            "their names say."
+            f"direction={direction!r} has {len(given)} entries for {expected} objectives. Give one for each, or None where the name "
+            "shows the direction."
         )
     if not given and resume is not None:
         earlier = Goal.from_data(names or None, read_journal(Path(resume))[0].get("direction")).directions
@@ -310,8 +310,8 @@ def _earlier_trials(folder: Path, header: Mapping[str, object]) -> list[Trial]:
     for name in SAME:
         if earlier.get(name) != now[name]:
             raise ParameterError(
-                f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Resume it as it was, or "
-                "start a new one."
+                f"the sweep {folder} was made with {name}={earlier.get(name)!r}, now it is {now[name]!r}. Resume it with the same value, "
+                "or start a new one."
             )
     return trials
 
@@ -330,8 +330,8 @@ def _time_limit(timeout: float | str | Time | None, executor: object, runner: Ex
         )
     if not getattr(runner, "ends_trials", False):
         raise ConfigError(
-            f"trial_timeout={timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which gives each "
-            "trial a process of its own."
+            f"trial_timeout={timeout!r}: the executor {executor!r} cannot end a trial. Use executor='pool', which runs each "
+            "trial in its own process."
         )
     return float(limit.value)
 

@@ -24,7 +24,7 @@ class Trial:
     params: Settings
     status: str = ASKED
     value: float | None = None
-    """The objective; None while there is none, and where there are several."""
+    """The objective; None until it is known, and when there are several."""
     values: dict[str, float] = field(default_factory=dict)
     """The objectives by name, where there are several."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Trial:
         missing = [name for name in objectives if name not in self.metrics]
         if missing:
             known = ", ".join(self.metrics) or "no numbers"
-            self.fail(f"the objective {missing[0]!r} is missing from what the experiment returned ({known}).")
+            self.fail(f"the experiment returned no objective {missing[0]!r} (returned: {known}).")
         elif len(objectives) > 1:
             self.values = {name: self.metrics[name] for name in objectives}
         elif objectives:
