@@ -112,7 +112,7 @@ def test_ddp_is_built_anew_on_the_other_device(group):
 def test_a_group_that_does_not_serve_the_cpu_refuses_the_move_before_it_begins(group):
     group("nccl")
     ctx = session().cuda().ddp()
-    with pytest.raises(DistributedError, match="does not serve cpu"):
+    with pytest.raises(DistributedError, match="does not support cpu"):
         ctx.cpu()
     assert next(ctx.model.parameters()).is_cuda and ctx.scale.is_cuda and ctx.device.type == "cuda"
 

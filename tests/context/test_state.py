@@ -160,7 +160,7 @@ def test_generators_of_an_absent_device_begin_anew():
         "value": {"device": "cuda:0", "seed": 1, "state": torch.zeros(16, dtype=torch.uint8)},
     }
     live = State()
-    with pytest.warns(UserWarning, match="drop@cuda were saved on a device that is not here"):
+    with pytest.warns(UserWarning, match="drop@cuda were saved on a device that this machine does not have"):
         live.load_state_dict(saved)
     assert set(live.generators) == {"drop"}
     with pytest.raises(DeviceError):

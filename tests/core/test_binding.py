@@ -275,14 +275,14 @@ def test_custom_events_and_occasional_hooks_are_called_by_name():
 
 def test_a_plugin_that_attends_nothing_is_a_type_error():
     for nothing in (callback_with(), object(), type("Idle", (Algorithm,), {})()):
-        with pytest.raises(TypeError, match="attends no event"):
+        with pytest.raises(TypeError, match="handles no event"):
             Engine(state_of(), plugins=[nothing])
     with pytest.raises(TypeError, match=r"is a class; pass an instance: Callback\(\)"):
         Engine(state_of(), plugins=[Callback])
 
 
 def test_events_without_apply_are_a_type_error():
-    with pytest.raises(TypeError, match="attends no event"):
+    with pytest.raises(TypeError, match="handles no event"):
         Engine(state_of(), plugins=[type("Idle", (Algorithm,), {"events": frozenset({Event.INIT})})()])
 
 

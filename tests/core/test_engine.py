@@ -171,7 +171,7 @@ def test_passes_have_the_last_word_on_algorithms():
 
 def test_a_pass_that_invents_or_repeats_plugins_is_refused():
     for bad in (lambda algorithms, event: [*algorithms, *algorithms], lambda algorithms, event: [object()]):
-        with pytest.raises(ConfigError, match="returned a plugin twice or one that does not attend INIT"):
+        with pytest.raises(ConfigError, match="returned a plugin twice, or one that does not handle INIT"):
             Engine(NoteState(), plugins=[Notes("a", Event.INIT)], algorithm_passes=bad)
     with pytest.raises(ConfigError, match="is not an algorithm pass"):
         Engine(NoteState(), algorithm_passes=["nonsense"])

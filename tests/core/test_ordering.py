@@ -198,7 +198,7 @@ def test_a_reference_is_a_class_a_name_or_a_tag():
     plugin = Notes("x", Event.INIT, tags=frozenset({"t"}))
     assert all(refers_to(reference, plugin) for reference in (Notes, Algorithm, "Notes", "Algorithm", "#t"))
     assert not any(refers_to(reference, plugin) for reference in (Callback, "notes", "t", "#u"))
-    with pytest.raises(ConfigTypeError, match="3 names no plugin"):
+    with pytest.raises(ConfigTypeError, match="3 is not a plugin"):
         engine_of(Notes("x", Event.INIT, before=(3,)), Notes("y", Event.INIT))
 
 

@@ -148,7 +148,7 @@ def test_a_fraction_of_the_run_is_reached_in_batches_of_an_epoch_too():
     for batch in range(1, 6):
         clock.next_batch()
         assert clock.reached(Time(0.2, "dur"), seven_epochs, 10) is (batch >= 4), "0.2dur of 7ep is 1.4 epochs"
-    with pytest.raises(TimeUnitError, match="give max_duration"):
+    with pytest.raises(TimeUnitError, match="set max_duration"):
         clock.reached(Time(0.2, "dur"))
 
 

@@ -148,7 +148,7 @@ def test_input_becomes_a_time_in_one_place():
         and ensure_time(Time(1, "st"), "ep") == "1st"
     )
     assert ensure_time(timedelta(minutes=1), TimeUnit.EPOCH) == "60sec"
-    with pytest.raises(TypeError, match="no unit here"):
+    with pytest.raises(TypeError, match="has no unit"):
         Time.from_input(5)
     with pytest.raises(TypeError, match="not whole"):
         ensure_time(0.5, "ep")

@@ -27,7 +27,7 @@ def test_small_data_moves_large_data_stays(free, caplog):
     assert columns.num_bytes == 4400
     free(44_000)
     placed = resident_columns(columns, META, "auto")
-    assert placed.device == META and "4.3 KiB of tensor data now live on meta" in caplog.text
+    assert placed.device == META and "4.3 KiB of tensor data moved to meta" in caplog.text
     free(43_999)
     assert resident_columns(columns, META, "auto") is None
     assert resident_columns(columns, META, False) is None

@@ -213,7 +213,7 @@ def test_lists_are_datasets_of_samples():
 
 
 def test_what_is_no_dataset_is_named():
-    with pytest.raises(ParameterError, match=r"equally many rows, these have 3, 4.*list"):
+    with pytest.raises(ParameterError, match=r"the same number of rows; got 3, 4.*list"):
         SmartDataLoader((torch.zeros(3), torch.zeros(4)))
     with pytest.raises(ParameterError, match="'x', 'y' is not a dataset of samples"):
         SmartDataLoader({"x": 1, "y": 2})

@@ -247,7 +247,7 @@ def test_other_data_and_other_seeds_are_noticed():
         loader.load_state_dict(state, strict=False)
     assert loader.position == 0
     state = {**state, "length": 11, "seed": 6}
-    with pytest.warns(UserWarning, match="the state wins"):
+    with pytest.warns(UserWarning, match="the saved seed is used"):
         loader.load_state_dict(state)
     assert loader.seed == 6
     follower = make(DATA, random_seed=None)
@@ -262,7 +262,7 @@ def test_other_data_and_other_seeds_are_noticed():
         ({"seed": 1}, "missing: epoch, position, length, version"),
         ({"seed": 1, "epoch": 0, "position": 0, "length": 11, "version": 1, "rank": 0}, "unknown: rank"),
         ({"seed": 1, "epoch": -1, "position": 0, "length": 11, "version": 1}, "epoch is -1"),
-        ({"seed": 1, "epoch": 0, "position": 12, "length": 11, "version": 1}, "lies behind the end"),
+        ({"seed": 1, "epoch": 0, "position": 12, "length": 11, "version": 1}, "is past the end"),
         ({"seed": "x", "epoch": 0, "position": 12, "length": 11, "version": 1}, "seed is 'x'"),
     ],
 )
@@ -442,11 +442,11 @@ def test_a_distributed_sampler_is_told_the_epoch():
         ({"random_seed": "a"}, "random_seed='a'"),
         ({"name": 3}, "name=3"),
         ({"num_workers": -1}, "num_workers=-1"),
-        ({"global_batch_size": 4, "batch_size": 4}, "both given"),
+        ({"global_batch_size": 4, "batch_size": 4}, "both set"),
         ({"sampler": [1], "shuffle": True}, "sampler and shuffle"),
-        ({"batch_sampler": [[1]], "batch_size": 4}, "batch_sampler is given with batch_size"),
-        ({"batch_sampler": [[1]], "shuffle": True}, "batch_sampler is given with shuffle"),
-        ({"batch_sampler": [[1]], "global_batch_size": 4}, "both given"),
+        ({"batch_sampler": [[1]], "batch_size": 4}, "batch_sampler is set together with batch_size"),
+        ({"batch_sampler": [[1]], "shuffle": True}, "batch_sampler is set together with shuffle"),
+        ({"batch_sampler": [[1]], "global_batch_size": 4}, "both set"),
         ({"batch_size": None, "drop_last": True}, "drop_last"),
         ({"in_order": False}, "in_order=False"),
     ],

@@ -166,7 +166,7 @@ def test_a_samplers_generator_is_part_of_the_state():
 
 
 def test_a_sampler_state_without_a_sampler_that_takes_it_is_refused():
-    with pytest.raises(ResumeError, match="takes none"):
+    with pytest.raises(ResumeError, match="cannot load one"):
         load_sampler_state(IndexOrder(range(3), True), {"x": 1})
 
 

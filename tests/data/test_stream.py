@@ -302,7 +302,7 @@ def test_a_collate_fn_of_the_user_draws_its_own_numbers():
 
 def test_streams_have_no_order_to_choose():
     for name in ("shuffle", "sampler", "batch_sampler"):
-        with pytest.raises(ParameterError, match=f"{name} is given with an IterableDataset"):
+        with pytest.raises(ParameterError, match=f"{name} is set together with an IterableDataset"):
             SmartDataLoader(Stream(), **{name: [[1]] if name != "shuffle" else True})
     with pytest.raises(ParameterError, match="resident=True"):
         SmartDataLoader(Stream(), resident=True)

@@ -122,5 +122,5 @@ def test_more_settings_than_a_server_takes_at_once_and_a_run_that_is_resumed_els
         second.scalar("x", 2.0)
         second.flush()
         other = second.state_dict()["runs"]["mlflow"]
-    assert other != state["runs"]["mlflow"] and "a new one begins" in caplog.text
+    assert other != state["runs"]["mlflow"] and "a new one is started" in caplog.text
     assert client(tmp_path / "elsewhere").get_run(other).data.metrics == {"x": 2.0}

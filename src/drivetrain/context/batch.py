@@ -103,7 +103,7 @@ def _parts_of(batch: object, key: object) -> str:
     parts = f"with {', '.join(names)}" if names else f"of {len(batch)} parts" if isinstance(batch, Sequence) else ""
     return (
         f"It is a {type(batch).__name__} {parts}".rstrip()
-        + f".{hint} Give a key that is there, or a pair (getter, setter)."
+        + f".{hint} Give an existing key, or a pair (getter, setter)."
     )
 
 

@@ -199,7 +199,7 @@ class JsonPacker(Packer):
             return {f"${coder.tag}": coder.pack(value, self, path)}
         raise CheckpointError(
             f"{path or 'the state'} is a {class_name(kind)}, which a checkpoint cannot hold. Expected numbers, text, bytes, tensors, "
-            "and dicts, lists and tuples of them; give an object a state_dict() and load_state_dict(), or leave it out."
+            "and dicts, lists and tuples of them; give an object a state_dict() and load_state_dict(), or remove it."
         )
 
 
@@ -269,8 +269,8 @@ class Unpacker:
             if isinstance(cls, type) and name in _names_in_scripts(cls):
                 return cls
         raise StateError(
-            f"a saved {purpose} needs its class {name}, and classes are never imported by name from a file. Put a value of that "
-            f"class in place before loading, or declare it: torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])."
+            f"a saved {purpose} needs its class {name}, and classes are never imported by name from a file. Assign a value of that "
+            f"class before loading, or declare the class: torch.serialization.add_safe_globals([{name.rpartition('.')[2]}])."
         )
 
     def _leaves_out(self, packed: object) -> bool:

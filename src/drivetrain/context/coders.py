@@ -35,7 +35,7 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str})
 """Types that the state form keeps as they are."""
 
 Content = Any
-"""What follows a tag: data from a file, in which anything may be wrong."""
+"""What follows a tag: untrusted data from a file."""
 
 
 def tagged(tag: str, value: object) -> StateDict:
@@ -95,7 +95,7 @@ def _pack_enum(value: Enum, packer: "Packer", path: str) -> dict[str, object]:
 def _unpack_enum(content: Content, unpacker: "Unpacker", path: str) -> Enum:
     cls = unpacker.find_class(content["class"], "Enum")
     if not issubclass(cls, Enum):
-        raise StateError(f"a saved Enum names {content['class']}, which is none.")
+        raise StateError(f"a saved Enum names {content['class']}, which is not an Enum.")
     return enum_member(cls, unpacker.unpack(content, path))
 
 

@@ -292,7 +292,7 @@ class Context(ItemHolder):
     def _distribute(self, verb: str, transform: Transform) -> Self:
         if not is_distributed():
             raise DistributedError(
-                f"{verb}() needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=2 "
+                f"{verb}() needs a process group, and none is initialized. Start the program with `torchrun --nproc-per-node=2 "
                 "program.py` and call drivetrain.init_distributed() first, or start the experiment with --distributed."
             )
         transform.apply(self)
@@ -334,7 +334,7 @@ def _restore(context: "Context", run: ExperimentRun) -> Mapping[str, object] | N
     if restorer is None:
         if run.params.get("checkpoint") is not None:
             raise ExperimentError(
-                f"the run was given checkpoint={run.params['checkpoint']!r}, but nothing that reads it: run.restore is None. "
+                f"the run was given checkpoint={run.params['checkpoint']!r}, but run.restore is None, so nothing reads it. "
                 "Start the run through drivetrain.experiment, or load it with ctx.load_state_dict(load_checkpoint(...))."
             )
         return None
@@ -353,7 +353,7 @@ def check_exact(context: "Context") -> None:
     if lost:
         raise ResumeError(
             f"{', '.join(lost)}: a loader without state cannot continue at the sample where the run stopped. Use "
-            "drivetrain.SmartDataLoader, or begin a new run from the weights with --checkpoint."
+            "drivetrain.SmartDataLoader, or start a new run from the weights with --checkpoint."
         )
 
 

@@ -41,13 +41,13 @@ class LoadReport:
     restored: tuple[str, ...] = ()
     """Names of the Context whose state was restored without a problem."""
     missing: tuple[str, ...] = ()
-    """Paths that have no saved state; they keep what they had."""
+    """Paths without a saved state; they keep their values."""
     unexpected: tuple[str, ...] = ()
     """Paths in the saved state that the Context does not have."""
     unfitting: tuple[str, ...] = ()
-    """Paths, each with the reason why its state could not be taken."""
+    """Paths, each with the reason why its state could not be loaded."""
     without_state: tuple[str, ...] = ()
-    """Items for which the saved state says None: no state was taken of them."""
+    """Items for which the saved state is None: nothing was saved for them."""
 
     @property
     def is_complete(self) -> bool:
@@ -135,7 +135,7 @@ class Loading:
     def build(self, saved: object, path: str) -> Restore:
         """Return what makes a saved value that has no live counterpart, on the Context's device."""
         if _is_foreign_state(saved):
-            self.note("unexpected", path, "the state of a module or optimizer, and there is none here")
+            self.note("unexpected", path, "the state of a module or optimizer, but the Context has none")
             return keep(None)
         try:
             value = Unpacker(self._classes, self._own_tensor).unpack(saved)
@@ -199,8 +199,8 @@ class Loading:
             raise
         if self._without_state:
             warnings.warn(
-                f"the saved state has None for {', '.join(self._without_state)}: no state was taken there, and they keep what they "
-                "have.",
+                f"the saved state has None for {', '.join(self._without_state)}: nothing was saved for them, so they keep their current "
+                "values.",
                 DrivetrainWarning,
                 stacklevel=3,
             )
@@ -310,7 +310,7 @@ class Saving(Packer):
             else "give it state_dict() and load_state_dict(state)"
         )
         warnings.warn(
-            f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if that is meant, "
+            f"{path} is a {type(item).__name__}, which has no state to save. To save it, {advice}; if this is intended, "
             f"call exclude({path.partition('.')[0]!r}) or begin its name with an underscore.",
             DrivetrainWarning,
             stacklevel=2,

@@ -46,7 +46,7 @@ class PluginsKind(Kind):
                 if hasattr(plugin, "load_state_dict"):
                     loading.try_to_load(where, plugin, loading.unpack(entries[name]["state"], partial(_state, plugin)))
             elif _state(plugin):
-                _warn(f"{where} is new: there is no saved state for it, and it starts from the beginning.")
+                _warn(f"{where} is new: it has no saved state and starts from the beginning.")
         for name, entry in entries.items():
             if name in live:
                 continue
@@ -105,7 +105,7 @@ class HeldKind(Kind):
 
     def fit(self, item: Item, saved: Saved, loading: "Loading", path: str) -> Restore:
         if item is None:
-            loading.note("unexpected", path, "it was saved with a state, but is None here")
+            loading.note("unexpected", path, "it was saved with a state, but is None now")
             return keep(None)
         for index, (element, state) in enumerate(zip(item, saved)):
             loading.fit(element, state, join_path(path, index))
@@ -131,7 +131,8 @@ class GeneratorsKind(Kind):
         absent = [key for key, state in saved.items() if not _is_available(state)]
         if absent:
             warnings.warn(
-                f"{path}: the generators {', '.join(absent)} were saved on a device that is not here; they start again.",
+                f"{path}: the generators {', '.join(absent)} were saved on a device that this machine does not have; "
+                f"they start from their seeds.",
                 DrivetrainWarning,
                 stacklevel=4,
             )

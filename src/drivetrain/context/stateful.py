@@ -75,8 +75,8 @@ class ModuleKind(Kind):
         shell = _ddp_shell(item)
         if shell is not None and device.type not in _device_types(shell.process_group):
             raise DistributedError(
-                f"{path} is in DDP, and the process group ({dist.get_backend(shell.process_group)}) does not serve {device.type} "
-                "devices, so it cannot be wrapped there. Start the group with init_distributed(backend='cpu:gloo,cuda:nccl')."
+                f"{path} is in DDP, and the process group ({dist.get_backend(shell.process_group)}) does not support {device.type} "
+                f"devices, so it cannot be wrapped there. Start the group with init_distributed(backend='cpu:gloo,cuda:nccl')."
             )
 
     def move(self, item: nn.Module, job: "Move") -> nn.Module:

@@ -32,7 +32,7 @@ KINDS: tuple[Kind, ...] = (
     SetKind(),
     OTHER_KIND,
 )
-"""In the order they are asked."""
+"""In order of precedence."""
 
 
 def kind_of(item: object) -> Kind:

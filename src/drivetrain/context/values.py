@@ -196,7 +196,7 @@ class _SentToCpu(torch.Generator):
 
 def _start_again(item: torch.Generator, content: StateDict, path: str) -> torch.Generator:
     warnings.warn(
-        f"{path} was saved on {content['device']} and is on {item.device} here, where it cannot be continued: it starts again from "
+        f"{path} was saved on {content['device']} and is on {item.device} now, where its state cannot be restored: it restarts from "
         f"its seed {content['seed']}.",
         DrivetrainWarning,
         stacklevel=5,
@@ -233,7 +233,7 @@ class OtherKind(Kind):
         return tagged(NOT_STATE, None)
 
     def fit(self, item: object, saved: object, loading: "Loading", path: str) -> Restore:
-        return loading.unfit(path, item, saved, "it has no state_dict and load_state_dict to take a state")
+        return loading.unfit(path, item, saved, "it has no state_dict and load_state_dict")
 
     def saved_as(self, item: object) -> str:
         return "no (not state)" if is_known_stateless(item) else "no (has no state_dict and load_state_dict)"

@@ -68,7 +68,7 @@ def check_count(
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise error(f"{_given(name, value, owner)}: expected a whole number of at least {at_least}{hint}.")
     if int(value) > LARGEST_COUNT:
-        raise error(f"{_given(name, value, owner)}: expected at most {LARGEST_COUNT:.0e}; no run counts that far.")
+        raise error(f"{_given(name, value, owner)}: expected at most {LARGEST_COUNT:.0e}.")
     return int(value)
 
 
@@ -115,7 +115,9 @@ def check_callable(name: str, value: object, example: str, num_arguments: int = 
     try:  # of a module, the arguments are those of its forward
         inspect.signature(getattr(value, "forward", value)).bind(*[None] * num_arguments)
     except TypeError as error:
-        raise ConfigTypeError(f"{_given(name, value)} cannot be called so: {error}. Expected {example}.") from None
+        raise ConfigTypeError(
+            f"{_given(name, value)} cannot be called like this: {error}. Expected {example}."
+        ) from None
     except ValueError:
         return  # a built-in without a signature
 

@@ -34,7 +34,7 @@ class Binding:
     act: Callable[[], object]
     """What it does; for `apply` the value returned is the exit code."""
     wants_to: Callable[[], bool] | None = None
-    """Its `match`, where that must be asked each time."""
+    """Its `match`, if it must be called each time."""
 
     def call(self) -> Callable[[], object]:
         """Return the one callable that asks, if it must, and acts."""
@@ -78,7 +78,7 @@ def check_plugin(plugin: object) -> None:
         check_plugin(member)
     if not _attends_anything(plugin):
         raise ConfigTypeError(
-            f"{plugin_name(plugin)} attends no event. Declare `events` or `match(self, event, state)` and define "
+            f"{plugin_name(plugin)} handles no event. Declare `events` or `match(self, event, state)` and define "
             "`apply(self, event, state, logger)`, or define a method named after an event: "
             "`batch_end(self, state, logger)`, `on_train_epoch_end(self, trainer)`."
         )
@@ -119,7 +119,7 @@ def method_for(plugin: object, event: Event) -> str | None:
     if owner is type(plugin) and len({id(vars(owner)[name]) for name in found}) > 1:
         raise ConfigError(
             f"{plugin_name(plugin)} defines {event.name} twice, as {' and '.join(found)}. "
-            f"They are spellings of one event: keep {found[0]}."
+            f"They are two names of one event: keep {found[0]}."
         )
     return found[0] if found else None  # of two inherited from one class, the canonical one
 
@@ -161,7 +161,7 @@ def _accepted(plugin: object, method: str, carried: tuple[str, ...]) -> tuple[st
         if parameter.default is parameter.empty and not collects and parameter.name not in named.intersection(carried):
             hint = did_you_mean(parameter.name, carried)
             raise ConfigTypeError(
-                f"{plugin_name(plugin)}.{method} needs an argument {parameter.name!r} that this event does not carry."
+                f"{plugin_name(plugin)}.{method} needs an argument {parameter.name!r} that this event does not pass."
                 f"{hint} Expected the form {form}."
             )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -281,8 +281,8 @@ def watched(act: Callable[[], object], binding: Binding, state: object) -> Calla
         for field, what in changed:
             if field not in allowed:
                 raise EngineError(
-                    f"{binding.name} changed state.{what} at {binding.event.name}, but callbacks only watch. "
-                    f"Write it as an Algorithm, or declare it: writes = {(*writes, field)!r}."
+                    f"{binding.name} changed state.{what} at {binding.event.name}, but callbacks must not "
+                    f"change the state. Write it as an Algorithm, or declare it: writes = {(*writes, field)!r}."
                 )
         return result
 

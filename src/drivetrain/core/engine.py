@@ -61,7 +61,7 @@ class _ClosedRunLists(_RunLists):
     """What a closed engine holds instead."""
 
     def __missing__(self, event: str) -> tuple[Callable[[], object], ...]:
-        raise EngineError(f"{_CLOSED} {event} cannot be fired any more.")
+        raise EngineError(f"{_CLOSED} {event} cannot be fired.")
 
 
 class Fire:
@@ -316,7 +316,7 @@ class Engine:
             kept = [id(plugin) for plugin in algorithms]
             if len(set(kept)) < len(kept) or not given.issuperset(kept):
                 raise ConfigError(
-                    f"the pass {getattr(one, '__name__', one)!r} returned a plugin twice or one that does not attend "
+                    f"the pass {getattr(one, '__name__', one)!r} returned a plugin twice, or one that does not handle "
                     f"{event.name}: {', '.join(map(plugin_name, algorithms))}."
                 )
         return [*algorithms, *(plugin for plugin in order if phase_of(plugin) != "algorithm")]

@@ -131,7 +131,7 @@ class FolderLock:
         except OSError as error:
             problem = f"cannot be touched ({error})"
         if problem and self._token and problem != self._problem:
-            logger.warning("the lock %s %s: the folder is not safe from a second writer.", self.path, problem)
+            logger.warning("the lock %s %s: a second process may write to the folder.", self.path, problem)
         self._problem = problem
 
     def __enter__(self) -> Self:

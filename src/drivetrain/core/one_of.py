@@ -125,7 +125,7 @@ def _checked_members(algorithms: tuple[Plugin, ...], per: str) -> tuple[Plugin, 
             )
         if per == "batch" and Event.BEFORE_DATALOADER in member.events:
             raise ConfigError(
-                f"{member} acts at BEFORE_DATALOADER, but OneOf chooses once the batch is there. Use per='epoch'."
+                f"{member} acts at BEFORE_DATALOADER, but OneOf chooses after the batch is loaded. Use per='epoch'."
             )
     return algorithms
 

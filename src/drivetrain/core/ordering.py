@@ -19,7 +19,7 @@ EXCLUSIVE_TAGS: Mapping[str, str] = {
     "average": "both replace the evaluated weights by an average of their own",
     "optimizer": "both replace the optimizer",
 }
-"""Tags of which a run can hold one plugin, and why. A plugin adds its own through `exclusive`."""
+"""Tags that only one plugin of a run may have, and why. A plugin adds its own through `exclusive`."""
 
 Edges = Mapping[int, frozenset[int]]
 """For each plugin, by identity (a plugin may define its own ==), those that must run before it."""
@@ -35,7 +35,7 @@ def refers_to(reference: object, plugin: object) -> bool:
     if isinstance(reference, type):
         return isinstance(plugin, reference)
     if not isinstance(reference, str):
-        raise ConfigTypeError(f"{reference!r} names no plugin: expected a class, a class name or a '#tag'.")
+        raise ConfigTypeError(f"{reference!r} is not a plugin: expected a class, a class name or a '#tag'.")
     if reference.startswith("#"):
         return reference[1:] in getattr(plugin, "tags", ())
     return any(base.__name__ == reference for base in type(plugin).__mro__)
@@ -45,7 +45,7 @@ def check_conflicts(plugins: Sequence[object]) -> None:
     """Reject plugins that exclude each other, naming both and a way out."""
     for one, other in combinations(plugins, 2):
         if one is other:
-            raise PluginConflictError(f"{plugin_name(one)} is listed twice; the same object can attend only once.")
+            raise PluginConflictError(f"{plugin_name(one)} is listed twice. Remove one of them.")
         _check_repeated(one, other)
         _check_pair(one, other)
     for plugin in plugins:
@@ -102,8 +102,8 @@ def _stable_sort(plugins: Sequence[object], edges: Edges, unwinding: set[int], e
         ready = next((one for one in left if waits_for[one].isdisjoint(left)), None)
         if ready is None:
             raise PluginOrderError(
-                f"the plugins at {event.name} declare an order that is a circle: {_circle(left, waits_for)}. "
-                "Each arrow reads 'runs before'; remove one `before` or `after`."
+                f"the plugins at {event.name} declare a cyclic order: {_circle(left, waits_for)}. "
+                "Each arrow means 'runs before'. Remove one `before` or `after`."
             )
         ordered.append(left.pop(ready))
     return ordered
@@ -178,7 +178,7 @@ def _reason_against(one: object, other: object) -> str | None:
             return f"{EXCLUSIVE_TAGS[tag]}. {_way_out(one, other)}"
         if tag in _tags(one, "exclusive") | _tags(other, "exclusive"):
             return f"only one plugin of a run can be #{tag}. {_way_out(one, other)}"
-    return f"{plugin_name(clashes[0][0])} declares so. {_way_out(one, other)}" if clashes else None
+    return f"{plugin_name(clashes[0][0])} declares this conflict. {_way_out(one, other)}" if clashes else None
 
 
 def _way_out(one: object, other: object) -> str:

@@ -57,7 +57,7 @@ class Plugin:
     before: Iterable[PluginReference] = ()
     after: Iterable[PluginReference] = ()
     conflicts: Iterable[PluginReference] = ()
-    """Plugins it cannot run with. A mapping also says what to do instead: `{"CutMix": "put both into OneOf"}`."""
+    """Plugins it cannot run with. A mapping also gives the alternative: `{"CutMix": "put both into OneOf"}`."""
     tags: frozenset[str] = frozenset()
     exclusive: frozenset[str] = frozenset()
     """Those of its tags that only one plugin of a run may carry."""
@@ -167,7 +167,7 @@ def _event_method(event: Event) -> Callable[[object, object, Logger], None]:
     def method(self: object, state: object, logger: Logger) -> None: ...
 
     method.__name__, method.__qualname__ = event.value, f"Callback.{event.value}"
-    method.__doc__ = f"Watch {event.name}; does nothing here."
+    method.__doc__ = f"Handle {event.name}. The default does nothing."
     return method
 
 

@@ -161,7 +161,7 @@ ITERATION_FIELDS: tuple[str, ...] = (*(name for name in FIELDS if name.endswith(
 def unit_field(unit: TimeUnit) -> str:
     """Return the field of `Timestamp` that counts `unit` since the start of the run."""
     if unit is TimeUnit.DURATION:
-        raise TimeUnitError("'dur' is a fraction of the run: ask the state for its elapsed duration instead.")
+        raise TimeUnitError("'dur' is a fraction of the run: use the state's elapsed duration instead.")
     return _UNIT_FIELD[unit]
 
 
@@ -307,7 +307,7 @@ class Clock:
             return getattr(self, field) >= time.value
         elapsed = elapsed_duration(self, max_duration, batches_per_epoch)
         if elapsed is None:
-            raise TimeUnitError(f"{time} is a fraction of the run, whose length is not known here: give max_duration.")
+            raise TimeUnitError(f"{time} is a fraction of the run, whose length is unknown: set max_duration.")
         # Nine decimals forgive binary fractions, so that 0.3dur of 10 batches is reached at batch 3.
         return round(elapsed - time.value, 9) >= 0
 

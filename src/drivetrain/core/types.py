@@ -9,8 +9,8 @@ JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | boo
 Settings = dict[str, Any]
 """Keyword arguments, parameters or configuration by name; whoever receives them checks each value."""
 Batch = object
-"""What a loader yields and a model takes: a tensor, or any container of them. Only the user's code knows which."""
+"""What a loader yields and a model takes: a tensor, or any container of them. It depends on the user's code."""
 Item = Any
 """One object of a session: a module, an optimizer, a number, a container, or an object of the user's."""
 Saved = Any
-"""The saved form of an item, read from a file: nothing is known of it before it is checked."""
+"""The saved form of an item, read from a file and not yet validated."""

@@ -140,7 +140,7 @@ class Time:
         if isinstance(value, timedelta):
             return cls.from_timedelta(value)
         if default_int_unit is None:
-            raise ConfigTypeError(f"{value!r} is not a time: a bare number has no unit here. {_FORMS}")
+            raise ConfigTypeError(f"{value!r} is not a time: a bare number has no unit. {_FORMS}")
         return cls(value, default_int_unit)
 
     def to_timestring(self) -> str:
@@ -295,7 +295,7 @@ def _read_number(text: str, timestring: str) -> int | float:
     except InvalidOperation:
         raise ConfigError(f"{timestring!r} is not a time. {_FORMS}") from None
     if number and number.adjusted() > _LARGEST_EXPONENT:
-        raise ConfigError(f"{timestring!r} is larger than 1e{_LARGEST_EXPONENT}; no run counts that far.")
+        raise ConfigError(f"{timestring!r} is larger than 1e{_LARGEST_EXPONENT}, the limit.")
     return _number(number)
 
 

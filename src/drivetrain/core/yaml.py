@@ -181,7 +181,7 @@ class StrictLoader(yaml.SafeLoader):
     def _count(self, size: int, mark: Any) -> None:
         self._expanded += size
         if self._expanded > MAX_EXPANDED:
-            raise yaml.composer.ComposerError(None, None, "aliases expand to more than a configuration can need", mark)
+            raise yaml.composer.ComposerError(None, None, "aliases expand to too many values", mark)
 
 
 for _kind, _pattern, _first in _RESOLVERS:
@@ -232,7 +232,7 @@ class _NodeReader:
         shown = tag.replace(_CORE, "!!")
         valid = ["!ref", "!tuple", "!list", "!str"] if self.tags else []
         hint = did_you_mean(shown, valid)
-        known = f"Known tags: {', '.join(valid)}." if valid else "This file may use no tags."
+        known = f"Known tags: {', '.join(valid)}." if valid else "This file must not use tags."
         return f"the tag {shown!r} is not allowed.{hint} {known}"
 
     def _build_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, object]:
@@ -307,7 +307,7 @@ class _NodeReader:
             return float(text.replace(".", ""))
         value = float(text)
         if value in (float("inf"), float("-inf")):
-            raise self.fail(node, f"the number {text[:60]} is too large; write .inf if infinity is meant.")
+            raise self.fail(node, f"the number {text[:60]} is too large; write .inf for infinity.")
         return value
 
     def _build_tagged(self, node: Node, path: KeyPath) -> object:
@@ -369,7 +369,7 @@ def _read_text(source: YamlSource, error: type[Exception]) -> tuple[str, str]:
         name = Path(str(getattr(source, "name", None) or "<stream>")).name
         content = source.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise error(f"{name}: the file is longer than {MAX_BYTES:,} bytes, which no configuration needs.")
+        raise error(f"{name}: the file is longer than {MAX_BYTES:,} bytes, the limit for a configuration.")
     if isinstance(content, bytes):
         content = _decoded(name, content, error)
     return name, content.removeprefix("\ufeff")

@@ -78,7 +78,7 @@ class _Resolver:
     def _spend(self, amount: int) -> None:
         self.left -= amount
         if self.left < 0:
-            raise ReferenceProblem(self._line(), "references expand to more than a configuration can need.")
+            raise ReferenceProblem(self._line(), "references expand to too many values.")
 
     def _follow(self, reference: RefTag) -> object:
         if reference in self.active:
@@ -103,7 +103,7 @@ class _Resolver:
         position, walked = 0, ""
         path = path.strip()
         if not path:
-            raise ReferenceProblem(reference.line, "`!ref <>` names nothing; write the name of a top-level key.")
+            raise ReferenceProblem(reference.line, "`!ref <>` is empty; write the name of a top-level key.")
         while position < len(path):
             match = _STEP.match(path, position)
             if match is None:

@@ -94,7 +94,7 @@ def find_columns(dataset: object) -> Columns | None:
     lengths = {len(leaf) for leaf in held}
     if len(lengths) != 1:
         raise ParameterError(
-            f"dataset: the tensors of a {type(dataset).__name__} must have equally many rows, these have "
+            f"dataset: the tensors of a {type(dataset).__name__} must have the same number of rows; got "
             f"{', '.join(str(len(leaf)) for leaf in held)}. For a dataset of separate samples give a list."
         )
     if len({leaf.device for leaf in held}) != 1:
@@ -263,7 +263,7 @@ def resident_columns(
         return None
     placed = columns.to(device)
     logger.info(
-        "%s of tensor data now live on %s and are gathered there (resident=False keeps them on the host)",
+        "%s of tensor data moved to %s; batches are gathered there (resident=False keeps the data on the host)",
         shown_bytes(size),
         device,
     )

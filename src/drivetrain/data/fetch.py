@@ -123,7 +123,7 @@ def dataset_length(dataset: Any, columns: Columns | None) -> int:
     if isinstance(dataset, Mapping) and 0 not in dataset and len(dataset):
         raise ParameterError(
             f"dataset: a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:4]))} is not a dataset of samples. "
-            "Give a mapping of tensors or arrays with equally many rows, or a list of samples."
+            "Give a mapping of tensors or arrays with the same number of rows, or a list of samples."
         )
     if not hasattr(dataset, "__getitem__") and not has_get_batch(dataset):
         raise ParameterError(

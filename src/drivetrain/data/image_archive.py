@@ -70,7 +70,7 @@ def load_image_archive(
             torch.save(splits, aside)
     except OSError as error:
         logger.warning(
-            "the pictures of %s cannot be kept in %s, and are decoded again next time: %s", archive, folder, error
+            "the pictures of %s cannot be cached in %s and will be decoded again next time: %s", archive, folder, error
         )
     return splits
 
@@ -124,7 +124,7 @@ class _Unpacked(io.RawIOBase):
     def _check(self, position: int) -> None:
         if position > self._limit + MAX_FILE:
             raise ConfigError(
-                f"load_image_archive: {self._name} unpacks to more than {self._limit:,} bytes. If that is right, raise max_bytes."
+                f"load_image_archive: {self._name} unpacks to more than {self._limit:,} bytes. If this is expected, raise max_bytes."
             )
 
 
@@ -145,7 +145,9 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
             try:
                 picture = Image.open(io.BytesIO(stream.read(member.size)), formats=FORMATS)
             except UnidentifiedImageError:
-                raise ConfigError(f"{place} is neither {' nor '.join(FORMATS)}, and nothing else is decoded.") from None
+                raise ConfigError(
+                    f"{place} is neither {' nor '.join(FORMATS)}; other formats are not supported."
+                ) from None
             except (Image.DecompressionBombError, Image.DecompressionBombWarning, OSError, ValueError) as error:
                 raise ConfigError(f"{place} cannot be decoded: {error}") from None
             pixels_in = picture.width * picture.height
@@ -153,9 +155,7 @@ def _decode(archive: Path, max_bytes: int) -> dict[str, Split]:
             if pixels_in > MAX_PIXELS:
                 raise ConfigError(f"{place} has {picture.width} x {picture.height} pixels, more than {MAX_PIXELS:,}.")
             if total > max_bytes:
-                raise ConfigError(
-                    f"{place}: the pictures up to here have more than {max_bytes:,} bytes. Raise max_bytes."
-                )
+                raise ConfigError(f"{place}: the decoded images exceed {max_bytes:,} bytes. Raise max_bytes.")
             try:
                 colours = picture.convert("RGB")
             except (OSError, ValueError, SyntaxError) as error:

@@ -382,14 +382,16 @@ class SmartDataLoader(DataLoader[T_co]):
     def load_state_dict(self, state: StateDict | None, strict: bool = True) -> None:
         """Go to a saved position: the next iteration continues there. `strict=False` warns where it would raise."""
         if state is None:
-            warnings.warn("the loader's saved state is None: it keeps its own place.", DrivetrainWarning, stacklevel=2)
+            warnings.warn(
+                "the loader's saved state is None: it keeps its current position.", DrivetrainWarning, stacklevel=2
+            )
             return
         checked = check_state(state, self._samples(), None if self._order is None else self._order.samples, strict)
         self._check_continuable(checked["position"], strict)
         if self._arguments["random_seed"] is not None and checked["seed"] != self._seed:
             warnings.warn(
-                f"random_seed={self._seed} was given, but the saved state has {checked['seed']}: the state wins, so that the order "
-                "of samples goes on. Leave random_seed out to resume without this warning.",
+                f"random_seed={self._seed} was given, but the saved state has {checked['seed']}: the saved seed is used, so that "
+                "the order of samples continues. Remove random_seed to resume without this warning.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
@@ -408,8 +410,9 @@ class SmartDataLoader(DataLoader[T_co]):
             return
         name = f" {self.name!r}" if self.name else ""
         message = (
-            f"the loader{name} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: what its dataset "
-            f"draws depends on what was read ahead, so it cannot continue exactly at position {position}. Use rng='batch' (the "
+            f"the loader{name} has rng='off' with num_workers={self.num_workers} and prefetch={self.prefetch}: the random numbers "
+            f"of its dataset depend on how far it has read ahead, so it cannot continue exactly at position "
+            f"{position}. Use rng='batch' (the "
             "default), or num_workers=0 and prefetch=0."
         )
         if strict:

@@ -321,7 +321,7 @@ def as_indices(keys: list[Any], rows: int | None) -> Tensor | list[object]:
         low, high = int(indices.min()), int(indices.max())
         if low < -rows or high >= rows:
             raise IndexError(
-                f"the sampler gave index {high if high >= rows else low}, but the dataset has {rows} samples."
+                f"the sampler returned index {high if high >= rows else low}, but the dataset has {rows} samples."
             )
         if low < 0:
             indices = torch.where(indices < 0, indices + rows, indices)
@@ -357,7 +357,7 @@ def load_sampler_state(order: SampleOrder, state: Any) -> None:
             part.generator.set_state(state.cpu())
             return
     raise ResumeError(
-        "the state holds a sampler's state, but the loader's sampler takes none. Use the sampler that was saved."
+        "the state holds a sampler's state, but the loader's sampler cannot load one. Use the sampler that was saved."
     )
 
 

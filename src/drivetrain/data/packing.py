@@ -27,7 +27,7 @@ PackingStrategy = Literal["best_fit", "first_fit"]
 STRATEGIES = ("best_fit", "first_fit")
 
 PADDING = -1
-"""The document id of places that hold no document."""
+"""The document id of padding positions."""
 
 
 class Piece(NamedTuple):
@@ -222,7 +222,7 @@ def check_packing(max_length: int, strategy: str, buffer: int = 1) -> None:
 
 
 BEGINNING: StateDict = {"documents": 0, "rows": 0, "source": None}
-"""The place of a packed stream that has given out nothing."""
+"""The initial position of a packed stream."""
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):

@@ -85,32 +85,33 @@ def _check_combinations(dataset: object, own: Mapping[str, object], given: Mappi
         for name in ("batch_size", "batch_sampler"):
             if name in given or own.get(name) is not None:
                 raise ParameterError(
-                    f"global_batch_size={own['global_batch_size']} and {name} are both given; each decides the size of a batch. "
+                    f"global_batch_size={own['global_batch_size']} and {name} are both set; each decides the size of a batch. "
                     "Give one: batch_size is per process, global_batch_size is over all of them."
                 )
     if isinstance(dataset, IterableDataset):
         for name in ("shuffle", "sampler", "batch_sampler"):
             if own[name]:
                 raise ParameterError(
-                    f"{name} is given with an IterableDataset, which has no index to choose from. Shuffle inside the dataset, or use a "
+                    f"{name} is set together with an IterableDataset, which has no index to choose from. Shuffle "
+                    f"inside the dataset, or use a "
                     "dataset with __getitem__ and __len__."
                 )
     if own["sampler"] is not None and own["shuffle"]:
-        raise ParameterError("sampler and shuffle=True are both given; each decides the order. Give one of them.")
+        raise ParameterError("sampler and shuffle=True are both set; each decides the order. Give one of them.")
     if own["batch_sampler"] is not None:
         clash = [name for name in ("batch_size", "drop_last") if given.get(name, None) not in (None, 1, False)]
         clash += [name for name in ("shuffle", "sampler") if own[name]]
         if clash:
             raise ParameterError(
-                f"batch_sampler is given with {' and '.join(clash)}, which it decides itself. Leave them out."
+                f"batch_sampler is set together with {' and '.join(clash)}, which it decides itself. Remove them."
             )
     if given.get("batch_size", 1) is None and given.get("drop_last"):
         raise ParameterError(
-            "batch_size=None turns batching off, so drop_last has nothing to drop. Leave one of them out."
+            "batch_size=None turns batching off, so drop_last has nothing to drop. Remove one of them."
         )
     if given.get("in_order") is False:
         raise ParameterError(
-            "in_order=False gives batches in no fixed order, so a position in the data has no meaning. Leave it out, or use torch's "
+            "in_order=False gives batches in no fixed order, so a position in the data has no meaning. Remove it, or use torch's "
             "DataLoader."
         )
 
@@ -264,15 +265,13 @@ def check_state(state: object, length: int | None, last: int | None, strict: boo
     checked = dict(state)
     if state["length"] != length and not (state["length"] is None or length is None):
         message = (
-            f"the loader's data has {length} samples, the saved state is of {state['length']}: position {state['position']} means "
-            "another sample now. Resume with the same data, or start a new run from the weights."
+            f"the loader's data has {length} samples, the saved state is of {state['length']}: position {state['position']} is "
+            f"now a different sample. Resume with the same data, or start a new run from the weights."
         )
         if strict:
             raise ResumeError(message)
         warnings.warn(f"{message} Epoch {state['epoch']} starts from its beginning.", DrivetrainWarning, stacklevel=3)
         checked["position"] = 0
     elif last is not None and checked["position"] > last:
-        raise StateError(
-            f"loader state: position {checked['position']} lies behind the end of the epoch ({last} samples)."
-        )
+        raise StateError(f"loader state: position {checked['position']} is past the end of the epoch ({last} samples).")
     return checked

@@ -120,8 +120,8 @@ class StreamReader:
             place += read
             if read < wanted:
                 raise ResumeError(
-                    f"the stream ended after {place} samples, but the run is to continue after {position}. Resume with the data "
-                    "it was started with."
+                    f"the stream ended after {place} samples, but the run must continue after {position}. Resume with the same "
+                    f"data."
                 )
 
     def collated(self, samples: list[object], *place: int) -> Batch:
@@ -301,7 +301,7 @@ def sharded_batches(reader: ShardedReader, start: StreamStart, pool: WorkerPool 
             workers[worker], last = place, (size, batch)
         elif last is None:
             raise DistributedError(
-                f"data rank {rank} has no sample at all in epoch {start.epoch}; each rank's shard needs one."
+                f"data rank {rank} has no samples in epoch {start.epoch}; each rank's shard needs at least one."
             )
         total = sum(sizes.values())
         first = position + sum(size for other, size in sizes.items() if other < rank)

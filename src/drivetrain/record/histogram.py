@@ -25,7 +25,7 @@ class Histogram:
     """The sum of the finite values."""
     total_of_squares: float
     nonfinite: int
-    """How many values were NaN or infinite; they are in no bin."""
+    """Number of NaN or infinite values; no bin counts them."""
 
     @property
     def edges(self) -> list[float]:
@@ -40,11 +40,11 @@ def count_values(values: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     As in numpy, equal values get a bin range of one around them.
     """
     if values.numel() == 0:
-        raise ConfigError("a histogram of no values is asked for; expected a tensor with at least one element.")
+        raise ConfigError("cannot make a histogram of no values; expected a tensor with at least one element.")
     if type(bins) is not int or bins < 1:
-        raise ConfigError(f"bins={bins!r} is not possible; expected a whole number of at least 1.")
+        raise ConfigError(f"bins={bins!r} is not valid; expected a whole number of at least 1.")
     if values.is_complex():
-        raise ConfigError("a histogram of complex values is asked for; record their real part or their size (abs).")
+        raise ConfigError("cannot make a histogram of complex values; record their real part or their size (abs).")
     flat = values.detach().reshape(-1)
     kind = torch.float32 if flat.device.type == "mps" else torch.float64
     low = torch.full((), torch.inf, dtype=kind, device=flat.device)

@@ -87,7 +87,7 @@ def encode_image(image: Any, tag: str, warned: set[str]) -> bytes:
         if not (low >= -1e-3 and high <= 1 + 1e-3) and tag not in warned:  # NaN also ends up here
             warned.add(tag)
             logger.warning(
-                "image %r: values from %g to %g are cut off at 0 and 1; scale them to [0, 1] first.", tag, low, high
+                "image %r: values from %g to %g are clipped to [0, 1]; scale them to [0, 1] first.", tag, low, high
             )
         image = (np.clip(np.nan_to_num(image), 0, 1) * 255 + 0.5).astype(np.uint8)
     return encode_png(image)

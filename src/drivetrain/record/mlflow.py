@@ -144,7 +144,9 @@ def _continued(client: "MlflowClient", run_id: str | None) -> str | None:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         logger.warning(
-            "mlflow: the store has no run %s, so a new one begins. Resume where %s is.", run_id, DEFAULT_STORE
+            "mlflow: the store has no run %s, so a new one is started. To continue it, resume where %s is.",
+            run_id,
+            DEFAULT_STORE,
         )
         return None
     return run_id

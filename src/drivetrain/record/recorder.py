@@ -110,7 +110,7 @@ class Recorder:
         if count == self._count:
             return
         if isinstance(count, bool) or not hasattr(count, "__index__") or count.__index__() < 0:
-            raise ConfigTypeError(f"count = {count!r} is not possible; expected a whole number from 0 on.")
+            raise ConfigTypeError(f"count = {count!r} is not valid; expected a whole number of at least 0.")
         self._end_step(int(count))
 
     def step(self) -> None:
@@ -192,7 +192,7 @@ class Recorder:
         """Return the number recorded last under `tag` by this process; waits for the device."""
         self._stream.read()
         if tag not in self._stream.last:
-            raise ConfigError(unknown_name("tag", tag, self._stream.last or ["(nothing is recorded yet)"]))
+            raise ConfigError(unknown_name("tag", tag, self._stream.last or ["(nothing recorded yet)"]))
         return self._stream.last[tag]
 
     # ------------------------------------------------------------------ what loggers of a Trainer are called
@@ -265,7 +265,7 @@ class Recorder:
         """Go on from a saved state: rows written after it was saved are superseded."""
         count = state.get("count")
         if type(count) is not int or count < 0:
-            raise StateError(f"the state of a Recorder has count={count!r}; expected a whole number from 0 on.")
+            raise StateError(f"the state of a Recorder has count={count!r}; expected a whole number of at least 0.")
         stream = self._stream
         if stream.is_open:  # end this life first
             stream.flush()
@@ -281,7 +281,7 @@ class Recorder:
         stream, now = self._stream, time.monotonic()
         if stream.is_closed:
             raise ExperimentError(
-                f"{kind}({tag!r}): this Recorder is closed. Record before close() or before the end of its run, or make a new one."
+                f"{kind}({tag!r}): this Recorder is closed. Record before close() and before its run ends, or create a new one."
             )
         stream.rows.append(Row(kind, tag, value, self._count, now))
         self._recorded = True
@@ -331,13 +331,13 @@ def _wants_tensorboard(tensorboard: object) -> bool:
     if tensorboard == "auto":
         return is_installed()
     if not isinstance(tensorboard, bool):
-        raise ConfigError(f"tensorboard={tensorboard!r} is not possible; expected True, False or 'auto'.")
+        raise ConfigError(f"tensorboard={tensorboard!r} is not valid; expected True, False or 'auto'.")
     return tensorboard
 
 
 def _made_sinks(sinks: object) -> list[object]:
     if isinstance(sinks, str) or not isinstance(sinks, Iterable):
-        raise ConfigTypeError(f"sinks={sinks!r} is not possible; expected a list or tuple, such as sinks=({sinks!r},).")
+        raise ConfigTypeError(f"sinks={sinks!r} is not valid; expected a list or tuple, such as sinks=({sinks!r},).")
     made = []
     for sink in sinks:
         if isinstance(sink, str):
@@ -354,9 +354,9 @@ def _seconds(flush_every: object) -> float:
     elif isinstance(flush_every, int | float) and not isinstance(flush_every, bool):
         seconds = float(flush_every)
     else:
-        raise ConfigTypeError(f"flush_every={flush_every!r} is not possible; expected a time such as '5s'.")
+        raise ConfigTypeError(f"flush_every={flush_every!r} is not valid; expected a time such as '5s'.")
     if not 0 <= seconds < math.inf:
-        raise ConfigError(f"flush_every={flush_every!r} is not possible; expected a time from 0 on, such as '5s'.")
+        raise ConfigError(f"flush_every={flush_every!r} is not valid; expected a time of at least 0, such as '5s'.")
     return seconds
 
 
@@ -373,8 +373,8 @@ def _claimed_folder(output_dir: str | Path | None) -> Path:
     run = current_run()
     if run is None:
         raise ExperimentError(
-            "Recorder() needs a folder to write to, and no experiment is running. Give it one, Recorder('runs/first'), or make it inside "
-            "an experiment."
+            "Recorder() needs a folder to write to, and no experiment is running. Pass one, Recorder('runs/first'), or create it inside an "
+            "experiment."
         )
     place = run.next_index("recorder")
     folder = (run.folder if place == 0 else run.folder / f"recorder-{place}").absolute()

@@ -30,9 +30,9 @@ class Resume:
     step: int
     """Rows of this step and later ones are superseded."""
     lines: int | None = None
-    """How many lines of `metrics.jsonl` are kept, where the checkpoint knew it; more exact than the step."""
+    """Number of lines of `metrics.jsonl` to keep, if the checkpoint stores it; more exact than the step."""
     run_id: str | None = None
-    """What an external tracker calls this run."""
+    """The id of this run in an external tracker."""
 
 
 class Sink(Protocol):
@@ -230,7 +230,7 @@ class Outlet:
         if not self._has_spoken:
             self._has_spoken = True
             logger.warning(
-                "the sink %s failed (%s: %s). Training goes on; the sink is tried again from time to time.",
+                "the sink %s failed (%s: %s). Training continues; the sink is retried periodically.",
                 self.name,
                 type(error).__name__,
                 error,

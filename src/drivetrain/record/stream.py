@@ -51,7 +51,7 @@ class Stream:
         self.due = 0.0
         self.is_silent = self.is_closed = False
         self.wants_steps = any(outlet.takes("step") for outlet in outlets)
-        """Whether some sink is to be served at every step."""
+        """Whether a sink needs every step."""
         self.restored: Resume | None = None
         self.restored_runs: dict[str, str] = {}
         self._every, self._keeps_files = every, keeps_files
