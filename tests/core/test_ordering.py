@@ -84,7 +84,7 @@ def test_a_circle_of_declarations_is_printed_as_a_chain():
         before = ("A",)
 
     plugins = [Notes("free", LOADED), A("a", LOADED), B("b", LOADED), C("c", LOADED)]
-    with pytest.raises(PluginOrderError, match=r"AFTER_DATALOADER.*circle") as error:
+    with pytest.raises(PluginOrderError, match=r"AFTER_DATALOADER.*cyclic order") as error:
         engine_of(*plugins)
     chain = str(error.value).split("circle: ")[1].split(".")[0].split(" → ")
     assert chain[0] == chain[-1] and set(chain) == {"a", "b", "c"} and len(chain) == 4
