@@ -136,7 +136,7 @@ def test_bad_settings_are_refused(arguments, text):
 
 
 def test_asking_for_an_average_that_is_not_there_says_so():
-    with pytest.raises(ValueError, match="not seen"):
+    with pytest.raises(ValueError, match="no model yet"):
         EMA().get_ema_model(ConvNet())
     ema = EMA()
     conv_run(ema)

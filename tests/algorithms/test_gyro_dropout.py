@@ -49,7 +49,7 @@ def test_evaluation_passes_everything():
 def test_another_feature_size_is_refused():
     layer = GyroDropoutLayer(1, 1)
     layer(torch.ones(2, 4))
-    with pytest.raises(ValueError, match="one size"):
+    with pytest.raises(ValueError, match="the same size"):
         layer(torch.ones(2, 5))
 
 

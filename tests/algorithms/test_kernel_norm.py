@@ -38,5 +38,5 @@ def test_only_named_layers_are_changed():
 def test_mistakes_are_found_when_the_trainer_is_built():
     with pytest.raises(ValueError, match="featuers"):
         conv_trainer(KernelNorm(layers="featuers.4"))
-    with pytest.raises(ValueError, match="no convolution"):
+    with pytest.raises(ValueError, match="no trainable convolution"):
         Trainer(nn.Linear(2, 2), nn.MSELoss(), None, callbacks=(), algorithms=[KernelNorm()])

@@ -100,7 +100,7 @@ def test_a_run_without_an_optimizer_to_replace_is_refused_by_name(name):
 def test_an_optimizer_that_has_begun_is_not_replaced(name):
     first = conv_run()
     train(first, image_data(), num_epochs=1)
-    with pytest.raises(ValueError, match="has taken steps already"):
+    with pytest.raises(ValueError, match="has already taken steps"):
         Trainer(first.model, nn.CrossEntropyLoss(), first.optimizer, (), algorithms=[CASES[name][0]()])
 
 

@@ -36,7 +36,7 @@ def test_the_split_is_explained_and_groups_keep_their_rates():
     rest = [p for p in model.parameters() if all(p is not one for one in slow)]
     optimizer = torch.optim.AdamW([{"params": rest}, {"params": slow, "lr": 1e-4, "weight_decay": 0.5}], lr=1e-3)
     muon = Muon(other_kwargs={"betas": (0.8, 0.9)})
-    assert "not seen" in muon.explain()
+    assert "no model yet" in muon.explain()
     trainer = Trainer(model, None, optimizer, (), algorithms=[muon])
     groups = trainer.optimizer.param_groups
     assert [(g["muon"], g["lr"], g["param_names"]) for g in groups if g["muon"]] == [

@@ -55,7 +55,7 @@ def test_each_image_of_a_batch_is_drawn_on_its_own(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_normalised_images_are_refused(function):
-    with pytest.raises(ValueError, match="Augment before normalising"):
+    with pytest.raises(ValueError, match="Augment before normalizing"):
         function(torch.randn(3, 8, 8) * 3)
 
 

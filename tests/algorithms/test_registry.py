@@ -46,7 +46,7 @@ def test_unknown_names_and_arguments_are_answered_with_the_nearest():
         registry.create("MixUpp", {})
     with pytest.raises(ValueError, match="Did you mean 'alpha'"):
         registry.create("MixUp", {"alhpa": 1})
-    with pytest.raises(ValueError, match="cannot bring back"):
+    with pytest.raises(ValueError, match="cannot be restored"):
         registry.create("MixUp", {"input_key": {"__repr__": "function f"}})
 
 

@@ -85,7 +85,7 @@ def test_the_weights_at_the_end_belong_to_the_mean(epochs, members):
 def test_a_run_too_short_for_two_members_is_warned_about(epochs, members):
     last = Watch(Event.AFTER_STEP, lambda state: parameters(state.model))
     trainer = conv_run(SWA(), callbacks=[last])
-    with pytest.warns(NoEffectWarning, match=f"SWA has {members} of at least two .* a run of {epochs}ep"):
+    with pytest.warns(NoEffectWarning, match=f"SWA needs at least two .* gets {members} in a run of {epochs}ep"):
         train(trainer, image_data(), num_epochs=epochs)
     assert same(parameters(trainer.model), last.values[-1])
 

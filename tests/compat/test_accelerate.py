@@ -159,7 +159,7 @@ def test_random_states_are_not_unpickled_and_that_is_said(folder):
             return exec, ("raise SystemExit('ran code from a file')",)
 
     (folder / "random_states_0.pkl").write_bytes(pickle.dumps(Trap()))
-    with pytest.warns(DrivetrainWarning, match="random states are kept there as a pickle"):
+    with pytest.warns(DrivetrainWarning, match="its random states are a pickle"):
         resume(folder)
 
 
@@ -192,7 +192,7 @@ def test_a_folder_without_epoch_or_weights_is_refused(folder):
     with pytest.raises(ResumeError, match="current_epoch is 'three'"):
         resume(folder)
     (folder / "trainer_metadata.pt").unlink()
-    with pytest.raises(ResumeError, match="does not say which epoch comes next"):
+    with pytest.raises(ResumeError, match="does not record the next epoch"):
         resume(folder)
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_file_is_named(folder):
 
 def test_a_state_that_nobody_can_take_is_refused(folder):
     trainer = make_trainer()
-    with pytest.raises(ValueError, match="state of the scheduler, and the Trainer has none"):
+    with pytest.raises(ValueError, match="state of the scheduler, but the Trainer has none"):
         train(trainer, num_epochs=3, resume_from=folder)
 
 

@@ -33,7 +33,7 @@ def test_every_name_of_a_module_is_offered_or_says_what_to_use_instead(package):
         listed = dir(here)
         for name in NAMES[module]:
             if name in modules[module].instead:
-                with pytest.raises(ImportError, match=f"{name} is not offered here. Use instead: .{{5,}}"):
+                with pytest.raises(ImportError, match=f"{name} is not supported. Use instead: .{{5,}}"):
                     getattr(here, name)
                 assert name not in listed, module
             else:

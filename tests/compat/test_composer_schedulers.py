@@ -212,7 +212,7 @@ def test_a_function_of_the_state_alone_cannot_be_scaled():
     state = state_at(0, optimizers=optimizers(0.1))
     assert optim.compile_composer_scheduler(lambda state: 0.5, state).get_last_lr() == [0.05]
     assert optim.compile_composer_scheduler(lambda state, ssr=1.0: ssr, state, 2.0).get_last_lr() == [0.2]
-    with pytest.raises(ValueError, match="takes the state alone"):
+    with pytest.raises(ValueError, match="takes only the state"):
         optim.compile_composer_scheduler(lambda state: 0.5, state, 2.0)
     with pytest.raises(ValueError, match="ssr=0"):
         optim.compile_composer_scheduler(optim.LinearScheduler(), state, 0)

@@ -287,11 +287,11 @@ def test_what_has_no_name_cannot_be_written():
         ("optim_sches: {a: {type: NoamLr, conf: 5}}", "expected a mapping of arguments"),
         ("optim_sches: {a: 5}", r"expected \{type, conf\}"),
         ("optim_sches: 5", "names of units"),
-        ("optim_sche: {type: NoamLr, conf: {}}", "Did you mean it by 'optim_sche'"),
+        ("optim_sche: {type: NoamLr, conf: {}}", "Did you mean 'optim_sche'"),
         ("{}", "there is no 'optim_sches'"),
         (
             "train_cfg: {optim_sche: {}}",
-            "no 'optim_sches' at the top or in 'train_cfg'. Did you mean it by 'optim_sche'",
+            "no 'optim_sches' at the top or in 'train_cfg'. Did you mean 'optim_sche'",
         ),
         ("train_cfg: a/b.yaml", r"<stream>:1 train_cfg: .*another file, 'a/b.yaml'"),
         ("train_cfg: {optim_sches: {}}\noptim_sches: {}", "also in 'train_cfg'"),
@@ -368,5 +368,5 @@ class TestAsOptimSet:
         assert same(weights(ours), weights(theirs)) and optim.passes() == [("enc", "dec")]
 
     def test_a_torch_optimizer_of_another_model_is_refused(self):
-        with pytest.raises(ConfigError, match="parameters that the model does not have"):
+        with pytest.raises(ConfigError, match="parameters that are not in the model"):
             as_optim_set({"a": torch.optim.SGD(EncoderDecoder().parameters(), lr=0.1)}, EncoderDecoder())

@@ -276,7 +276,7 @@ class TestWindows:
         with caplog.at_level(logging.WARNING):
             optim.end_run()
         assert [record.getMessage() for record in caplog.records] == [
-            "the run ended inside a window; gradients not used: main (2 batches)."
+            "the run ended inside an accumulation window; gradients not used: main (2 batches)."
         ]
 
     def test_bad_batch_numbers_are_refused(self):

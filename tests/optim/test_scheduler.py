@@ -120,7 +120,7 @@ def test_a_batch_skipped_at_a_boundary_does_not_merge_windows(caplog):
     with caplog.at_level(logging.WARNING):
         assert unit.step(losses_of(model, x3), step_num=3) is False
         assert unit.step(losses_of(model, x4), step_num=4) is True
-    assert "1 batches are left out" in caplog.text
+    assert "1 batches are discarded" in caplog.text
     for old, new, a, b in zip(before, weights(model), *grads):
         assert torch.allclose(old - new, (a + b) / 2, rtol=0, atol=1e-12)
 
@@ -423,7 +423,7 @@ class TestArguments:
             ("Muon", None, "MuonHybrid"),
             ("math.sqrt", None, "expected a subclass"),
             ("collections.OrderedDict", None, "OrderedDict"),
-            ("no.such.module", None, "no module"),
+            ("no.such.module", None, "not a module"),
             ("torch.optim.Adamm", None, "'Adam'"),
             (nn.Linear, None, "Linear"),
             (5, None, "expected a name"),

@@ -204,7 +204,7 @@ def test_wsd_decays_over_the_last_tenth_by_default():
     [
         (CosineLr, {"total_steps": 10, "warmup_steps": 10}, r"10 .*10"),
         (CosineLr, {"total_steps": 0}, "at least 1"),
-        (CosineLr, {"total_steps": 10, "min_lr": 0.1, "min_lr_ratio": 0.1}, "Give one"),
+        (CosineLr, {"total_steps": 10, "min_lr": 0.1, "min_lr_ratio": 0.1}, "Use one"),
         (CosineLr, {"total_steps": 10, "min_lr": 2.0}, "from 0 to"),
         (CosineLr, {"total_steps": "10mm"}, "unknown time unit"),
         (CosineLr, {"total_steps": "10tok"}, "steps"),

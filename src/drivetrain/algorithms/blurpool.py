@@ -39,7 +39,7 @@ def blur_2d(input: Tensor, channels: int = -1, stride: Size2d = 1, filter: Tenso
     height, width = filter.shape[-2:]
     if height % 2 == 0 or width % 2 == 0:
         raise IndexError(
-            f"blur_2d: the filter is {height}x{width}; both sides must be odd, or there is no centre to align."
+            f"blur_2d: the filter is {height}x{width}; both sides must be odd, so that the filter has a center."
         )
     padding = (height // 2, width // 2)
     if input.shape[-2] + 2 * padding[0] < height or input.shape[-1] + 2 * padding[1] < width:
@@ -201,7 +201,7 @@ def check_blurpool(who: str, replace_convs: bool, replace_maxpools: bool, min_ch
     check_counts(who, 0, min_channels=min_channels)
     if not replace_convs and not replace_maxpools:
         raise ConfigError(
-            f"{who}: replace_convs and replace_maxpools are both False, so there is nothing to do. Set one of them."
+            f"{who}: replace_convs and replace_maxpools are both False, so nothing would change. Set one to True."
         )
 
 

@@ -14,7 +14,7 @@ class Cautious(Algorithm):
     events = frozenset({Event.INIT})
     writes = ("optimizers",)
     after = ("#surgery", "#optimizer", "FastDefaults")
-    conflicts = {"ScheduleFree": "its weights are an average, not a point an update starts from. Use one of them"}
+    conflicts = {"ScheduleFree": "its weights are an average, not the starting point of an update. Use one of them"}
 
     def __init__(self, eps: float = 1e-3):
         check_numbers("Cautious", 0, eps=eps)

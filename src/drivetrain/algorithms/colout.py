@@ -100,8 +100,9 @@ class ColOut(Algorithm):
         _check(p_row, p_col, resize_target, "ColOut")
         if resize_target is True and not batch:
             raise NotImplementedError(
-                "ColOut(resize_target=True, batch=False): single images are changed inside the dataset, where their targets are not at "
-                "hand. Use batch=True."
+                "ColOut(resize_target=True, batch=False): single images are changed inside the dataset, without "
+                "access to their targets. Use "
+                "batch=True."
             )
         self.p_row, self.p_col, self.batch, self.resize_target = p_row, p_col, batch, resize_target
         self.input_key, self.target_key = input_key, target_key

@@ -102,7 +102,7 @@ class CutMix(PairMixing):
     Targets with the height and width of the images, as for segmentation, are cut and pasted too.
     """
 
-    conflicts = {"MixUp": "both mix the samples of a batch. Let one act per batch: OneOf(MixUp(...), CutMix(...))"}
+    conflicts = {"MixUp": "both mix the samples of a batch. Apply one per batch: OneOf(MixUp(...), CutMix(...))"}
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class CutMix(PairMixing):
         first = first_tensor(inputs, str(self))
         if self.interpolate_loss and is_image_like(state.batch_get_item(self.target_key), first):
             raise ConfigError(
-                "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is one loss, "
-                "nothing to interpolate. Use interpolate_loss=False."
+                "CutMix(interpolate_loss=True): the targets are images, which are cut and pasted like the inputs; there is only one "
+                "loss, so there is nothing to interpolate. Use interpolate_loss=False."
             )
         check_images(first, str(self))
         generator = state.rng(type(self).__name__)

@@ -40,7 +40,7 @@ class DeviceResidentData(Algorithm):
         loader = state.train_dataloader
         if not isinstance(loader, SmartDataLoader):
             raise ConfigError(
-                f"DeviceResidentData takes over a SmartDataLoader; this run reads a {type(loader).__name__}. "
+                f"DeviceResidentData needs a SmartDataLoader; this run uses a {type(loader).__name__}. "
                 "Give train() a TensorDataset, or SmartDataLoader.from_loader(loader)."
             )
         make_resident(loader, state.device, max_fraction=self.max_fraction, dtype=_DTYPES[self.dtype])

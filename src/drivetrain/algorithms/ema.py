@@ -73,7 +73,7 @@ class EMA(Algorithm):
     tags = frozenset({"average"})
     conflicts = {
         "SWA": "both average the weights. Use one of them",
-        "ScheduleFree": "schedule-free training averages the weights itself. Leave EMA out",
+        "ScheduleFree": "schedule-free training averages the weights itself. Remove EMA",
     }
 
     def __init__(
@@ -158,7 +158,7 @@ class EMA(Algorithm):
     def _fill(self, model: nn.Module, averaged: bool) -> nn.Module:
         live = None if self._model is None else self._model()
         if live is None:
-            raise ConfigError("EMA has not seen the model of a run yet.")
+            raise ConfigError("EMA has no model yet: the run has not started.")
         self._restore_average(live)
         if self._average is None and averaged:
             raise ConfigError(f"EMA has no average yet: it starts at {self.ema_start}.")

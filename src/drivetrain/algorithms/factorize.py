@@ -116,7 +116,7 @@ def factorize_conv2d(
     """
     if Wb is None and biasB is not None:
         raise MissingKernelError(
-            "factorize_conv2d: biasB belongs to the second kernel Wb, which is not given. Use biasA."
+            "factorize_conv2d: biasB belongs to the second kernel Wb, which is missing. Use biasA."
         )
     padding_mode = conv2d_kwargs.pop("padding_mode", "zeros")
     if padding_mode != "zeros":
@@ -411,7 +411,7 @@ def apply_factorization(
     elif not replaced and not done:
         warn_no_effect(
             f"Factorize found nothing in {type(model).__name__} that is wide enough (min_channels={min_channels}, "
-            f"min_features={min_features}) and would be cheaper in two parts."
+            f"min_features={min_features}) and would be cheaper as two layers."
         )
 
 

@@ -46,9 +46,7 @@ class FastDefaults(Algorithm):
         self.tf32, self.cudnn_benchmark, self.fused_optimizer = tf32, cudnn_benchmark, fused_optimizer
         self.channels_last, self.fused_loss = channels_last, fused_loss
         if fused_loss:
-            self.conflicts = {
-                "#soft_targets": "a fused loss has no logits to fit soft targets to. Leave fused_loss out"
-            }
+            self.conflicts = {"#soft_targets": "a fused loss has no logits for soft targets. Remove fused_loss"}
         self.changes: list[str] = []
         self._undo: list[Callable[[], None]] = []
 

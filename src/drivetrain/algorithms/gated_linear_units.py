@@ -131,7 +131,7 @@ def register_feed_forward(
     if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigTypeError(f"register_feed_forward({cls!r}): expected a class of modules, or its name.")
     if cls in _by_class:
-        raise ConfigError(f"register_feed_forward: {_name(cls)} is registered already.")
+        raise ConfigError(f"register_feed_forward: {_name(cls)} is already registered.")
     _by_class[cls] = FeedForwardAdapter(activation=activation, plan=plan)
 
 
@@ -195,7 +195,7 @@ def apply_gated_linear_units(
     layers = [(layer, adapter) for layer in model.modules() if (adapter := _adapter_of(layer)) is not None]
     if not layers:
         warn_no_effect(
-            f"GatedLinearUnits found no feed-forward network it knows in {type(model).__name__}. Registered: "
+            f"GatedLinearUnits found no supported feed-forward network in {type(model).__name__}. Registered: "
             f"{', '.join(sorted(map(_name, _by_class)))}. Register yours with register_feed_forward."
         )
         return
@@ -221,7 +221,7 @@ def _activation_of(layers: list[tuple[nn.Module, FeedForwardAdapter]]) -> Activa
     kinds = {_kind(one): one for one in found if one is not None}
     if len(kinds) != 1:
         raise ConfigError(
-            f"GatedLinearUnits: expected one activation in the model, found {', '.join(sorted(kinds)) or 'none'}. Say which to use: "
+            f"GatedLinearUnits: expected one activation in the model, found {', '.join(sorted(kinds)) or 'none'}. Choose one: "
             "act_fn=torch.nn.functional.gelu."
         )
     return next(iter(kinds.values()))

@@ -124,7 +124,7 @@ class GhostBatchNorm(ModelSurgery):
             way_out = "larger batches" if size < self.ghost_batch_size else "drop_last=True for the training loader"
             raise ConfigError(
                 f"GhostBatchNorm(ghost_batch_size={self.ghost_batch_size}): Worker batch size falls to {smallest} (batches of {size} "
-                f"and what is left of {len(loader.sampler)} samples). Use {way_out}, or a smaller ghost_batch_size."
+                f"over {len(loader.sampler)} samples). Use {way_out}, or a smaller ghost_batch_size."
             )
 
 

@@ -42,7 +42,7 @@ class GyroDropoutLayer(nn.Module):
         self.total_iterations = iters_per_epoch * max_epoch
         self._count = 0  # the host's copy of `steps`, so that no step waits for the device
         self.counts_passes = True
-        """Whether a forward pass is a step; False where a loop says when a step begins."""
+        """Whether each forward pass is a step; False if the loop marks the steps."""
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("masks", None)
         self.register_buffer("picks", None)
@@ -62,8 +62,8 @@ class GyroDropoutLayer(nn.Module):
         assert self.masks is not None and self.picks is not None
         if self.masks.shape[1:] != x.shape[1:]:
             raise ConfigError(
-                f"GyroDropout keeps masks of shape {tuple(self.masks.shape[1:])}, but meets features of shape {tuple(x.shape[1:])}. "
-                "It needs inputs of one size."
+                f"GyroDropout keeps masks of shape {tuple(self.masks.shape[1:])}, but got features of shape {tuple(x.shape[1:])}. "
+                "All inputs must have the same size."
             )
         rows = torch.arange(x.shape[0], device=x.device) * self.tau // x.shape[0]
         return x * self.masks[self.picks][rows].to(x.dtype) / (1 - self.p)

@@ -43,9 +43,7 @@ class KernelNorm(Algorithm):
     events = frozenset({Event.INIT, Event.BEFORE_STEP})
     reads, writes = ("model",), ("model",)
     after = ("#surgery",)
-    conflicts = {
-        "WeightStandardization": "a standardized kernel has one norm whatever its weights are. Use one of them"
-    }
+    conflicts = {"WeightStandardization": "a standardized kernel has a fixed norm. Use one of them"}
 
     def __init__(self, layers: str | Sequence[str] | None = None):
         self.layers = layers if layers is None or isinstance(layers, str) else list(layers)
@@ -56,7 +54,7 @@ class KernelNorm(Algorithm):
         if event is Event.INIT:
             self._seen = None
             if not self._kernels(model):
-                raise ConfigError(f"KernelNorm found no convolution that is trained in {type(model).__name__}.")
+                raise ConfigError(f"KernelNorm found no trainable convolution in {type(model).__name__}.")
         elif self._seen is None or self._seen[0] is not model:
             self._seen = model, self._kernels(model)
         if self._seen is not None:

@@ -83,7 +83,7 @@ def dense_targets(target: Tensor, num_classes: int | None, who: str) -> Tensor:
 class MixUp(PairMixing):
     """Mixes the samples of every batch in pairs, and their targets or losses in the same proportion."""
 
-    conflicts = {"CutMix": "both mix the samples of a batch. Let one act per batch: OneOf(MixUp(...), CutMix(...))"}
+    conflicts = {"CutMix": "both mix the samples of a batch. Apply one per batch: OneOf(MixUp(...), CutMix(...))"}
 
     def __init__(
         self,

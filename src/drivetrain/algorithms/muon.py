@@ -58,7 +58,7 @@ class Muon(Algorithm):
 
     def explain(self) -> str:
         """Return the split, one line per parameter with the reason."""
-        return "Muon has not seen the model yet." if self.split is None else self.split.explain()
+        return "Muon has no model yet." if self.split is None else self.split.explain()
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model, replaced = model_of(state, str(self)), own_optimizer(state, str(self))
@@ -66,7 +66,7 @@ class Muon(Algorithm):
         self.split = muon_groups(model)
         if not self.split.muon:
             raise ConfigError(
-                f"Muon found no hidden matrix in {type(model).__name__}: everything would go to AdamW.\n{self.split.explain()}"
+                f"Muon found no hidden matrix in {type(model).__name__}: AdamW would update everything.\n{self.split.explain()}"
             )
         to_muon = {id(parameter) for _, parameter in self.split.muon}
         groups = []

@@ -70,7 +70,7 @@ ALGORITHMS: Table = {
     "swa": ("SWA",),
     "torch_compile": ("TorchCompile",),
 }
-"""The algorithms, by which a checkpoint knows them."""
+"""The algorithms by the names that checkpoints use."""
 
 PARTS: Table = {
     "augmix": ("AugmentAndMixTransform",),
@@ -126,7 +126,7 @@ FUNCTIONS: Table = {
     "test_time_flip": ("average_flips",),
     "weight_standardization": ("apply_weight_standardization",),
 }
-"""The ideas as plain functions, for loops of one's own."""
+"""The algorithms as plain functions, for your own training loop."""
 
 
 def offered(*tables: Table) -> dict[str, list[str]]:
@@ -153,7 +153,7 @@ def register(cls: P) -> P:
     name = cls.__name__
     known = _registered.get(name)
     if name in _modules() or (known is not None and known is not cls):
-        raise ConfigError(f"register: there is an algorithm of the name {name!r} already. Rename the class.")
+        raise ConfigError(f"register: an algorithm named {name!r} already exists. Rename the class.")
     _registered[name] = cls
     return cls
 
@@ -171,7 +171,7 @@ def find(name: str) -> type[Plugin]:
         return _registered[name]
     modules = _modules()
     if name not in modules:
-        raise ConfigError(unknown_name("algorithm", name, names()) + " One of your own needs registry.register(cls).")
+        raise ConfigError(unknown_name("algorithm", name, names()) + " Register your own with registry.register(cls).")
     module, private = modules[name]
     return getattr(importlib.import_module(module), private)
 
@@ -232,8 +232,8 @@ def _revived(value: object, where: str) -> Any:
     if isinstance(value, Mapping):
         if set(value) == {"__repr__"}:
             raise ConfigError(
-                f"{where}: the saved value was {value['__repr__']}, which a file cannot bring back. Create the algorithm "
-                "yourself and give it to the Trainer before loading."
+                f"{where}: the saved value was {value['__repr__']}, which cannot be restored from a file. Create the "
+                "algorithm and pass it to the Trainer before loading."
             )
         if set(value) == {"name", "config"}:
             return create(value["name"], value["config"])

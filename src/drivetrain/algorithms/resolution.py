@@ -42,7 +42,9 @@ class Resolution(Algorithm):
     events = frozenset({Event.AFTER_DATALOADER, Event.EVAL_BATCH_START})
     reads, writes = ("batch",), ("batch",)
     tags = frozenset({"augment"})
-    conflicts = {"ProgressiveResizing": "both decide the size of training images. Use schedule=, or only the other one"}
+    conflicts = {
+        "ProgressiveResizing": "both set the size of training images. Use schedule=, or only the other algorithm"
+    }
 
     def __init__(
         self,

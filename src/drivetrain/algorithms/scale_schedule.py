@@ -25,7 +25,7 @@ class ScaleSchedule(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         state.scale_schedule_ratio = self.ratio  # type: ignore[attr-defined]  # not a field of every state
         warnings.warn(
-            "ScaleSchedule is kept for old code: write Trainer(scale_schedule_ratio=...) instead.",
+            "ScaleSchedule is deprecated: use Trainer(scale_schedule_ratio=...) instead.",
             DrivetrainDeprecationWarning,
             stacklevel=2,
         )

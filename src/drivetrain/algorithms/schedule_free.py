@@ -40,8 +40,8 @@ class ScheduleFree(Algorithm):
     tags = frozenset({"optimizer", "average"})
     exclusive = frozenset({"optimizer"})
     conflicts = {
-        "EMA": "schedule-free training averages the weights itself. Leave EMA out",
-        "SWA": "schedule-free training averages the weights itself. Leave SWA out",
+        "EMA": "schedule-free training averages the weights itself. Remove EMA",
+        "SWA": "schedule-free training averages the weights itself. Remove SWA",
     }
 
     def __init__(
@@ -106,6 +106,6 @@ class ScheduleFree(Algorithm):
     def _refuse_scheduler(self, state: State) -> None:
         if state.schedulers:
             raise ConfigError(
-                f"ScheduleFree replaces the schedule, and this run has one ({type(state.schedulers[0]).__name__}). Leave "
-                "create_scheduler_fn out; ScheduleFree(warmup='500ba') warms up."
+                f"ScheduleFree replaces the schedule, but this run has one ({type(state.schedulers[0]).__name__}). Remove "
+                "create_scheduler_fn; for a warm-up use ScheduleFree(warmup='500ba')."
             )

@@ -80,7 +80,7 @@ def _check(keep: float, scale_factor: float, who: str) -> None:
     check_fractions(who, keep=keep, scale_factor=scale_factor)
     for name, value in (("keep", keep), ("scale_factor", scale_factor)):
         if value == 0:
-            raise ConfigError(f"{who}({name}=0): nothing would be left. Expected a number above 0, at most 1.")
+            raise ConfigError(f"{who}({name}=0): no samples would be left. Expected a number above 0, at most 1.")
 
 
 def _downscaled(x: Tensor, scale: float) -> Tensor:

@@ -41,8 +41,8 @@ def set_batch_sequence_length(
     for key, value in sequences.items():
         if value.ndim < 2:
             raise ConfigError(
-                f"the entry {key!r} has shape {tuple(value.shape)}, not (B, S, ...). Take it out of the batch, "
-                f"or list it in ignore_keys=({key!r},)."
+                f"the entry {key!r} has shape {tuple(value.shape)}, not (B, S, ...). Remove it from the batch, or "
+                f"list it in ignore_keys=({key!r},)."
             )
     if not sequences or curr_seq_len >= next(iter(sequences.values())).shape[1]:
         return batch
@@ -72,7 +72,7 @@ def _entries(batch: object) -> list[tuple[int | str, object]]:
 def _cut_before_end(sequences: dict[int | str, Tensor], length: int) -> dict[int | str, Tensor]:
     if "attention_mask" not in sequences:
         raise ConfigError(
-            "preserve_end_of_sequence=True finds the end of each sequence by the entry 'attention_mask', which the batch lacks. "
+            "preserve_end_of_sequence=True finds the end of each sequence from the entry 'attention_mask', which the batch does not have. "
             f"Entries: {', '.join(map(str, sequences))}."
         )
     mask = sequences["attention_mask"]
@@ -151,7 +151,7 @@ class SeqLengthWarmup(Algorithm):
         total = num_batches(state)
         if total is None and state.max_duration is not None and state.max_duration.unit is TimeUnit.EPOCH:
             raise ConfigError(
-                "SeqLengthWarmup: the run ends after epochs, and the loader does not know its length. "
+                "SeqLengthWarmup: the run is measured in epochs, and the loader has no length. "
                 "Give max_duration in batches ('10000ba')."
             )
         if total is not None:

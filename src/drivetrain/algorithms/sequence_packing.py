@@ -104,8 +104,8 @@ class SequencePacking(Algorithm):
         loader = state.train_dataloader
         if not isinstance(loader, SmartDataLoader):
             raise ConfigError(
-                f"SequencePacking rebuilds the training loader, which is a {type(loader).__name__} of your own. "
-                "Give train() the dataset of documents, or a SmartDataLoader."
+                f"SequencePacking must rebuild the training loader and cannot rebuild a {type(loader).__name__}. "
+                f"Give train() the dataset of documents, or a SmartDataLoader."
             )
         documents = loader.dataset
         if isinstance(documents, PackedDataset | PackedStream):

@@ -39,7 +39,7 @@ class ModelSurgery(Algorithm):
 
     def operate(self, model: nn.Module, optimizers: list[Optimizer]) -> Mapping[str, int]:
         """Change the model and return what to log about it."""
-        raise NotImplementedError(f"{type(self).__name__} defines no operate(model, optimizers)")
+        raise NotImplementedError(f"{type(self).__name__} does not define operate(model, optimizers)")
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         counts = self.operate(model_of(state, str(self)), torch_optimizers(state))
@@ -145,8 +145,8 @@ def replace_norms(
     name = f"LowPrecision{norm.__name__}"
     if precision is not None and parse_precision(precision).autocast_dtype is None:
         warn_no_effect(
-            f"{name} acts under autocast only, and the precision is {parse_precision(precision).name!r}. Use precision='bf16' or "
-            "'fp16', or leave it out."
+            f"{name} works only under autocast, and the precision is {parse_precision(precision).name!r}. Use precision='bf16' or "
+            "'fp16', or remove it."
         )
         return
     replaced = replace_module_classes(

@@ -49,7 +49,7 @@ class SWA(Algorithm):
     tags = frozenset({"average"})
     conflicts = {
         "EMA": "both average the weights. Use one of them",
-        "ScheduleFree": "schedule-free training averages the weights itself. Leave SWA out",
+        "ScheduleFree": "schedule-free training averages the weights itself. Remove SWA",
     }
 
     def __init__(
@@ -135,7 +135,7 @@ class SWA(Algorithm):
         members = None if self.swa_completed else self._count_members(state)
         if members is not None and members < 2:
             warn_no_effect(
-                f"SWA has {members} of at least two sets of weights to average in a run of {state.max_duration} (swa_start="
+                f"SWA needs at least two sets of weights to average and gets {members} in a run of {state.max_duration} (swa_start="
                 f"{str(self.swa_start)!r}, swa_end={str(self.swa_end)!r}, update_interval={str(self.update_interval)!r}), so it has no "
                 "effect. Train longer, start earlier, or give update_interval in batches."
             )

@@ -63,7 +63,7 @@ class TorchCompile(Algorithm):
         sizes = _count_shapes(state)
         if sizes > _SIZES_WORTH_COMPILING and not self.dynamic:
             warnings.warn(
-                f"TorchCompile: other algorithms will show the model about {sizes} input sizes, each of which is compiled. Use larger "
+                f"TorchCompile: other algorithms will call the model with about {sizes} input sizes, and each is compiled. Use larger "
                 "steps between sizes, or dynamic=True.",
                 DrivetrainWarning,
                 stacklevel=2,

@@ -31,7 +31,7 @@ class Whitening(Algorithm):
     events = frozenset({Event.INIT, Event.FIT_START})
     reads, writes = ("dataloader",), ("model",)
     after = ("DeviceResidentData", "#surgery")
-    conflicts = {"WeightStandardization": "the whitening filters would be standardized away. Use one of them"}
+    conflicts = {"WeightStandardization": "standardization would undo the whitening filters. Use one of them"}
 
     def __init__(self, layer: str | None = None, num_images: int = 5000, eps: float = 5e-4, input_key: BatchKey = 0):
         check_counts("Whitening", 1, num_images=num_images)
@@ -64,7 +64,7 @@ class Whitening(Algorithm):
         dataset: Any = getattr(loader, "dataset", None)
         if columns is None and not hasattr(dataset, "__getitem__"):
             raise ConfigError(
-                f"Whitening looks at the training images by number, which a {type(loader).__name__} does not allow. Give train() a dataset "
+                f"Whitening reads training images by index, which a {type(loader).__name__} does not support. Give train() a dataset "
                 "with an index."
             )
         size = len(columns if columns is not None else dataset)

@@ -113,7 +113,7 @@ def restore(state: State, folder: Path) -> None:
     for name, _, holder in found:
         if holder is None and name != "scaler":  # a run in another precision needs no scaler
             raise ValueError(
-                f"{folder} holds the state of the {name}, and the Trainer has none to give it to. Create the {name} as in the run that "
+                f"{folder} holds the state of the {name}, but the Trainer has none. Create the {name} as in the run that "
                 "wrote it, or load the weights alone with load_checkpoint."
             )
     load_clean_state_dict(state.model, tensors)
@@ -124,8 +124,9 @@ def restore(state: State, folder: Path) -> None:
     _set_clock(state, int(metadata["current_epoch"]) - 1)
     if any(folder.glob("random_states_*.pkl")):
         warnings.warn(
-            f"{folder}: random states are kept there as a pickle, which is not opened; shuffles and dropout go on with other numbers "
-            "than they would have.",
+            f"{folder}: its random states are a pickle, which is not loaded for safety; shuffling and dropout "
+            f"continue with different random "
+            "numbers.",
             DrivetrainWarning,
             stacklevel=2,
         )
@@ -140,8 +141,7 @@ def _refuse_shards(folder: Path) -> None:
     several += [*folder.glob("*.index.json"), *folder.glob("mp_rank_*"), *folder.glob("zero_*")]
     if several:
         raise ResumeError(
-            f"{folder} holds a state in several parts ({several[0].name}), of which only accelerate knows how they belong together. "
-            f"{WAY_OUT}"
+            f"{folder} holds a state in several parts ({several[0].name}), which only accelerate can join. {WAY_OUT}"
         )
 
 
@@ -149,7 +149,7 @@ def _read_metadata(folder: Path) -> Settings:
     path = _first_file(folder, METADATA)
     if path is None:
         raise ResumeError(
-            f"{folder} does not say which epoch comes next: {METADATA[0]} is missing. Written by accelerate alone? {WAY_OUT}"
+            f"{folder} does not record the next epoch: {METADATA[0]} is missing. Written by accelerate alone? {WAY_OUT}"
         )
     if path.suffix == ".json":
         try:
@@ -160,9 +160,7 @@ def _read_metadata(folder: Path) -> Settings:
         content = _read_tensors(path)
     epoch = content.get("current_epoch") if isinstance(content, Mapping) else None
     if type(epoch) is not int or epoch < 1:
-        raise ResumeError(
-            f"{path}: current_epoch is {epoch!r}, expected the number of the epoch to go on with, from 1."
-        )
+        raise ResumeError(f"{path}: current_epoch is {epoch!r}, expected the number of the next epoch, from 1.")
     return dict(content)
 
 
@@ -178,8 +176,8 @@ def _read_tensors(path: Path) -> StateDict:
         raise
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise ResumeError(
-            f"{path} cannot be read safely ({str(error).partition(chr(10))[0]}). It is damaged, or holds objects besides tensors and plain "
-            f"values. {WAY_OUT}"
+            f"{path} cannot be read safely ({str(error).partition(chr(10))[0]}). It is damaged, or holds objects other than tensors and "
+            f"plain values. {WAY_OUT}"
         ) from None
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

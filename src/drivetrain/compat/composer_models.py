@@ -60,11 +60,11 @@ class ComposerModel(nn.Module):
 
     def forward(self, batch: Batch) -> Any:
         """Return the outputs for a batch."""
-        raise NotImplementedError(f"{type(self).__name__} defines no forward(self, batch).")
+        raise NotImplementedError(f"{type(self).__name__} does not define forward(self, batch).")
 
     def loss(self, outputs: Batch, batch: Batch, *args: object, **kwargs: object) -> Any:
         """Return the loss of outputs for their batch."""
-        raise NotImplementedError(f"{type(self).__name__} defines no loss(self, outputs, batch).")
+        raise NotImplementedError(f"{type(self).__name__} does not define loss(self, outputs, batch).")
 
     def eval_forward(self, batch: Batch, outputs: Batch = None) -> Any:
         """Return the outputs that metrics see."""
@@ -77,7 +77,7 @@ class ComposerModel(nn.Module):
     def update_metric(self, batch: Batch, outputs: Batch, metric: Any) -> None:
         """Take a batch into one metric."""
         raise NotImplementedError(
-            f"{type(self).__name__} has metrics and defines no update_metric(self, batch, outputs, metric)."
+            f"{type(self).__name__} has metrics but does not define update_metric(self, batch, outputs, metric)."
         )
 
 
@@ -106,7 +106,7 @@ class ComposerClassifier(ComposerModel):
             except ImportError as error:
                 raise MissingExtra(
                     "ComposerClassifier(num_classes=...) measures the accuracy with torchmetrics, which is not installed: "
-                    "pip install torchmetrics, or leave num_classes out."
+                    "pip install torchmetrics, or remove num_classes."
                 ) from error
             metrics = MulticlassAccuracy(num_classes=self.num_classes, average="micro")
         if isinstance(metrics, Mapping):

@@ -83,7 +83,7 @@ OFFERED: dict[str, dict[str, str]] = {
     "utils.string_enum": {"enum": "StringEnum=StrEnum"},
 }
 
-_SURGERY = "drivetrain.surgery.replace_module_classes with a function of your own"
+_SURGERY = "drivetrain.surgery.replace_module_classes with your own function"
 _FILES = "local paths: checkpoints are folders on a file system; copy them with the client of your storage"
 _SHARDING = "Trainer(strategy=['parallel_mode', 'fsdp']), or strategy='auto' to have a plan found"
 _CHECKPOINT = "Trainer.train(checkpoint_dir=..., resume_from='auto'), or drivetrain.Checkpointer in a loop of your own"

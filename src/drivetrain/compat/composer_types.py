@@ -92,7 +92,7 @@ class DataSpec:
         get_num_tokens_in_batch: Callable[[Any], int] | None = None,
     ):
         unused = {
-            "split_batch": (split_batch, "override Trainer.calculate_train_batch_loss, or leave microbatch_size unset"),
+            "split_batch": (split_batch, "override Trainer.calculate_train_batch_loss, or do not set microbatch_size"),
             "microbatch_transforms": (microbatch_transforms, "use batch_transforms"),
             "get_num_samples_in_batch": (get_num_samples_in_batch, "Trainer(count_items=...)"),
             "get_num_tokens_in_batch": (get_num_tokens_in_batch, "Trainer(count_items=...)"),

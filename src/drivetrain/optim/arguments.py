@@ -66,9 +66,7 @@ def check_keywords(
             if name not in accepted:
                 choices = [*accepted, *also_valid]
                 hint = did_you_mean(name, choices)
-                raise ConfigTypeError(
-                    f"{owner} takes no argument {name!r}.{hint} Valid: {', '.join(choices) or 'none'}."
-                )
+                raise ConfigTypeError(f"{owner} has no argument {name!r}.{hint} Valid: {', '.join(choices) or 'none'}.")
     for name in required:
         if name not in given:
             raise ConfigTypeError(f"{owner} needs the argument {name!r}, which was not given.")
@@ -92,5 +90,5 @@ def one_of_two_names(conf: dict[str, object], alias: str, name: str, value: obje
         return value
     other = conf.pop(alias)
     if value is not None and value != other:
-        raise ConfigError(f"{name}={value!r} and {alias}={other!r} are two names of one argument and differ. Give one.")
+        raise ConfigError(f"{name}={value!r} and {alias}={other!r} are two names of one argument and differ. Use one.")
     return other

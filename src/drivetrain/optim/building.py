@@ -42,7 +42,7 @@ def as_list(name: str, value: Names) -> list[str] | None:
         if not isinstance(entry, str) or not entry:
             raise ConfigError(f"{name}={value!r}: expected a name or a list of names, got {entry!r}.")
     if not entries:
-        raise ConfigError(f"{name}={value!r}: the list is empty. Leave it out for the whole model, or name modules.")
+        raise ConfigError(f"{name}={value!r}: the list is empty. Remove it to train the whole model, or name modules.")
     return entries
 
 
@@ -77,7 +77,7 @@ def unknown_module(entry: str, names: Sequence[str], where: str) -> str:
     first_level = list(dict.fromkeys(name.split(".")[0] for name in names))
     near = nearest_name(entry, sorted({*modules, *names}, key=lambda name: (name.count("."), name)))
     hint = f" Nearest: {near!r}." if near else ""
-    return f"{where}: {entry!r} names no module or parameter of the model.{hint} First level: {', '.join(first_level)}."
+    return f"{where}: {entry!r} is not a module or parameter of the model.{hint} First level: {', '.join(first_level)}."
 
 
 def own_parameters(
@@ -236,15 +236,15 @@ def _needs_closure(cls: type[Optimizer]) -> bool:
 
 def _closure_message(name: str) -> str:
     return (
-        f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit cannot offer. "
-        "Use another optimizer here, or pass the torch optimizer to the Trainer on its own."
+        f"optim_type={name!r} evaluates the loss itself (step needs a closure), which a unit does not "
+        "support. Use another optimizer, or pass the torch optimizer directly to the Trainer."
     )
 
 
 def _check_conf(maker: OptimizerMaker, label: str, conf: Mapping[str, object]) -> None:
     accepted, required = keywords_of(maker)
     if "params" in conf:
-        raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be given.")
+        raise ConfigError("optim_conf: 'params' comes from updated_modules and cannot be set.")
     if accepted is not None:
         valid = [name for name in accepted if name != "params"]
         for name in conf:

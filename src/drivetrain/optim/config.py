@@ -146,7 +146,7 @@ class _ConfigReader:
                 raise ConfigError(self._unknown(path, key, ["type", "conf"]))
         for key in ("type", "conf"):
             if key not in spec:
-                raise ConfigError(f"{self.where(*path)}: {key!r} is missing. A unit has 'type' and 'conf'.")
+                raise ConfigError(f"{self.where(*path)}: {key!r} is missing. A unit needs 'type' and 'conf'.")
         if not isinstance(spec["conf"], Mapping):
             raise ConfigError(f"{self.where(*path, 'conf')}: expected a mapping of arguments, got {spec['conf']!r}.")
         try:
@@ -165,7 +165,7 @@ class _ConfigReader:
             )
         looked_in = f" at the top or in {_SECTION!r}" if isinstance(section, Mapping) else ""
         near = nearest_name(_KEY, [*cfg, *(section if isinstance(section, Mapping) else ())])
-        hint = f" Did you mean it by {near!r}?" if near else ""
+        hint = f" Did you mean {near!r}?" if near else ""
         return f"{self.where()}: there is no {_KEY!r}{looked_in}.{hint}"
 
     def _construct(
@@ -248,7 +248,7 @@ def _qualified(value: Callable[..., object]) -> str:
     name = value.__qualname__
     if "<" in name:
         raise ConfigError(
-            f"{name} is defined inside a function and has no path that a configuration could name. Move it to a module."
+            f"{name} is defined inside a function so a configuration cannot name it. Move it to the top level of a module."
         )
     return name
 

@@ -27,11 +27,11 @@ class Argument:
 
     name: str
     default: Any
-    """The value where none is given; `REQUIRED` where one must be."""
+    """The default; `REQUIRED` if a value must be given."""
     check: Callable[[str, Any], Any]
     """Returns the value to keep, or raises a `ConfigError`."""
     least_steps: int | None = None
-    """For a duration, the fewest real steps that it may come to."""
+    """For a duration, the minimum number of real steps."""
 
 
 def number(name: str, default: object) -> Argument:
@@ -132,7 +132,7 @@ class CurveLr(ScheduleLr):
             return
         if self.min_lr_ratio != 0.0:
             raise ConfigError(
-                f"min_lr={min_lr} and min_lr_ratio={self.min_lr_ratio} both say how low the rate may fall. Give one."
+                f"min_lr={min_lr} and min_lr_ratio={self.min_lr_ratio} both set the lowest rate. Use one."
             )
         if isinstance(min_lr, bool) or not isinstance(min_lr, (int, float)) or not 0 <= min_lr <= base:
             raise ConfigError(f"min_lr={min_lr!r}: expected a rate from 0 to the configured {base}.")
@@ -158,7 +158,7 @@ class CurveLr(ScheduleLr):
             known = self.run_length.total(self.accum_grad)
             if known is None:
                 raise ConfigError(
-                    f"unit {self.name!r}: {type(self).__name__} needs to know the length of the run. Give total_steps, or call "
+                    f"unit {self.name!r}: {type(self).__name__} needs the length of the run. Give total_steps, or call "
                     "bind(total_steps=...) with the number of batches."
                 )
             total = known

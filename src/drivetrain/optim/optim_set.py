@@ -82,7 +82,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         self._counts_batches_itself = False
         self._to_clear: list[OptimScheduler] = []
         self.skipped: list[bool | torch.Tensor] = []
-        """For each unit of the last `step()`, whether its update was left out; of fused optimizers a flag on the device."""
+        """For each unit of the last `step()`, whether its update was skipped; for fused optimizers a flag on the device."""
 
     # ------------------------------------------------------------------ mapping
 
@@ -298,8 +298,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         unexpected = [name for name in saved if name not in self._units]
         if strict and (missing or unexpected):
             raise ConfigError(
-                f"the saved state is for the units {', '.join(saved) or 'none'}, this set has {', '.join(self)}: missing "
-                f"{missing or 'none'}, unexpected {unexpected or 'none'}. strict=False loads those they have in common."
+                f"the saved state is for the units {', '.join(saved) or 'none'}, but this set has {', '.join(self)}: missing "
+                f"{missing or 'none'}, unexpected {unexpected or 'none'}. strict=False loads the common ones."
             )
         for name, unit in self._units.items():
             if name in saved:
@@ -333,7 +333,7 @@ class OptimSet(Mapping[str, OptimScheduler]):
         """Say in one log line which gradients were collected and not used, if any."""
         left = [f"{name} ({unit.window.count} batches)" for name, unit in self._units.items() if unit.window.count]
         if left:
-            _log.warning("the run ended inside a window; gradients not used: %s.", ", ".join(left))
+            _log.warning("the run ended inside an accumulation window; gradients not used: %s.", ", ".join(left))
 
     @classmethod
     def from_config(cls, cfg: Mapping[str, object], model: nn.Module, **shared: Any) -> "OptimSet":
@@ -377,8 +377,9 @@ class OptimSet(Mapping[str, OptimScheduler]):
             for name, p in zip(unit.param_names, unit.params):
                 if id(p) in taken:
                     raise ConfigError(
-                        f"the parameter {name!r} belongs to two units, {taken[id(p)]!r} and {unit.name!r}. Take it out of one with "
-                        f"excluded_modules, or give one unit updated_modules='{REST}', all that no other owns."
+                        f"the parameter {name!r} belongs to two units, {taken[id(p)]!r} and {unit.name!r}. Exclude "
+                        f"it from one with excluded_modules, "
+                        f"or give one unit updated_modules='{REST}', all parameters without another owner."
                     )
                 taken[id(p)] = unit.name
         self._share_syncs()
@@ -433,8 +434,8 @@ class OptimSet(Mapping[str, OptimScheduler]):
         if orphans:
             shown = ", ".join(orphans[:5]) + (", ..." if len(orphans) > 5 else "")
             warnings.warn(
-                f"{len(orphans)} trainable parameters belong to no unit and stay as they are: {shown}. Freeze them, or let a unit own "
-                f"them (updated_modules='{REST}').",
+                f"{len(orphans)} trainable parameters belong to no unit and will not change: {shown}. Freeze them, or assign them to a "
+                f"unit (updated_modules='{REST}').",
                 DrivetrainWarning,
                 stacklevel=4,
             )
@@ -445,7 +446,7 @@ def _check_units(units: Mapping[str, object]) -> None:
         raise ConfigError("an OptimSet needs at least one unit.")
     for name, unit in units.items():
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{name!r} is no name for a unit; expected text.")
+            raise ConfigError(f"{name!r} is not a valid unit name; expected a string.")
         if not isinstance(unit, OptimScheduler):
             raise ConfigError(
                 f"unit {name!r} is a {type(unit).__name__}; expected an OptimScheduler such as ConstantLr('AdamW', {{'lr': 1e-3}}, model)."

@@ -94,7 +94,7 @@ def _shown(terms: Terms) -> str:
 
 
 Weight = float | Tensor | None
-"""What a batch counts for in the mean over its window; None means one, on every rank."""
+"""The weight of a batch in the mean over its window; None means one, on every rank."""
 LOG_EVERY = 100  # real steps between two lines about skipped updates of one unit
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ def _check_several_passes(sync: GradientSync, units: Sequence["OptimScheduler"])
     """Raise where a wrapper gives no way to take gradients of parts of the model."""
     if sync.unsupported is not None:
         raise ConfigError(
-            f"the units {', '.join(unit.name for unit in units)} need several backward passes, which {sync.unsupported} cannot do. Wrap "
+            f"the units {', '.join(unit.name for unit in units)} need several backward passes, which "
+            f"{sync.unsupported} does not support. Wrap "
             "the model in DistributedDataParallel or shard it with fully_shard, or use one unit that owns everything."
         )
 
@@ -189,7 +190,7 @@ class Pass:
             if self.sync.reducer_runs():
                 raise RuntimeError(
                     f"unit {self.leader.name!r} takes gradients of a part of a DDP model, which must run without its reducer. "
-                    "Enclose forward and backward in `with optim_set.sync_context(plan):`, plan being what begin_batch returned."
+                    "Run forward and backward inside `with optim_set.sync_context(plan):`, where plan is the result of begin_batch."
                 )
             loss.backward(inputs=trainable, retain_graph=retain_graph)
 
@@ -203,7 +204,8 @@ class Pass:
             own = [p for p in unit.params if p.requires_grad]
             if own and all(p.grad is None for p in own):
                 raise ConfigError(
-                    f"unit {unit.name!r}: its loss reaches none of its {len(own)} parameters ({unit.param_names[0]}, ...). Either the "
+                    f"unit {unit.name!r}: its loss does not reach any of its {len(own)} parameters "
+                    f"({unit.param_names[0]}, ...). Either the "
                     f"loss {unit.optim_loss or 'loss'!r} does not depend on these modules, or reentrant activation checkpointing hides "
                     "them: use checkpoint(..., use_reentrant=False)."
                 )
@@ -215,9 +217,7 @@ class Pass:
 def _advice(problem: str) -> str | None:
     """Return what to do about an error of torch that losses with a common graph cause, None for any other."""
     if "backward through the graph a second time" in problem:
-        what = (
-            "its loss shares a graph with a loss that has been back-propagated already, and torch has freed that graph."
-        )
+        what = "its loss shares a graph with a loss that was already back-propagated, and torch has freed that graph."
     elif "modified by an inplace operation" in problem:
         what = "the graph of its loss needs weights that have changed since, probably by the step of another unit."
     else:
@@ -320,7 +320,7 @@ def _step(unit: "OptimScheduler", verdict: bool | Tensor, logger: logging.Logger
     if unit.nonfinite == "raise" and unit.scaler is None:
         raise FloatingPointError(
             f"unit {unit.name!r}: the gradient norm at real step {unit.real_step} is {unit.last_grad_norm}. "
-            "nonfinite='skip' would leave this update out, nonfinite='ignore' would make it."
+            "nonfinite='skip' would skip this update, nonfinite='ignore' would apply it."
         )
     if unit.count_skip(LOG_EVERY):
         logger.warning(

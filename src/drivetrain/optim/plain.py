@@ -37,7 +37,7 @@ def as_unit(optimizer: Optimizer, model: nn.Module, **general: Any) -> PlainLr:
     found = {id(p) for _, p in all_names(model)} & held
     if len(found) < len(held):
         raise ConfigError(
-            f"{type(optimizer).__name__} holds {len(held) - len(found)} parameters that the model does not have. Build it from "
+            f"{type(optimizer).__name__} holds {len(held) - len(found)} parameters that are not in the model. Build it from "
             "the parameters of this model."
         )
     general = {"grad_clip": None, **general}
@@ -93,7 +93,7 @@ def _warn_of_unused(made: OptimSet, shared: Mapping[str, object]) -> None:
         own = {unit_name: getattr(unit, name) for unit_name, unit in made.items()}
         if value != SHARED[name].value and value not in own.values():
             warnings.warn(
-                f"{name}={value!r} has no effect: every unit has its own ({', '.join(f'{k}: {v!r}' for k, v in own.items())}). Remove "
+                f"{name}={value!r} has no effect: every unit sets its own ({', '.join(f'{k}: {v!r}' for k, v in own.items())}). Remove "
                 "one of the two.",
                 DrivetrainWarning,
                 stacklevel=3,

@@ -67,7 +67,7 @@ def span_of(time: Time, state: "State", ssr: float = 1.0) -> Span:
     run = state.max_duration
     if run is None:
         raise ConfigError(
-            f"{str(time)!r} is a fraction of the run, whose length is not known: give max_duration, such as '10ep'."
+            f"{str(time)!r} is a fraction of the run, whose length is unknown: set max_duration, such as '10ep'."
         )
     return Span(round(time.value * run.value, _DECIMALS), run.unit)
 
@@ -79,8 +79,8 @@ def in_common_unit(first: Span, second: Span, state: "State", who: str) -> tuple
     converted = _convert(first, second.unit, state)
     if converted is None:
         raise ConfigError(
-            f"{who}: {first} and {second} cannot be compared: epochs become batches where the length of the loader is known, and other "
-            "units stay apart. Write both in one unit."
+            f"{who}: {first} and {second} cannot be compared: only epochs and batches convert to each other, and only if the loader "
+            "has a length. Write both in one unit."
         )
     return converted, second
 
@@ -196,11 +196,11 @@ def compile_state_schedule(
     takes_ssr = _takes_ssr(scheduler)
     if not takes_ssr and ssr != 1.0:
         raise ConfigError(
-            f"{_name(scheduler)} takes the state alone, so it cannot be scaled: expected ssr=1.0, given {ssr}. Give it a second argument, "
+            f"{_name(scheduler)} takes only the state, so it cannot be scaled: expected ssr=1.0, got {ssr}. Add a second argument, "
             "def scheduler(state, ssr=1.0)."
         )
     if not ssr > 0:
-        raise ConfigError(f"ssr={ssr!r}: expected a number above 0; 1 leaves a schedule as it is.")
+        raise ConfigError(f"ssr={ssr!r}: expected a number above 0; 1 does not change a schedule.")
     arguments = (ssr,) if takes_ssr else ()
     moment = Position(state)
 

@@ -169,8 +169,8 @@ class OptimScheduler(ABC):
         self.sche_init(**sche_conf)
         if self.decays and hasattr(self.optimizer, "eval"):
             warnings.warn(
-                f"{type(self.optimizer).__name__} averages weights instead of lowering the rate, and {type(self).__name__} lowers it "
-                "as well. ConstantLr with a warm-up is the schedule it is made for.",
+                f"{type(self.optimizer).__name__} averages weights instead of lowering the rate, but {type(self).__name__} lowers it. "
+                f"Use ConstantLr with a warm-up.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
@@ -291,7 +291,7 @@ class OptimScheduler(ABC):
         is_new_span = not self.accumulate_skipped or (self.real_step - 1) % self.step_per_update == 0
         if self.window.count and is_new_span:
             _log.warning(
-                "unit %s: a window ended without an update; the gradients of %d batches are left out.",
+                "unit %s: a window ended without an update; the gradients of %d batches are discarded.",
                 self.name,
                 self.window.count,
             )
@@ -494,6 +494,6 @@ def _ratios(base_lrs: list[float]) -> list[float]:
     first = base_lrs[0]
     if first == 0 and any(base_lrs):
         raise ConfigError(
-            f"the learning rates of the groups are {base_lrs}: with 0 in the first, the others have no ratio to it."
+            f"the learning rates of the groups are {base_lrs}: the first must not be 0, because the others are scaled relative to it."
         )
     return [1.0 if lr == first else lr / first for lr in base_lrs]

@@ -130,9 +130,7 @@ class CosineRestartsLr(CurveLr):
         """Reject cycles that become shorter."""
         super().check()
         if self.cycle_mult < 1:
-            raise ConfigError(
-                f"cycle_mult={self.cycle_mult}: cycles that grow shorter end at a point; expected at least 1."
-            )
+            raise ConfigError(f"cycle_mult={self.cycle_mult}: cycles must not get shorter; expected at least 1.")
 
     def factor(self, real_step: int, epoch_num: int | None) -> float:
         return schedules.cosine_restarts(self.after_peak(real_step), self.steps["first_cycle"], self.cycle_mult)
@@ -331,7 +329,7 @@ def as_lr_lambda(name: str, **sche_conf: Any) -> Callable[[int], float]:
     if name not in _LAMBDAS:
         raise ConfigError(unknown_name("curve", name, _LAMBDAS, where="as_lr_lambda"))
     if sche_conf.get("min_lr") is not None:
-        raise ConfigError("as_lr_lambda knows no rates, only factors: give min_lr_ratio instead of min_lr.")
+        raise ConfigError("as_lr_lambda returns factors, not rates: use min_lr_ratio instead of min_lr.")
     # A unit with the rate 1 is the curve itself, checks included; its one parameter is never trained.
     unit = _LAMBDAS[name]("SGD", {"lr": 1.0}, nn.Linear(1, 1, bias=False), **sche_conf)
     unit.lr_at(1)  # complain about the length now, not in the middle of a run

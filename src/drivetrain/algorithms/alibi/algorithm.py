@@ -154,7 +154,7 @@ def apply_alibi(
     replaced = replace_module_classes(model, policies, optimizers) if policies else {}
     if not layers and not replaced:
         warn_no_effect(
-            f"Alibi found no attention it knows in {type(model).__name__}. Registered: {', '.join(registered_attention())}. Register "
+            f"Alibi found no supported attention in {type(model).__name__}. Registered: {', '.join(registered_attention())}. Register "
             "yours: register_attention(MyAttention, heads='num_heads', causal=True)."
         )
         return
@@ -236,8 +236,8 @@ def _check_all_used(model: nn.Module) -> None:
     unused = unused_biases(model)
     if unused:
         raise RuntimeError(
-            f"Alibi: the attention layers {', '.join(unused)} did not use their bias in a forward pass. They compute attention in a way "
-            "their adapter does not reach; register one with register_attention(cls, heads=, causal=, inject=)."
+            f"Alibi: the attention layers {', '.join(unused)} did not use their bias in a forward pass. Their adapter does not match how "
+            "they compute attention; register one with register_attention(cls, heads=, causal=, inject=)."
         )
 
 
@@ -287,8 +287,8 @@ def _scaled(value: object, scaling: float, name: str) -> Batch:
         return value
     if value.ndim < 2:
         raise ConfigError(
-            f"Alibi: entry {name} of the batch has shape {tuple(value.shape)}, and a tensor without a sequence dimension cannot follow a "
-            "change of sequence length. Use train_sequence_length_scaling=1."
+            f"Alibi: entry {name} of the batch has shape {tuple(value.shape)}; without a sequence dimension it cannot change "
+            "length. Use train_sequence_length_scaling=1."
         )
     rows, length = value.shape[:2]
     new_length = round(length * scaling)
@@ -313,7 +313,7 @@ class PolicyRegistry(dict[type[nn.Module], Policy]):
     def register(self, *modules: type[nn.Module]) -> Callable[[Policy], Policy]:
         """Return a decorator that registers a function for one or more classes."""
         if not modules:
-            raise ConfigError("policy_registry.register() names no class. Use @policy_registry.register(MyAttention).")
+            raise ConfigError("policy_registry.register() needs a class. Use @policy_registry.register(MyAttention).")
 
         def enter(policy: Policy) -> Policy:
             self._check(policy, modules)
@@ -326,7 +326,7 @@ class PolicyRegistry(dict[type[nn.Module], Policy]):
     def _check(self, policy: Policy, modules: tuple[object, ...]) -> None:
         name = getattr(policy, "__name__", repr(policy))
         if not callable(policy):
-            raise ConfigTypeError(f"policy_registry.register: {policy!r} is no function.")
+            raise ConfigTypeError(f"policy_registry.register: {policy!r} is not a function.")
         parameters = list(inspect.signature(policy).parameters)
         if len(parameters) != 3:
             raise ConfigError(
@@ -341,7 +341,7 @@ class PolicyRegistry(dict[type[nn.Module], Policy]):
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 raise ConfigTypeError(f"policy_registry.register({cls!r}): expected classes derived from nn.Module.")
             if cls in self:
-                raise ConfigError(f"policy_registry.register: there is a policy for {cls.__name__} already.")
+                raise ConfigError(f"policy_registry.register: a policy for {cls.__name__} already exists.")
 
 
 policy_registry = PolicyRegistry()

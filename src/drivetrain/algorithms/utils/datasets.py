@@ -79,7 +79,8 @@ def with_transform(dataset: object, transform: Transform) -> object:
     if not hasattr(dataset, "transform"):
         if isinstance(dataset, IterableDataset):
             raise ConfigTypeError(
-                f"{type(dataset).__name__} is a stream without a `transform`: put {transform} into its own code, or give it that attribute."
+                f"{type(dataset).__name__} is a stream without a `transform`: apply {transform} inside the dataset, "
+                f"or give it that attribute."
             )
         return TransformedDataset(dataset, transform)
     changed.transform = _extended(dataset.transform, transform)

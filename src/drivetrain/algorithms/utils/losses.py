@@ -93,7 +93,7 @@ def check_soft_targets(state: State, logits: object, targets: Any, who: str) -> 
             state.loss_fn(logits[:2].detach(), targets[:2])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise PluginConflictError(
-            f"{who} and the loss {name} cannot run together: {who} gives one weight per class, and this loss takes class indices only "
+            f"{who} and the loss {name} cannot run together: {who} produces one weight per class, and this loss takes only class indices "
             f"({str(error).splitlines()[0]}). Use a loss that takes probabilities, such as cross_entropy, or let MixUp and CutMix mix "
             "losses with interpolate_loss=True."
         ) from error
@@ -109,7 +109,7 @@ def per_sample(loss_function: Any, who: str = "SelectiveBackprop") -> Callable[[
         fault = "the model computes its loss in `forward`" if target is None else f"the loss {name} has no `reduction`"
         raise ConfigTypeError(
             f"{who} needs a loss for each sample, and {fault}. Give one like torch.nn.CrossEntropyLoss() or "
-            "torch.nn.functional.cross_entropy, which can be asked for reduction='none', or the model a method "
+            "torch.nn.functional.cross_entropy, which accepts reduction='none', or give the model a method "
             "loss(outputs, batch, reduction='mean')."
         )
     return partial(loss_function, reduction="none")

@@ -161,7 +161,7 @@ augmentation_sets: dict[str, list[Augmentation]] = {
     "safe": _SAFE,
     "original": [*_SAFE, color_original, contrast_original, brightness_original, sharpness_original],
 }
-"""`safe` leaves out what the corruptions of ImageNet-C and CIFAR-10-C resemble."""
+"""`safe` excludes operations that resemble the corruptions of ImageNet-C and CIFAR-10-C."""
 
 
 AugmentationSet = str | Sequence[Augmentation]
@@ -212,7 +212,7 @@ def check_image(image: object, who: str) -> None:
         low, high = (float(edge) for edge in torch.aminmax(image.detach().float()))
         if low < 0 or high > 1:
             raise ConfigError(
-                f"{who} expects float images with values from 0 to 1; these go from {low:.4g} to {high:.4g}. Augment before normalising."
+                f"{who} expects float images with values from 0 to 1; these range from {low:.4g} to {high:.4g}. Augment before normalizing."
             )
 
 

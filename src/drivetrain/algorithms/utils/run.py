@@ -18,7 +18,7 @@ def elapsed_fraction(state: State, who: str) -> float:
     elapsed = state.get_elapsed_duration()
     if elapsed is None:
         raise ConfigError(
-            f"{who} follows the course of the run, whose length is not known: give max_duration, such as '10ep'."
+            f"{who} depends on the length of the run, which is unknown: set max_duration, such as '10ep'."
         )
     return float(elapsed.value)
 
@@ -82,5 +82,5 @@ def reject_begun(optimizer: Optimizer, who: str) -> None:
     """Reject replacing an optimizer that has taken steps: what it has learnt would be lost silently."""
     if optimizer.state:
         raise ConfigError(
-            f"{who} replaces the {type(optimizer).__name__}, which has taken steps already. Give the Trainer a new one."
+            f"{who} replaces the {type(optimizer).__name__}, which has already taken steps. Give the Trainer a new one."
         )

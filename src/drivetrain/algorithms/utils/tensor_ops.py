@@ -123,7 +123,7 @@ def _grey(image: Tensor) -> Tensor:
 def check_channels(image: Tensor) -> None:
     """Reject what has no colours: they are defined for one channel and for three."""
     if image.shape[-3] not in (1, 3):
-        raise ConfigTypeError(f"colours are defined for images of 1 or 3 channels; this one has {image.shape[-3]}.")
+        raise ConfigTypeError(f"color operations need images with 1 or 3 channels; this one has {image.shape[-3]}.")
 
 
 def _blend(start: Tensor, end: Tensor, factor: float) -> Tensor:

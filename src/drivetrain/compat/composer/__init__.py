@@ -53,7 +53,7 @@ def fill(module: ModuleType, path: str) -> None:
             return value
         title = ".".join(["composer", *filter(None, [path])])
         if name in known.instead:  # an ImportError, because `from ... import` replaces the text of an AttributeError
-            raise ImportError(f"{title}.{name} is not offered here. Use instead: {known.instead[name]}.")
+            raise ImportError(f"{title}.{name} is not supported. Use instead: {known.instead[name]}.")
         hint = did_you_mean(name, known.names) or did_you_mean(name, submodules)
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}.{hint}")
 

@@ -121,7 +121,8 @@ class DecoupledSGDW(_ScheduledDecay, SGD):
 def _warn_of_large_decay(name: str, weight_decay: float) -> None:
     if weight_decay >= _LARGE_DECAY:
         warnings.warn(
-            f"{name}(weight_decay={weight_decay}): here the decay is not multiplied by the learning rate, so this shrinks weights by "
+            f"{name}(weight_decay={weight_decay}): this optimizer does not multiply the decay by the learning rate, "
+            f"so this shrinks weights by "
             f"{weight_decay:.2g} in every full-rate step. A value tuned for torch's AdamW must be multiplied by its learning rate.",
             DrivetrainWarning,
             stacklevel=3,

@@ -240,14 +240,14 @@ class MuonHybrid(Optimizer):
             if vectors:
                 raise ConfigError(
                     f"MuonHybrid: a group with muon=True has parameters that are not matrices ({', '.join(vectors[:5])}). "
-                    "Leave 'muon' out and they are put aside."
+                    "Remove 'muon', and AdamW updates them."
                 )
             return [(bool(muon), members)]
         patterns = options.get("adam_match", self.defaults["adam_match"])
         if patterns and any(isinstance(one, Tensor) and one.ndim >= 2 for one in members):
             warnings.warn(
                 "MuonHybrid was given parameters without names, so embeddings and heads cannot be found among them: all matrices "
-                "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if that is meant.",
+                "go to Muon. Give it the model or model.named_parameters(), or set adam_match=() if this is intended.",
                 DrivetrainWarning,
                 stacklevel=5,
             )
@@ -287,7 +287,7 @@ class MuonHybrid(Optimizer):
     def _step_recorded(self, group: ParamGroup, parameters: list[Tensor], ahead: list[Tensor]) -> None:
         """Do the rest of a step with one recorded graph."""
         if any(is_dtensor(parameter) or not parameter.is_cuda for parameter in parameters):
-            raise ConfigError("MuonHybrid(cuda_graph=True) needs whole parameters on a CUDA device; leave it out here.")
+            raise ConfigError("MuonHybrid(cuda_graph=True) needs unsharded parameters on a CUDA device. Remove it.")
         graphs = self.__dict__.setdefault("_graphs", {})  # a copied optimizer records its own
         key = id(parameters[0])  # groups are replaced when a state is loaded, parameters are not
         graph, settings = graphs.get(key), (group["ns_steps"], group["adjust_lr"])

@@ -50,8 +50,9 @@ class _ScheduleFree(Optimizer):
         for group in self.param_groups:
             if not self._beta(group) > 0:
                 raise ConfigError(
-                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x does not follow from z and y without a part of x in "
-                    "y. Give a number above 0; 0.9 is usual."
+                    f"{name}({self._interpolation}={group[self._interpolation]!r}): x cannot be recovered from z and "
+                    f"y with an interpolation of 0. Give "
+                    "a number above 0, such as 0.9."
                 )
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -125,7 +126,7 @@ class _ScheduleFree(Optimizer):
             self._has_warned = True
             warnings.warn(
                 f"{type(self).__name__}: the learning rate falls from {group['lr_max']:g} to {lr:g}. The average replaces a decaying "
-                "schedule; use a constant rate, with warmup_steps if need be.",
+                "schedule; use a constant rate, with warmup_steps if needed.",
                 DrivetrainWarning,
                 stacklevel=4,
             )

@@ -175,7 +175,7 @@ class Lookahead(WrappedOptimizer):
 
 
 _DECOUPLED = ("Lion", "Muon", "MuonHybrid", "DecoupledSGDW", "SOAP")
-"""Optimizers whose decay is not part of the gradient and whose groups do not say so."""
+"""Optimizers with decoupled decay whose groups do not mark it."""
 
 
 class Cautious(WrappedOptimizer):
@@ -262,7 +262,7 @@ class SAMOptimizer(WrappedOptimizer):
     """
 
     needs_closure = True
-    """A trainer that sees this repeats the passes of an update when `step` asks for it."""
+    """If set, a trainer repeats the passes of an update when `step` calls the closure."""
 
     def __init__(self, base_optimizer: Optimizer, rho: float = 0.05, epsilon: float = 1e-12, interval: int = 1):
         check_numbers("SAMOptimizer", rho=rho, epsilon=epsilon)
