@@ -86,7 +86,7 @@ def test_a_circle_of_declarations_is_printed_as_a_chain():
     plugins = [Notes("free", LOADED), A("a", LOADED), B("b", LOADED), C("c", LOADED)]
     with pytest.raises(PluginOrderError, match=r"AFTER_DATALOADER.*cyclic order") as error:
         engine_of(*plugins)
-    chain = str(error.value).split("circle: ")[1].split(".")[0].split(" → ")
+    chain = str(error.value).split("cyclic order: ")[1].split(".")[0].split(" → ")
     assert chain[0] == chain[-1] and set(chain) == {"a", "b", "c"} and len(chain) == 4
     assert all((one, two) in [("a", "b"), ("b", "c"), ("c", "a")] for one, two in itertools.pairwise(chain))
     assert isinstance(error.value, ValueError)

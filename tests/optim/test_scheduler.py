@@ -423,7 +423,7 @@ class TestArguments:
             ("Muon", None, "MuonHybrid"),
             ("math.sqrt", None, "expected a subclass"),
             ("collections.OrderedDict", None, "OrderedDict"),
-            ("no.such.module", None, "not a module"),
+            ("no.such.module", None, "no module"),
             ("torch.optim.Adamm", None, "'Adam'"),
             (nn.Linear, None, "Linear"),
             (5, None, "expected a name"),
