@@ -191,7 +191,7 @@ def test_a_full_disk_is_survived_twice_in_a_row(tmp_path, caplog, async_save):
             for _ in range(2):
                 keeper.step()
                 keeper.wait()
-        assert keeper.failures_in_a_row == 2 and "The run goes on" in caplog.text
+        assert keeper.failures_in_a_row == 2 and "The run continues" in caplog.text
         assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-ba1", "last", "writer.lock"]
         keeper.step()
         keeper.wait()
@@ -371,7 +371,7 @@ def test_a_dropped_checkpointer_gives_the_signals_back(tmp_path):
 def test_the_time_training_was_held_is_told(tmp_path, caplog):
     with caplog.at_level(logging.INFO), Checkpointer(Context(x=1), dir=tmp_path, async_save=True) as keeper:
         keeper.save()
-    assert "training was held for" in caplog.text and "written in" in caplog.text
+    assert "training was blocked for" in caplog.text and "written in" in caplog.text
 
 
 def test_a_state_that_is_not_finite_is_not_written_and_the_newest_stays_the_newest(tmp_path):

@@ -200,7 +200,7 @@ def one_name_two_tensors(folder: str) -> str:
 
     meshes = [DeviceMesh("cpu", [rank]) for rank in range(2)]  # both ranks take part in making both
     ctx = Context(x=DTensor.from_local(torch.ones(2), meshes[get_rank()], [Shard(0)]))
-    with pytest.raises(CheckpointError, match="x is one sharded tensor on rank 1 and another") as error:
+    with pytest.raises(CheckpointError, match="x is a different sharded tensor on rank 1") as error:
         save_checkpoint(ctx, 1, path=folder)
     return str(error.value)
 

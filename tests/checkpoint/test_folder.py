@@ -61,7 +61,7 @@ def test_one_trainer_may_train_into_its_folder_again(tmp_path):
 def test_a_folder_that_vanishes_is_noticed_at_the_next_save_and_made_again(tmp_path):
     folder = tmp_path / "run"
     callback = At(2, lambda: shutil.rmtree(folder))
-    with pytest.warns(DrivetrainWarning, match="vanished during the run"):
+    with pytest.warns(DrivetrainWarning, match="disappeared during the run"):
         train(make_trainer(callbacks=[callback]), num_epochs=3, checkpoint_dir=folder)
     assert {"checkpoint-ep2-ba6", "checkpoint-ep3-ba9"} <= {path.name for path in folder.iterdir()}
     resumed = make_trainer()
@@ -85,7 +85,7 @@ def test_a_folder_that_becomes_a_file_ends_the_run_at_the_next_save(tmp_path):
 
 
 def test_another_disk_under_the_same_name_is_not_written_to(tmp_path):
-    with pytest.raises(WriteFailedError, match="vanished with the disk"):
+    with pytest.raises(WriteFailedError, match="together with its disk"):
         check_folder(tmp_path / "gone", -1, "checkpoint-1", RankExchange(), FolderLock(tmp_path))
     assert not (tmp_path / "gone").exists()
 

@@ -88,7 +88,7 @@ def test_what_is_no_manifest_is_refused(text):
 
 @pytest.mark.parametrize("relative", ["../x", "/etc/passwd", "a/../../x", "", "a\\b", "C:x", "a\0b"])
 def test_paths_that_leave_the_folder_are_refused(tmp_path, relative):
-    with pytest.raises(CheckpointError, match="not inside the checkpoint"):
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
         file_inside(tmp_path, relative)
 
 

@@ -141,7 +141,7 @@ def test_another_number_of_ranks_merges_or_takes_the_newest_checkpoint_that_it_c
     world2(save_parts, str(tmp_path))
     assert [partial for partial, _, _ in world2(restore_parts, str(tmp_path))] == [-1, -1]
     assert restore_parts(str(tmp_path))[:2] == (15, "2")
-    assert "checkpoint-3 is passed over: its partial sums cannot be moved" in caplog.text
+    assert "checkpoint-3 is skipped: its partial sums cannot be moved" in caplog.text
     assert [answer[:2] for answer in world4(restore_parts, str(tmp_path))] == [(15, "2"), (0, "2"), (0, "2"), (0, "2")]
     with pytest.raises(ResumeError, match="cannot be moved"):
         restore_parts(str(tmp_path), "3")  # the user has named it

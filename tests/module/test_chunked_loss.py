@@ -245,7 +245,7 @@ def test_evaluation_has_logits():
 
 
 def test_a_model_that_does_more_after_its_last_layer_is_refused():
-    with pytest.raises(UnsupportedMethodError, match="does not return the output of a linear layer.*head"):
+    with pytest.raises(UnsupportedMethodError, match="does not return the unchanged output of a linear layer.*head"):
         find_final_linear(Model(after=torch.tanh), (X,), {})
     with pytest.raises(UnsupportedMethodError, match="fake tensors"):
         find_final_linear(Model(after=lambda logits: logits[logits.sum().item() > 0]), (X,), {})

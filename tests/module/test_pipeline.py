@@ -146,9 +146,9 @@ IDS = {"ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     ("model", "stages", "settings", "message"),
     [
         (Tied(), 2, {"given": IDS}, "tokens.weight is used in stages 0 and 1 .*head.*untie"),
-        (Choosy(), 2, {"given": IDS}, "cannot be followed .*contents of a tensor"),
+        (Choosy(), 2, {"given": IDS}, "cannot be traced .*tensor contents"),
         (Moody(), 2, {"given": IDS}, "nn.Dropout"),
-        (Decoder(), 2, {}, "cannot be followed"),
+        (Decoder(), 2, {}, "cannot be traced"),
         (nn.Linear(2, 2), 2, {}, "0 modules with parameters, too few"),
         (Decoder(), 2, {"split": ["block.1"], "given": IDS}, "blocks.1"),
         (Decoder(), 3, {"split": ["blocks.1"], "given": IDS}, "3 stages begin at 2"),

@@ -163,7 +163,7 @@ def test_models_that_would_be_wrong_on_pieces_are_refused_by_what_is_wrong(world
         ("positions inside", 8): "a block finds positions from the length it sees",
         ("mask inside", 8): "made an attention mask of shape \\(4, 4\\) itself",
         ("eager", 8): "no block calls F.scaled_dot_product_attention",
-        ("mixes positions", 8): "sequence_parallel: RotaryModel would not compute the same",
+        ("mixes positions", 8): "sequence_parallel: RotaryModel computes different results",
         ("rotary", 7): "a sequence of 7 positions does not divide over 2 ranks. Pad it to 8",
     }
     for result in world2(refusals, list(cases)):

@@ -164,7 +164,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("after", "no norm stands before"),
+        ("after", "no norm comes before"),
         ("scale", "scale is used on pieces outside a norm"),
         ("mean", "does not treat positions one by one|mixes positions"),
         ("normed", "norm1 is added to the stream"),

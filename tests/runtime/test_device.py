@@ -75,7 +75,7 @@ def test_cuda_device_follows_the_local_rank(monkeypatch):
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", count - 1)
     assert choose_device("cuda:0") == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", str(count))
-    with pytest.raises(DeviceError, match=f"local rank {count} has no cuda device of its own"):
+    with pytest.raises(DeviceError, match=f"local rank {count} has no cuda device:"):
         choose_device("auto")
 
 

@@ -161,7 +161,7 @@ def test_interface_chosen_by_the_user_is_kept(monkeypatch):
 def test_taken_port_of_a_loopback_server_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(DistributedError, match=f"could not meet at 127.0.0.1:{port}"):
+        with pytest.raises(DistributedError, match=f"could not connect at 127.0.0.1:{port}"):
             loopback_server(port)
 
 

@@ -121,7 +121,7 @@ class Scaled(nn.Module):
 
 
 def test_a_chunked_loss_that_cannot_work_is_refused():
-    with pytest.raises(UnsupportedMethodError, match="does not return the output of a linear layer"):
+    with pytest.raises(UnsupportedMethodError, match="does not return the unchanged output of a linear layer"):
         accelerate(["chunked_cross_entropy"], Scaled(), ignore_dryrun_on_load_strategy=True)
     with pytest.raises(UnsupportedMethodError, match="none was given"):
         accelerate(["chunked_cross_entropy"], loss=None)

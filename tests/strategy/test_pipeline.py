@@ -623,7 +623,7 @@ EXPECTED = {
     "count": (MethodConfigError, "makes 3 stages, and stages=2"),
     "many": (MethodConfigError, "too few for 64 stages"),
     "loss": (ConfigError, "needs loss_func"),
-    "mode": (MethodConfigError, "something else in training than in evaluation"),
+    "mode": (MethodConfigError, "differently in training and evaluation"),
     "scaler": (UnsupportedMethodError, "bf16"),
     "compile": (ConflictError, "scope 'model'"),
     "open": (ConflictError, "stages begin inside blocks"),

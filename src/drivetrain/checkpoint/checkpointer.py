@@ -58,7 +58,7 @@ from drivetrain.runtime.signals import StopSignals, exit_status, is_stop, requeu
 logger = logging.getLogger(__name__)
 
 FAILURES_ALLOWED = 2
-"""So many failed saves in a row are only warned about; the next one is an error."""
+"""Number of consecutive failed saves that only warn; the next one is an error."""
 NEWEST = ("auto", "latest", "newest", LAST)
 
 
@@ -113,12 +113,12 @@ class Checkpointer:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(ctx, method, None)):
                 raise ConfigError(
-                    f"Checkpointer: a {type(ctx).__name__} has no {method}(). Give a Context; for a plain dict there "
-                    "is save_checkpoint(state, id)."
+                    f"Checkpointer: a {type(ctx).__name__} has no {method}(). Give a Context; for a plain dict use "
+                    "save_checkpoint(state, id)."
                 )
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(
-                f"keep: {keep!r} is not possible. Expected a whole number of at least 1, or None to keep all."
+                f"keep: {keep!r} is not valid. Expected a whole number of at least 1, or None to keep all."
             )
         if async_save not in (True, False, "auto"):
             raise ConfigError(unknown_name("mode", async_save, ["auto", "True", "False"], where="async_save"))
@@ -141,7 +141,7 @@ class Checkpointer:
         weakref.finalize(self, self._lock.release)
         self._is_prepared = every is None  # one that saves only on demand takes the lock with its first save
         self.last_stall = 0.0
-        """Seconds the last save held training: the copy of a background save, or all of another one."""
+        """Seconds the last save blocked training: the copy of a background save, or the whole save otherwise."""
 
     def step(self, metrics: Mapping[str, object] | None = None) -> Path | None:
         """Count one step; save when it is due or requested by SIGUSR1, and on SIGTERM or SIGINT save and leave.
@@ -201,7 +201,9 @@ class Checkpointer:
             if self._in_background(snapshot) and not final:
                 self._begin(id, snapshot)
                 self.last_stall = time.perf_counter() - begun
-                logger.info("%s: training was held for %.3f s; a thread writes the files", path.name, self.last_stall)
+                logger.info(
+                    "%s: training was blocked for %.3f s; a thread writes the files", path.name, self.last_stall
+                )
                 return path
             self._write(id, snapshot, exchange)
         except WriteFailedError as error:
@@ -216,8 +218,8 @@ class Checkpointer:
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise NonFiniteStateError(
-                f"{path.name} was not written: {shown} hold NaN or infinity. The newest checkpoint in {self.directory} stays the one to "
-                "resume from."
+                f"{path.name} was not written: {shown} hold NaN or infinity. Resume from the newest checkpoint in "
+                f"{self.directory}."
             )
 
     def restore(self, which: str | Path = "auto") -> Restored | None:
@@ -322,7 +324,7 @@ class Checkpointer:
         wanted = ensure_time(value, TimeUnit.BATCH)
         if wanted.value <= 0:
             raise ConfigError(
-                f"{where}: '{wanted}' is not possible. Expected a time above zero, such as '200ba' or '1ep'."
+                f"{where}: '{wanted}' is not valid. Expected a time above zero, such as '200ba' or '1ep'."
             )
         self.progress.check_unit(wanted, where)
         return wanted
@@ -410,7 +412,7 @@ class Checkpointer:
         if final or error.is_permanent or self.failures_in_a_row > FAILURES_ALLOWED:
             raise error
         self.last_failure = error
-        logger.warning("%s The run goes on (failure %d in a row).", error, self.failures_in_a_row)
+        logger.warning("%s The run continues (%d consecutive failures).", error, self.failures_in_a_row)
 
     def _resolve(self, which: str | Path) -> Path:
         if which in NEWEST:
@@ -432,7 +434,7 @@ class Checkpointer:
             raise problem
         for rank, text in enumerate(said):
             if text is not None:
-                raise CheckpointError(f"rank {rank} could not load the state, so no rank continues: {text}")
+                raise CheckpointError(f"rank {rank} could not load the state, so all ranks stop: {text}")
         return report
 
     def _continue(self, loaded: Loaded, report: object) -> Restored:

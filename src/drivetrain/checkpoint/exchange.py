@@ -39,7 +39,7 @@ class RankExchange:
             dist.monitored_barrier(self.group, timeout=self.deadline, wait_all_ranks=True)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{purpose}: not every rank came within {self.deadline.total_seconds():.0f} s ({_first_line(error)}). "
+                f"{purpose}: not every rank arrived within {self.deadline.total_seconds():.0f} s ({_first_line(error)}). "
                 "All ranks must call it, in the same order; a condition such as `if is_master():` around it is the "
                 "usual cause."
             ) from error

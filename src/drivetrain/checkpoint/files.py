@@ -199,7 +199,7 @@ def export_safetensors(
             f"{name} has type {dtype}, which other programs cannot read from safetensors. Convert it."
         )
     if not flat.tensors:
-        raise CheckpointError(f"{', '.join(names)} hold no tensors, so there is nothing to export.")
+        raise CheckpointError(f"{', '.join(names)} contain no tensors to export.")
     file.parent.mkdir(parents=True, exist_ok=True)
     return _write_weights(file, flat.tensors, {"format": "pt", **flat.aliases}, split_above)
 

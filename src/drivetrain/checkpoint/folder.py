@@ -51,8 +51,8 @@ def prepare_folder(directory: Path, *, fresh: bool) -> FolderLock:
         if found:
             raise CheckpointsExistError(
                 f"checkpoint_dir={str(directory)!r} holds {len(found)} checkpoints of an earlier run ({', '.join(found[:3])}), which a new "
-                "run would replace. Continue that run with resume_from='auto', or give every run, and every fold of a cross-validation, a "
-                "checkpoint_dir of its own. overwrite_checkpoints=True starts again here and replaces them."
+                "run would replace. Continue that run with resume_from='auto', or give every run, and every fold of "
+                "a cross-validation, its own checkpoint_dir. overwrite_checkpoints=True replaces them."
             )
     except BaseException:
         lock.release()
@@ -83,7 +83,7 @@ def _check_owner(directory: Path, owner: str) -> None:
     if owner:
         raise FolderInUseError(
             f"the checkpoint folder {str(directory)!r} is in use: {owner} writes to it, and two runs in one folder would replace and "
-            "remove each other's checkpoints. Wait for that run to end, or give this one a folder of its own."
+            "remove each other's checkpoints. Wait until that run ends, or give this one its own folder."
         )
 
 
@@ -114,7 +114,7 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
         directory.mkdir(parents=True)
         if device_of(directory) != device:
             directory.rmdir()
-            raise FileNotFoundError(f"{directory} has vanished with the disk it was on")
+            raise FileNotFoundError(f"{directory} disappeared, together with its disk")
         return True
 
     outcome = exchange.attempt(test)
@@ -128,7 +128,7 @@ def check_folder(directory: Path, device: int | None, name: str, exchange: RankE
     _check_owner(directory, owner)
     if is_new:
         warnings.warn(
-            f"the checkpoint folder {directory} vanished during the run, and the checkpoints in it with it. It is made again for {name}.",
+            f"the checkpoint folder {directory} disappeared during the run, with its checkpoints. It is created again for {name}.",
             DrivetrainWarning,
             stacklevel=4,
         )

@@ -44,7 +44,7 @@ ASIDE = ".old-"
 REMOVED = ".del-"
 
 MANIFEST_LIMIT = 64 * 2**20
-"""Bytes; a larger manifest is not one of ours, and is not read into memory."""
+"""Bytes; a larger manifest is invalid and is not read."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -91,7 +91,7 @@ def file_inside(folder: Path, relative: str) -> Path:
         or ":" in relative
     ):
         raise CheckpointError(
-            f"{folder / MANIFEST} names the file {relative!r}, which is not inside the checkpoint, so nothing is read."
+            f"{folder / MANIFEST} names the file {relative!r}, which is outside the checkpoint. Nothing was read."
         )
     path = folder / pure
     for part in (path, *path.parents[: len(pure.parts) - 1]):

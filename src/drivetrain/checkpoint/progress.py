@@ -23,7 +23,7 @@ from drivetrain.runtime.ranks import get_num_processes, is_master
 from drivetrain.runtime.seeds import restore_rng
 
 _continued: "weakref.WeakKeyDictionary[object, Mapping[str, float]]" = weakref.WeakKeyDictionary()
-"""Counters of sources that have been restored: a Checkpointer made afterwards goes on from there."""
+"""Counters of restored sources: a Checkpointer created afterwards continues from them."""
 
 _CLOCK_FIELDS = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "sample", "tok": "token", "sec": "total_wct"}
 
@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, source: object):
         self._source = source
         self.num_calls = 0
-        """Calls of `step()`, those before a resume included."""
+        """Calls of `step()`, including those before a resume."""
         self._earlier_seconds = 0.0
         self._started = time.monotonic()
         with suppress(TypeError):  # a source that cannot be a key is never in there
@@ -54,9 +54,9 @@ class Progress:
         if self._read(wanted.unit) is None:
             known = [unit for unit in TimeUnit if self._read(unit) is not None]
             raise ConfigError(
-                f"{where}: '{wanted}' cannot be counted here. A Context without a clock knows "
+                f"{where}: '{wanted}' cannot be counted. A Context without a clock counts "
                 f"{', '.join(unit.value for unit in known)} (calls of step() are batches, an integer `epoch` in the "
-                "Context counts epochs); a State with a clock knows all units."
+                "Context counts epochs); a State with a clock counts all units."
             )
 
     def follows_wall_clock(self, unit: TimeUnit) -> bool:
@@ -150,15 +150,15 @@ class Restored:
 
     path: Path
     manifest: Manifest | None = None
-    """None for a file of another program, which does not describe itself."""
+    """None for a file written by another program."""
     rejected: tuple[Rejected, ...] = ()
-    """Newer checkpoints that were passed over, each with the reason."""
+    """Newer checkpoints that were skipped, each with the reason."""
     parameters: Settings = field(default_factory=dict)
     """Parameters of the run that wrote it, empty outside a run."""
     rng: StateDict | None = field(default=None, repr=False)
     """This rank's random states."""
     report: Any = field(default=None, repr=False)
-    """What the Context said while loading."""
+    """The report of the Context's load."""
 
     @property
     def id(self) -> str:

@@ -91,9 +91,9 @@ class CheckpointReader:
     live: LiveState | None = None
     """Where the layouts of sharded tensors come from; None: they are read whole."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
-    """How values of one rank alone are made out of those of another number of ranks, by pattern."""
+    """How to convert per-rank values to another number of ranks, by pattern."""
     resume: bool = False
-    """Whether each rank goes on with its own values, or with new ones when the number of ranks has changed."""
+    """Whether each rank continues with its own values, or with new ones if the number of ranks has changed."""
 
     def read_at(self, find: Callable[[], "CheckpointPath"]) -> Loaded:
         """Read what `find` gives on rank 0, again when it gives something else afterwards: a pointer may be switched during the read."""
@@ -121,8 +121,8 @@ class CheckpointReader:
             if isinstance(result.own, ResumeError):
                 raise result.own
             raise CheckpointError(
-                f"{folder} cannot be used: {result.explain()}. Give the run folder instead, and its newest valid checkpoint "
-                "is taken."
+                f"{folder} cannot be used: {result.explain()}. Give the run folder instead to load its newest valid "
+                "checkpoint."
             )
 
     def read_newest(self, directory: Path) -> Loaded:
@@ -210,7 +210,7 @@ class CheckpointReader:
         if size != manifest.world_size:
             raise ResumeError(
                 f"checkpoint {manifest.id} was saved by {manifest.world_size} ranks that hold different parts of the "
-                f"model, and there are {size} now. Load it with {manifest.world_size} processes."
+                f"model, but there are {size} now. Load it with {manifest.world_size} processes."
             )
         if own_file(STATE, rank) not in listed:
             raise CheckpointError(f"{MANIFEST} does not list {own_file(STATE, rank)}")
@@ -262,7 +262,7 @@ def _present(folder: Path) -> Path:
 
 def _logged(rejected: list[Rejected]) -> list[Rejected]:
     for entry in rejected:
-        logger.warning("checkpoint %s is passed over: %s", entry.path, entry.reason)
+        logger.warning("checkpoint %s is skipped: %s", entry.path, entry.reason)
     return rejected
 
 
@@ -291,7 +291,7 @@ def read_torch_file(path: Path, map_location: Any = "cpu") -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain containers, and reading it could run code, so it is not read. "
-            f"Save it again as state dicts where you trust it. ({str(error).strip().splitlines()[0]})"
+            f"If you trust it, save it again as state dicts. ({str(error).strip().splitlines()[0]})"
         ) from None
     except Exception as error:  # a damaged file can raise anything
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]

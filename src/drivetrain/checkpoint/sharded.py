@@ -37,7 +37,7 @@ def own_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
         assert isinstance(tensor, DTensor)
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(
-                f"{name} is a sum not yet added up over its ranks ({tensor.placements}). Reduce it before saving."
+                f"{name} is a partial sum, not yet reduced over its ranks ({tensor.placements}). Reduce it before saving."
             )
         place = tensor.device_mesh.get_coordinate()
         if place is None or any(c for c, p in zip(place, tensor.placements) if p.is_replicate()):
@@ -72,10 +72,10 @@ def _read(
     wanted: dict[str, Any] = {}
     for name in names:
         if name not in stored.state_dict_metadata:
-            raise CheckpointError(f"{name} is in none of the files in {folder}. Fall back to an earlier checkpoint.")
+            raise CheckpointError(f"{name} is missing from the files in {folder}. Use an earlier checkpoint.")
         meta: Any = stored.state_dict_metadata[name]
         if sum(chunk.sizes.numel() for chunk in meta.chunks) != meta.size.numel():
-            raise CheckpointError(f"the parts of {name} in {folder} do not make up the whole of it.")
+            raise CheckpointError(f"the parts of {name} in {folder} do not cover the whole tensor.")
         counterpart = live.get(name)
         if isinstance(counterpart, DTensor) and counterpart.shape == meta.size:
             local = torch.empty(counterpart.to_local().shape, dtype=meta.properties.dtype)

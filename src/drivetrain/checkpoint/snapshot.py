@@ -102,7 +102,7 @@ def _is_alike(flat: FlatState, exchange: RankExchange) -> bool:
         for name, description in theirs.items():
             if first.setdefault(name, description) != description:
                 raise CheckpointError(
-                    f"{name} is one sharded tensor on rank {rank} and another on a rank before it: {description} and "
+                    f"{name} is a different sharded tensor on rank {rank} than on an earlier rank: {description} and "
                     f"{first[name]} (shape, type, ranks). Give the parts of the model different names."
                 )
     return False
@@ -315,8 +315,8 @@ def _for_other_world(name: str, values: list[Any], seed: int, rank: int, manifes
     if shared:
         return first
     raise ResumeError(
-        f"{name} belongs to each rank alone and was saved by {manifest.world_size}; there are {size} now, so it "
-        f"cannot be continued exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two "
+        f"{name} differs between ranks and was saved by {manifest.world_size}; there are {size} now, so it cannot be "
+        f"restored exactly. Resume with {manifest.world_size} processes, or from a checkpoint between two "
         "updates."
     )
 

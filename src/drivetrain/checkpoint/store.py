@@ -116,7 +116,7 @@ def best_folder(directory: Path) -> Path:
     folder = read_pointer(directory, BEST)
     if folder is None:
         raise CheckpointNotFoundError(
-            f"no best checkpoint is known in {directory}: none was saved with a metric. Use 'last', or "
+            f"no best checkpoint in {directory}: none was saved with a metric. Use 'last', or "
             "Checkpointer(best='eval/acc', mode='max')."
         )
     return folder
@@ -129,7 +129,7 @@ def checkpoint_directory(path: str | Path | None) -> Path:
     run = current_run()
     if run is None:
         raise CheckpointError(
-            "there is no run here, so no folder for checkpoints is known. Give one: path='runs/a/checkpoints' (dir= "
+            "no run is active, so the checkpoint folder is unknown. Give one: path='runs/a/checkpoints' (dir= "
             "for a Checkpointer), or start the program as an experiment."
         )
     return run.folder / CHECKPOINTS

@@ -21,7 +21,7 @@ from drivetrain.core.types import StateDict
 from drivetrain.module.distributed_tensors import is_dtensor, local_part
 
 STATE_LIMIT = 256 * 2**20
-"""Bytes of `state.json`. Long series belong into tensors, which have no limit."""
+"""Bytes of `state.json`. Store long series in tensors, which have no limit."""
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -183,11 +183,11 @@ def _check_storable(tensor: Tensor, path: str, sharded: bool) -> None:
     elif tensor.layout is not torch.strided or tensor.is_nested:
         reason = f"is not dense ({tensor.layout})"
     elif tensor.is_quantized or (tensor.dtype not in SAFETENSORS_DTYPES and tensor.dtype not in _VIEWED_DTYPES):
-        reason = f"has type {tensor.dtype}, which safetensors does not know"
+        reason = f"has type {tensor.dtype}, which safetensors does not support"
     elif not sharded and hasattr(tensor, "__tensor_flatten__"):
         reason = f"is a {type(tensor).__name__}, a tensor made of tensors"
     if reason is not None:
-        raise CheckpointError(f"{path} {reason}. Convert it before saving, or leave it out.")
+        raise CheckpointError(f"{path} {reason}. Convert it before saving, or exclude it.")
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...] | None:

@@ -170,7 +170,7 @@ def sweep(directory: Path) -> None:
             remove_folder(path)
         else:
             os.replace(path, home)
-            logger.warning("%s was set aside and never replaced; it is restored.", home)
+            logger.warning("an interrupted save had moved %s aside; it is restored.", home)
     for path in directory.glob(f"{REMOVED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{TEMPORARY}*"):
@@ -255,7 +255,7 @@ def _commit(
         if best is not None and (leader := best_checkpoint(known_checkpoints(directory), best)) is not None:
             replace_text(directory / BEST, f"{leader.name}\n")
     except OSError as error:  # the checkpoint is whole and will be found by its sequence
-        logger.warning("%s is saved, but the pointers next to it could not be renewed: %s", name, error)
+        logger.warning("%s is saved, but its pointer files could not be updated: %s", name, error)
 
 
 def _rename_in(temporary: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ class AttentionBias(nn.Module):
     """Returns what is added to the scores: a tensor that broadcasts to (batch, heads, queries, keys)."""
 
     was_used = False
-    """Set when the bias was asked for; a layer that never asks does not attend with it."""
+    """Set when the bias is read; a layer that never reads it does not use it."""
 
     def scores(self, queries: int, keys: int) -> Tensor:
         """Return the bias for so many queries, which are the last of so many keys."""
@@ -67,7 +67,7 @@ def register_attention(
     if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigTypeError(f"register_attention({cls!r}): expected a class of modules, or its name.")
     if cls in _by_class:
-        raise ConfigError(f"register_attention: {_name(cls)} is registered already.")
+        raise ConfigError(f"register_attention: {_name(cls)} is already registered.")
     _by_class[cls] = AttentionAdapter(
         heads=_reader(heads, int), causal=_reader(causal, bool), inject=inject or intercept_attention_calls
     )

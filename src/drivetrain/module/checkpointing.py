@@ -97,7 +97,7 @@ def checkpoint_blocks(
     if every < 1 or (max_modules is not None and max_modules < 1):
         raise ConfigError(f"checkpoint_blocks: every={every} and max_modules={max_modules} must be at least 1.")
     if reentrant and mode != "full":
-        raise ConfigError(f"checkpoint_blocks: reentrant checkpointing knows only mode 'full', not {mode!r}.")
+        raise ConfigError(f"checkpoint_blocks: reentrant checkpointing supports only mode 'full', not {mode!r}.")
     if isinstance(blocks, str) and blocks == "auto":
         found = repeated_blocks(model) or select_modules(model, "auto")
         found = [(name, module) for name, module in found if name]  # the model itself is not a block

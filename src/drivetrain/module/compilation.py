@@ -121,7 +121,7 @@ class GraphBreaks:
         reasons = self.reasons()
         if not reasons:
             if self._graphs() == self._graphs_before:
-                return "no graph was made: nothing is compiled, or this process had compiled the same before"
+                return "no graph was made: nothing is compiled, or this process compiled it before"
             return "no graph breaks"
         total = sum(reasons.values())
         shown = "; ".join(reason.strip().splitlines()[0][:100] for reason in list(reasons)[:3])
@@ -145,7 +145,7 @@ def set_recompile_limit(n: int) -> int:
     import torch._dynamo
 
     if n < 1:
-        raise ConfigError(f"recompile limit {n} is impossible: it must be at least 1.")
+        raise ConfigError(f"recompile limit {n} is not valid: it must be at least 1.")
     config = torch._dynamo.config
     old = config.recompile_limit
     config.recompile_limit = n

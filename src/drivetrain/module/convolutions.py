@@ -74,7 +74,7 @@ def whitening_kernel(images: Tensor, kernel_size: tuple[int, int], eps: float = 
     flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, images.shape[1] * height * width)
     if len(flat) <= flat.shape[1]:
         raise ConfigError(
-            f"whitening_kernel: {len(flat)} patches cannot show {flat.shape[1]} directions. Give more images."
+            f"whitening_kernel: {len(flat)} patches are too few for {flat.shape[1]} directions. Give more images."
         )
     eigenvalues, eigenvectors = torch.linalg.eigh(torch.cov(flat.T))
     filters = (eigenvectors / (eigenvalues.clamp(min=0) + eps).sqrt()).T.flip(0)

@@ -63,10 +63,10 @@ def _explain_unused(model: DistributedDataParallel, text: str) -> str:
     numbers = [int(number) for number in found.group(1).split()] if found is not None else []
     unused = ", ".join(names[number] for number in numbers if number < len(names)) or "some parameters"
     return (
-        f"rank {get_rank()}: {unused} took no part in the loss of the last step, and DDP waits for their gradients. Pass "
+        f"rank {get_rank()}: {unused} did not contribute to the loss of the last step, and DDP waits for their gradients. Pass "
         "find_unused_parameters=True: to Trainer(...), to auto_accelerate(...), in a strategy as "
-        "('parallel_mode', {'find_unused_parameters': True}), or to wrap_ddp(model, ...). Where the same ones are unused in every step, "
-        "static_graph=True costs less; parameters that are never trained can be frozen with requires_grad_(False)."
+        "('parallel_mode', {'find_unused_parameters': True}), or to wrap_ddp(model, ...). If the same ones are unused in every step, "
+        "static_graph=True is cheaper. Freeze parameters that are never trained with requires_grad_(False)."
     )
 
 
@@ -90,7 +90,7 @@ def wrap_ddp(model: nn.Module, device: torch.device | str | None = None, **kw: o
         return model
     if not is_distributed():
         raise DistributedError(
-            "DDP needs a process group, and there is none. Start the program with `torchrun --nproc-per-node=N "
+            "DDP needs a process group, and none is initialized. Start the program with `torchrun --nproc-per-node=N "
             "program.py` and call drivetrain.runtime.group.init_distributed() first."
         )
     settings = {"gradient_as_bucket_view": True, **kw}

@@ -224,8 +224,9 @@ class DeferredSource:
         if not self._has_said:
             self._has_said = True
             warnings.warn(
-                f"chunked_cross_entropy: the loss does more with the logits than a cross entropy of class indices ({name}), so all of them "
-                "are computed and no memory is saved.",
+                f"chunked_cross_entropy: the loss uses the logits for more than a cross entropy of class indices "
+                f"({name}), so all logits are "
+                f"computed and no memory is saved.",
                 DrivetrainWarning,
                 stacklevel=4,
             )
@@ -288,8 +289,8 @@ def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[s
             outputs = torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
     except Exception as error:  # shapes that depend on data, or code that fake tensors cannot follow
         raise UnsupportedMethodError(
-            f"chunked_cross_entropy: {type(model).__name__} could not be followed on fake tensors ({type(error).__name__}: {error}), so "
-            "its final linear layer is not known. Leave the method out."
+            f"chunked_cross_entropy: {type(model).__name__} could not be traced with fake tensors ({type(error).__name__}: {error}), so "
+            f"its final linear layer is unknown. Remove the method."
         ) from error
     finally:
         torch.set_rng_state(random_state)
@@ -301,6 +302,6 @@ def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[s
                 loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
                 return name, index, isinstance(loss, Tensor) and loss.ndim == 0
     raise UnsupportedMethodError(
-        f"chunked_cross_entropy: {type(model).__name__} does not return the output of a linear layer as it is; the last one it ran was "
-        f"{made[-1][0] if made else 'none'}. Leave the method out, or return the logits themselves."
+        f"chunked_cross_entropy: {type(model).__name__} does not return the unchanged output of a linear layer; the last one it ran was "
+        f"{made[-1][0] if made else 'none'}. Remove the method, or return the logits themselves."
     )

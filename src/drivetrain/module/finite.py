@@ -33,9 +33,9 @@ class NonFinitePolicy:
     """What to do about an update whose loss or gradients are not finite."""
 
     action: Action = "skip"
-    """`skip` leaves the update out; `stop` ends the run; `rollback` also restores the last good state; `ignore` does not test."""
+    """`skip` skips the update; `stop` ends the run; `rollback` also restores the last good state; `ignore` does not test."""
     limit: int = 20
-    """So many bad updates in a row end the run, whatever the action."""
+    """Number of consecutive bad updates that ends the run, for every action."""
     every: int = 100
     """Updates between two copies of the state to roll back to."""
 
@@ -153,7 +153,7 @@ class StepGuard:
     def __init__(self, policy: NonFinitePolicy):
         self.policy = policy
         self.in_a_row, self.total = 0, 0
-        """Updates left out: since the last one that was made, and in the whole run; those of an accelerator are known two updates later."""
+        """Skipped updates: since the last applied one, and in the whole run. On an accelerator the counts lag by two updates."""
         self.is_active = False
         """Whether updates are tested; False until `prepare`."""
         self.to_pass_over = 0

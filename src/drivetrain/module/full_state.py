@@ -93,6 +93,6 @@ def _meet(purpose: str) -> None:
         dist.monitored_barrier(control_group(), timeout=DEADLINE, wait_all_ranks=True)
     except RuntimeError as error:
         raise DistributedError(
-            f"{purpose}, and not every rank came within {DEADLINE.total_seconds():.0f} s. Call state_dict() or save_pretrained() of a "
+            f"{purpose}, but not every rank arrived within {DEADLINE.total_seconds():.0f} s. Call state_dict() or save_pretrained() of a "
             "sharded model on all ranks, not under a condition such as `if is_master():`, and use the result on one of them."
         ) from error

@@ -44,7 +44,7 @@ class GradientSync:
         self.unsupported = next(
             (type(m).__name__ for m in modules if inner_attribute(m) == "_fsdp_wrapped_module"), None
         )
-        """The name of a wrapper that gives no way to take gradients of parts of the model."""
+        """The name of a wrapper that does not support gradients of parts of the model."""
 
     @property
     def no_sync(self) -> AbstractContextManager[object]:

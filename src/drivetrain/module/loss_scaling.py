@@ -90,7 +90,7 @@ def computes_in_float16(loss: Tensor) -> bool:
 
 def _warn_of_unused_scale(name: str) -> None:
     warnings.warn(
-        f"unit {name!r}: the saved state has a gradient scale, but this run needs none; it is left out.",
+        f"unit {name!r}: the saved state has a gradient scale, but this run needs none; it is ignored.",
         DrivetrainWarning,
         stacklevel=5,
     )

@@ -39,7 +39,7 @@ class Split:
     inputs: frozenset[str]
     """Arguments that some stage uses."""
     unused: frozenset[str]
-    """Arguments that no stage uses, whatever is given for them."""
+    """Arguments that no stage uses."""
     tied: tuple[Mapping[int, str], ...] = ()
     """Of each parameter that several stages hold, its name in each of them."""
 
@@ -74,7 +74,7 @@ def split_model(
         cuts = [places[name] for name in names]
         if cuts != sorted(cuts):
             raise ConfigError(
-                f"split={list(split)}: the model runs these modules in another order. List them in that order."
+                f"split={list(split)}: the model runs these modules in another order. List them in the order of execution."
             )
     return _cut(model, nodes, cuts)
 
@@ -98,8 +98,9 @@ def _follow_mode(model: nn.Module, opened: set[nn.Module], graph: fx.Graph, give
                 node.kwargs = {name: value for name, value in node.kwargs.items() if name != "training"}
     if _steps_of(other) != _steps_of(graph):
         raise ConfigError(
-            f"the forward of {type(model).__name__} does something else in training than in evaluation between its blocks. Move the code "
-            "that asks for self.training into a module of its own."
+            f"the forward of {type(model).__name__} behaves differently in training and evaluation between its "
+            f"blocks. Move the code that depends "
+            "on self.training into its own module."
         )
 
 
@@ -229,8 +230,8 @@ def _named(model: nn.Module, split: Sequence[str], num_stages: int) -> list[str]
             raise ConfigError(unknown_name("module", name, modules, where="pipeline_parallel split"))
     if len(set(split)) != len(split) or len(split) != num_stages - 1:
         raise ConfigError(
-            f"split={list(split)} names {len(split)} modules; {num_stages} stages begin at {num_stages - 1} different ones, beside the "
-            "first stage."
+            f"split={list(split)} names {len(split)} modules; {num_stages} stages need {num_stages - 1} different ones, besides the first "
+            f"stage."
         )
     return list(split)
 
@@ -252,7 +253,7 @@ def _places(model: nn.Module, nodes: list[fx.Node], names: Sequence[str], are_gi
         if place is not None:
             places[name] = place
         elif are_given:
-            raise ConfigError(f"the module {name} is not run by the model's forward, so no stage can begin at it.")
+            raise ConfigError(f"the module {name} is not called by the model's forward, so no stage can start at it.")
     return places
 
 

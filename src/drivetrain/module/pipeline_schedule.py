@@ -175,7 +175,7 @@ class PipelinedModel(nn.Module):
         rows = _rows(batch)
         is_training = self.training and torch.is_grad_enabled()
         if is_training and self._loss_func is None:
-            raise ConfigError("a pipeline runs forward and backward at once, which needs loss_func. Pass it.")
+            raise ConfigError("a pipeline runs forward and backward together and needs loss_func. Pass it.")
         chunks = self._chunks(rows, is_training)
         key = (is_training, chunks, _shapes(inputs))
         run = self._runs.get(key)
@@ -206,12 +206,12 @@ class PipelinedModel(nn.Module):
         try:
             given = self.split.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"the model was called wrongly: {error}") from None
+            raise TypeError(f"wrong call of the model: {error}") from None
         inputs = {name: value for name, value in given.items() if name in self.split.inputs}
         missing = self.split.inputs - set(inputs)
         if missing:
             raise ConfigError(
-                f"the pipeline was split for calls that give {', '.join(sorted(missing))}, and this one does not. Call the model as in "
+                f"the pipeline was split for calls that give {', '.join(sorted(missing))}, but this call does not. Call the model as in "
                 "training."
             )
         parameters = self.split.signature.parameters
@@ -219,8 +219,8 @@ class PipelinedModel(nn.Module):
             if name in inputs or name in self.split.unused or value is parameters[name].default:
                 continue
             raise ConfigError(
-                f"the pipeline was split for calls without {name!r}, and this one gives it. Give it in the data the plan is made with, "
-                "or leave it out."
+                f"the pipeline was split for calls without {name!r}, but this call passes it. Include it in the data that the plan is made "
+                "with, or remove it."
             )
         return inputs
 
@@ -390,7 +390,7 @@ class _ScheduleRun:
                 loss = pipeline._loss_func(self._chunk(batch, 0), call.unflatten_output(output))
                 if isinstance(loss, list | tuple):
                     raise ConfigError(
-                        "pipeline_parallel: loss_func returns more than the loss, and the rest would exist on the last stage only. Return "
+                        "pipeline_parallel: loss_func returns more than the loss, and the rest would exist only on the last stage. Return "
                         "the loss alone."
                     )
         return [(list(tensor.shape), tensor.dtype) for tensor in output]
@@ -456,8 +456,9 @@ def _rows(batch: object) -> int:
     sizes = [leaf.shape[0] for leaf in tree_leaves(batch) if is_batched(leaf)]
     if not sizes or len(set(sizes)) > 1:
         raise ConfigError(
-            f"a pipeline cuts every tensor of the batch along its first dimension, and here these are {sorted(set(sizes))} long. Give "
-            "tensors that have one row for each sample; single numbers and other values may stand beside them."
+            f"a pipeline cuts every tensor of the batch along its first dimension, but their lengths are "
+            f"{sorted(set(sizes))}. Give tensors "
+            f"with one row per sample; scalars and other values are allowed next to them."
         )
     return sizes[0]
 

@@ -61,9 +61,10 @@ def _trace(
         raise
     except Exception as error:  # whatever the user's code does with a value that is not there yet
         raise ConfigError(
-            f"the forward of {type(model).__name__} cannot be followed between its blocks: {type(error).__name__}: {_first_line(error)} "
-            "Between blocks, code may not decide by the contents of a tensor, and values must be tensors, sizes or plain containers. "
-            "Move such code into a module of its own, which is then one step."
+            f"the forward of {type(model).__name__} cannot be traced between its blocks: {type(error).__name__}: {_first_line(error)} "
+            "Between blocks, control flow must not depend on tensor contents, and values must be tensors, sizes or "
+            "plain containers. Move such "
+            "code into its own module."
         ) from error
     finally:
         torch.set_rng_state(state)

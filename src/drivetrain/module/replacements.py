@@ -58,7 +58,7 @@ def register_replace_pair(
         if not (isinstance(cls, type) and issubclass(cls, ReplacePair)):
             raise ConfigTypeError(f"register_replace_pair({pair_name!r}): expected a class derived from ReplacePair.")
         if pair_name in _pairs:
-            raise ConfigError(f"register_replace_pair: there is a pair of the name {pair_name!r} already.")
+            raise ConfigError(f"register_replace_pair: a pair named {pair_name!r} already exists.")
         _pairs[pair_name] = _Registered(cls(), dict(kwargs or {}), tuple(supported_dtypes))
         return cls
 

@@ -78,7 +78,7 @@ class SequenceAttention:
         """Attend from this rank's queries to another sequence, which is whole."""
         if call.get("is_causal"):
             raise ConfigError(
-                "sequence_parallel: causal attention to a sequence of another length cannot be split. Leave sequence_parallel out, or "
+                "sequence_parallel: causal attention to a sequence of another length cannot be split. Remove sequence_parallel, or "
                 "give the model a set_sp method."
             )
         mask = call.get("attn_mask")
@@ -196,8 +196,8 @@ def open_multihead(block: nn.Module) -> None:
             continue
         if module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
-                f"sequence_parallel: the attention {name!r} adds keys of its own (add_bias_kv, add_zero_attn), which belong to no "
-                "position. Make it without them."
+                f"sequence_parallel: the attention {name!r} adds keys of its own (add_bias_kv, add_zero_attn), which have no position. "
+                "Build it without them."
             )
         object.__setattr__(module, "__class__", subclass_of(type(module), SequenceMultihead))
 
@@ -251,7 +251,7 @@ class RingAttention:
 
         if call.get("attn_mask") is not None:
             raise ConfigError(
-                "sequence_parallel: ring attention knows causal and full attention, and the model passes a mask. Use impl='ulysses'."
+                "sequence_parallel: ring attention supports causal and full attention, but the model passes a mask. Use impl='ulysses'."
             )
         if call["key"].shape[1] != call["query"].shape[1]:
             _, key, value = with_shared_heads(call, call["key"].shape[1] + 1)  # never divides: repeat

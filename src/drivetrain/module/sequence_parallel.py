@@ -72,7 +72,7 @@ def split_sequence(
     families = [family for family in find_blocks(model) if family.repeats]
     if not families:
         raise ConfigError(
-            f"sequence_parallel: {type(model).__name__} has no repeated blocks, so there is nothing that could run on pieces of a "
+            f"sequence_parallel: {type(model).__name__} has no repeated blocks that could run on parts of a "
             "sequence. Give the model a set_sp(sp_size, sp_rank, sp_group) method."
         )
     shared = SequenceSplit(group, seq_dim, RingAttention(mesh) if impl == "ring" else None)
@@ -107,8 +107,8 @@ class SequenceModel(GeneratedClass):
         out = run(*args, **kwargs)
         if split.is_open:
             raise ConfigError(
-                "sequence_parallel: the last block of a family did not run, so the sequence was not joined again. Leave out whatever "
-                "skips blocks at random."
+                "sequence_parallel: the last block of a family did not run, so the sequence was not gathered again. Remove methods that "
+                "skip blocks at random, such as stochastic depth."
             )
         return out
 
@@ -279,7 +279,7 @@ def _check(model: nn.Module, run: Any, split: SequenceSplit, args: Any, kwargs: 
     finally:
         split.mode, split.notes = "whole", None
     raise ConfigError(
-        f"sequence_parallel: {written_class(model).__name__} would not compute the same on pieces of the sequence: {reasons[-1]}. Compute "
+        f"sequence_parallel: {written_class(model).__name__} computes different results on parts of the sequence: {reasons[-1]}. Compute "
         "positions and masks outside the blocks and pass them in, split the batch yourself with batch_sp_processing_fn, or give the model "
         "a set_sp(sp_size, sp_rank, sp_group) method."
     )

@@ -69,7 +69,7 @@ def find_pieces(model: nn.Module, styles: Mapping[str, object], size: int) -> Pi
     if not plan.blocks:
         raise ConfigError(
             f"tensor_parallel: sequence_parallel=True needs repeated blocks whose layers are split, and {type(model).__name__} has none. "
-            "Leave sequence_parallel out."
+            f"Remove sequence_parallel=True."
         )
     return plan
 
@@ -93,8 +93,9 @@ def _try_block(
                 return trial.norms, trial.closers
     raise ConfigError(
         f"tensor_parallel: sequence_parallel=True cannot run {name} ({written_class(block).__name__}) on pieces of the sequence: {reason}. "
-        "It is for blocks in which norms stand before split layers and their results are added to the stream. Leave sequence_parallel "
-        "out, or use the method sequence_parallel, which has an axis of its own."
+        "It supports pre-norm blocks: norms before split layers, results added to the residual stream. Remove "
+        "sequence_parallel=True, or use the method sequence_parallel, "
+        "which has its own axis."
     )
 
 
@@ -197,7 +198,7 @@ class _PiecesTrial:
             self.norms.add(name)
             self.inside_norms += 1
         elif gets_piece and name in self.styles and not self.inside_norms:
-            raise _CannotRun(f"no norm stands before {name}")
+            raise _CannotRun(f"no norm comes before {name}")
 
     def _leave(self, name: str, module: nn.Module, out: object) -> Any:
         first = floats(out)[:1]

@@ -48,7 +48,7 @@ def shard_fully(
         return model
     if not is_distributed():
         raise DistributedError(
-            "fully_shard needs a process group, and there is none. Start the program with `torchrun "
+            "fully_shard needs a process group, and none is initialized. Start the program with `torchrun "
             "--nproc-per-node=N program.py` and call drivetrain.runtime.group.init_distributed() first."
         )
     mesh = _default_mesh(model) if mesh is None else mesh

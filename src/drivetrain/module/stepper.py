@@ -56,7 +56,7 @@ class Stepper:
         self.guard = StepGuard(NonFinitePolicy() if policy is None else policy)
         """Keeps updates that are not finite out of the weights; its counts are saved with the window."""
         self.sync: GradientSync | None = None
-        """Who averages gradients over ranks, where a loop has to know."""
+        """What averages gradients over ranks, if the loop needs it."""
         self.model: object = None
         """Whose gradients are saved inside a window."""
         self.axes: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Stepper:
         self.synchronises = True
         """Whether the backward of the batch in hand averages over ranks."""
         self.was_skipped: bool | Tensor = False
-        """Whether the last update was left out; of a fused optimizer a flag on the device."""
+        """Whether the last update was skipped; for a fused optimizer a flag on the device."""
         self.is_finished = False
         """Whether the gradients of the closing window are complete and unscaled."""
         self.is_simple = self._clears_as_torch = False

@@ -79,7 +79,7 @@ def _check_not_wrapped(module: nn.Module) -> None:
             where = f"its submodule {name!r}" if name else "the module"
             raise TypeError(
                 f"cannot replace layers of {type(module).__name__}: {where} is already wrapped ({kind}), and the "
-                "wrapper would go on using the old layers. Replace layers first, then wrap, shard or compile."
+                "wrapper would keep using the old layers. Replace layers first, then wrap, shard or compile."
             )
 
 
@@ -222,8 +222,8 @@ def _plan_exchange(
         home = _find(parameter, optimizers)
         if home is None:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} is to be removed, but none of the {len(optimizers)} "
-                "optimizers given holds it. Pass the optimizer that trains it, or make the optimizer after the "
+                f"a parameter of shape {tuple(parameter.shape)} is to be removed, but it is not in "
+                f"any of the {len(optimizers)} optimizers given. Pass the optimizer that trains it, or make the optimizer after the "
                 "surgery."
             )
         removed.append((*home, parameter))

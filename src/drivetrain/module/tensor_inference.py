@@ -164,7 +164,7 @@ class _SplitTrial:
             try:
                 outputs = self._run_share(pair, rank, size, shares)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                return f"the code between them counts features globally ({str(error).splitlines()[0][:120]})"
+                return f"the code between them uses the global number of features ({str(error).splitlines()[0][:120]})"
             if not agree(self.whole, outputs):
                 return "their outputs are used elsewhere too"
         for name, parts in shares.items():

@@ -157,7 +157,7 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
             owners = " and ".join(type(module).__name__ for module, _ in places)
             raise ConfigError(
                 f"tensor_parallel: {owners} share a parameter, and the plan splits it differently in each. Split an embedding 'rowwise' "
-                "where the head that shares its weight is 'colwise', or leave both out."
+                "where the head that shares its weight is 'colwise', or remove both from the plan."
             )
         for module, name in places:
             module._parameters[name] = parameters[0]
@@ -232,7 +232,7 @@ def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
     if isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
         raise ConfigError(
             f"tensor_parallel: the weight of {name} is computed from other parameters, as weight_norm and other parametrizations do, so it "
-            "cannot be split. Leave the layer out of the plan, or remove the parametrization."
+            "cannot be split. Remove the layer from the plan, or remove the parametrization."
         )
     if not (is_splittable(module) or isinstance(module, nn.Embedding)):
         raise ConfigError(
@@ -242,7 +242,7 @@ def _check_divides(name: str, module: nn.Module, style: Any, size: int) -> None:
     if count % size:
         raise ConfigError(
             f"tensor_parallel: {name} has {count} features to split ({style}), which do not divide over {size} ranks. Choose "
-            "another size of the tensor axis, or leave the layer out."
+            "another size of the tensor axis, or remove the layer from the plan."
         )
 
 

@@ -185,7 +185,7 @@ def written_class(module: nn.Module) -> type[nn.Module]:
 
 
 FaultKind = Literal["missing", "unexpected", "unfitting"]
-"""What can be wrong with a saved state: not there, not known here, or of another form."""
+"""What can be wrong with a saved state: missing, unexpected, or of another shape."""
 
 
 class StateFault(NamedTuple):

@@ -206,7 +206,7 @@ def _take_tensors(value: object, found: list[Tensor]) -> object:
     """Return `value` with a slot in place of each tensor, and collect the tensors in order."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or hasattr(value, "full_tensor"):
-            raise TypeError("only dense tensors travel; call to_dense(), or full_tensor() for a sharded one")
+            raise TypeError("only dense tensors can be sent; call to_dense(), or full_tensor() for a sharded one")
         found.append(value)
         return _TensorSlot(tuple(value.shape), value.dtype, value.device.type)
     return map_items(value, lambda item: _take_tensors(item, found))

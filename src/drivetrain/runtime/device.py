@@ -87,8 +87,8 @@ def _local_device(kind: str) -> torch.device:
 def _too_few(kind: str, world: LaunchedWorld) -> str:
     count = torch.get_device_module(kind).device_count()
     return (
-        f"local rank {world.local_rank} has no {kind} device of its own: {_visible(kind)}. Start at most one process "
-        f"per device (torchrun --nproc-per-node {count}), or ask for device 'cpu'."
+        f"local rank {world.local_rank} has no {kind} device: {_visible(kind)}. Start at most one process "
+        f"per device (torchrun --nproc-per-node {count}), or use device 'cpu'."
     )
 
 
@@ -101,9 +101,9 @@ def _visible(kind: str) -> str:
 
 def _absent(kind: str) -> str:
     if kind == "cuda" and not torch.backends.cuda.is_built():
-        reason = f"this build of torch ({torch.__version__}) has no CUDA; install one that has"
+        reason = f"this build of torch ({torch.__version__}) has no CUDA; install a build with CUDA"
     elif kind == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        reason = "CUDA_VISIBLE_DEVICES hides every device; unset it or name one"
+        reason = "CUDA_VISIBLE_DEVICES hides all devices; unset it or list one"
     elif kind == "cuda":
         reason = "torch finds no usable CUDA device; check the driver with nvidia-smi"
     else:
@@ -138,7 +138,7 @@ def device_memory(device: str | torch.device | None = "auto") -> tuple[int, int]
     module = torch.get_device_module(chosen)
     if not hasattr(module, "mem_get_info"):
         raise DeviceError(
-            f"torch does not report how much memory {str(chosen)!r} has. Ask for a cpu, cuda, xpu or mps device."
+            f"torch does not report how much memory {str(chosen)!r} has. Use a cpu, cuda, xpu or mps device."
         )
     free, total = module.mem_get_info(chosen)
     return free + module.memory_reserved(chosen) - module.memory_allocated(chosen), total

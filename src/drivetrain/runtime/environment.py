@@ -64,7 +64,7 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
     for given, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if missing not in env:
             raise DistributedError(
-                f"the environment has {given}={env[given]!r} but no {missing}: both belong together. Start the program "
+                f"the environment has {given}={env[given]!r} but no {missing}; set both or neither. Start the program "
                 f"with torchrun, accelerate launch or srun, which set both, or unset {given} to run on one process."
             )
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE", least=1)
@@ -81,8 +81,8 @@ def _from_torchrun(env: Mapping[str, str]) -> LaunchedWorld:
     if local_rank >= (local_world_size or world_size):
         name = "LOCAL_WORLD_SIZE" if local_world_size else "WORLD_SIZE"
         raise DistributedError(
-            f"LOCAL_RANK={local_rank} does not fit {name}={local_world_size or world_size}: local ranks run from 0, "
-            "and there are no more of them than processes. Let the launcher set both."
+            f"LOCAL_RANK={local_rank} does not fit {name}={local_world_size or world_size}: local ranks are 0 to "
+            "the number of processes minus 1. Let the launcher set both."
         )
     return LaunchedWorld(
         rank=rank,
@@ -145,7 +145,7 @@ def first_slurm_host(nodes: str) -> str:
     first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes.strip())
     if first is None:
         raise DistributedError(
-            f"the SLURM node list {nodes!r} names no host, so the address of rank 0 is unknown. Set MASTER_ADDR "
+            f"the SLURM node list {nodes!r} has no host, so the address of rank 0 is unknown. Set MASTER_ADDR "
             "to its host name."
         )
     return "".join(part or "" for part in first.groups())
@@ -155,7 +155,7 @@ def _integer(env: Mapping[str, str], name: str, least: int = 0) -> int:
     text = env[name]
     if not text.strip().isdecimal() or int(text) < least:
         raise DistributedError(
-            f"the environment variable {name}={text!r} is not a whole number from {least} on. Let the launcher set it, "
+            f"the environment variable {name}={text!r} is not a whole number of at least {least}. Let the launcher set it, "
             "or unset it to run on one process."
         )
     return int(text)

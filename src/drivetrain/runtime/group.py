@@ -32,7 +32,7 @@ def init_distributed(backend: str | None = None, timeout: float | timedelta | No
     world = launched_world()
     if world is None:
         raise DistributedError(
-            "there is no world to join: RANK and WORLD_SIZE are not set. Start the program on several processes with "
+            "cannot join a process group: RANK and WORLD_SIZE are not set. Start the program on several processes with "
             "torchrun --nproc-per-node N program.py, or from Python with drivetrain.runtime.launch.launch(function, N). "
             "One process needs no process group."
         )
@@ -120,7 +120,7 @@ def _check_backend(backend: str) -> None:
         name = entry.rpartition(":")[2].strip().lower()
         available = dist.is_backend_available(name)
         if name == "nccl" and not torch.cuda.is_available():
-            reason = "it needs a CUDA device and torch finds none"
+            reason = "it needs a CUDA device, and torch finds none"
         elif not available:
             reason = "this build of torch does not have it"
         else:
@@ -133,6 +133,6 @@ def _check_same_backend(backend: str | None) -> None:
     wanted = {entry.rpartition(":")[2] for entry in backend.lower().split(",")} if backend else set()
     if not wanted <= {entry.rpartition(":")[2] for entry in active.split(",")}:
         raise DistributedError(
-            f"the process group already runs with {active!r}, and {backend!r} was requested. Request the backend at "
+            f"the process group already uses {active!r}, but {backend!r} was requested. Request the backend at "
             "the first call, or call destroy_group() on every rank before joining again."
         )

@@ -47,9 +47,9 @@ ANSWER_SECONDS = 10.0
 EXCHANGE_SECONDS = 30.0
 """How often ranks compare their times."""
 SLOW_SHARE = 0.2
-"""A rank is slow where it delays every step by this share of the step, in two comparisons in a row."""
+"""A rank is slow if it delays every step by this fraction of the step, in two consecutive comparisons."""
 REPEAT_SECONDS = 600.0
-"""A rank that stays slow is named again after so long."""
+"""Seconds until a rank that stays slow is reported again."""
 
 _numbers = itertools.count()
 
@@ -73,9 +73,9 @@ class Straggler:
 
     rank: int
     seconds: float
-    """What it needs in a step before it waits for anyone."""
+    """Seconds it needs in a step before it waits for other ranks."""
     others: float
-    """What the median of the other ranks needs."""
+    """Median seconds of the other ranks."""
     step: float
     """The seconds of a whole step."""
 
@@ -115,7 +115,7 @@ class RankWatch:
         self._suspect: int | None = None
         self._named: tuple[int, float] | None = None
         self.straggler: Straggler | None = None
-        """The rank that was found slow last, on rank 0; whoever records it may clear it."""
+        """The rank that was slow last, on rank 0; the recorder may clear it."""
 
     def __enter__(self) -> Self:
         if self._limit is None and self._size == 1:
@@ -139,7 +139,7 @@ class RankWatch:
             self._watch()
         except (RuntimeError, OSError) as error:  # the store went with rank 0, which ends the job by itself
             if not self._done.is_set():
-                logger.debug("rank %d: hung ranks are not watched for any more: %s", self._rank, error)
+                logger.debug("rank %d: hang detection stopped: %s", self._rank, error)
 
     def _watch(self) -> None:
         period = POLL_SECONDS if self._limit is None else min(POLL_SECONDS, self._limit / 8)
@@ -188,7 +188,7 @@ class RankWatch:
         answered = [rank for rank in range(self._size) if rank not in missing]
         if self._rank == answered[0]:
             lines = [f"rank {rank}: {store.get(f'at/{rank}').decode(errors='replace')}" for rank in answered]
-            lines += [f"rank {rank}: no answer; it is stopped, or its machine is gone" for rank in missing]
+            lines += [f"rank {rank}: no answer; the process is stopped, or its machine is down" for rank in missing]
             _print("\n".join(["where the ranks are:", *lines]) + "\n", "all ranks")
 
     def _compare(self, store: dist.Store) -> None:

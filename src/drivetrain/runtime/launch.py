@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 SHUTDOWN_SECONDS = 120
-"""How long workers may save after the agent was requested to end; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT wins."""
+"""How long workers may save after the agent was asked to stop; torch's variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 AGENT_LOGGERS = (
     "torch.distributed.elastic",
@@ -112,9 +112,9 @@ def launch(
             raise _worker_failed(failure, node_rank * num_workers) from None
         except (RendezvousError, dist.DistError) as error:
             raise DistributedError(
-                f"the nodes could not meet at {config.rdzv_endpoint} (nnodes={nnodes}, node_rank={node_rank}): "
+                f"rendezvous failed at {config.rdzv_endpoint} (nnodes={nnodes}, node_rank={node_rank}): "
                 f"{error.__cause__ or error}. Check that node 0 has this address, that the port is free there and open to "
-                "the others, and that every node was started; on one node leave master_port out."
+                "the others, and that every node was started; on a single node remove master_port."
             ) from error
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
@@ -168,7 +168,7 @@ def _num_workers(nproc_per_node: int | str) -> int:
             return max(1, torch.accelerator.device_count())
     if isinstance(nproc_per_node, bool) or not isinstance(nproc_per_node, int) or nproc_per_node < 1:
         raise ConfigError(
-            f"nproc_per_node: {nproc_per_node!r} is not a number of processes. Give a whole number from 1 on, or "
+            f"nproc_per_node: {nproc_per_node!r} is not a number of processes. Give a whole number of at least 1, or "
             "'auto' for one per accelerator."
         )
     return nproc_per_node
@@ -177,15 +177,14 @@ def _num_workers(nproc_per_node: int | str) -> int:
 def _check_nodes(nnodes: int, node_rank: int, master_port: int | None, max_restarts: int) -> None:
     if nnodes < 1 or not 0 <= node_rank < nnodes:
         raise ConfigError(
-            f"node_rank={node_rank} does not fit nnodes={nnodes}: there is at least one node, and nodes "
-            "are numbered from 0 to nnodes - 1."
+            f"node_rank={node_rank} does not fit nnodes={nnodes}: nodes are numbered from 0 to nnodes - 1."
         )
     if master_port is not None and not 0 < master_port < 65536:
         raise ConfigError(
             f"master_port: {master_port!r} is not a port. Give a number from 1 to 65535, or None for a free one."
         )
     if max_restarts < 0:
-        raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to end at the first failure.")
+        raise ConfigError(f"max_restarts: {max_restarts!r} is negative. Give 0 to stop at the first failure.")
 
 
 def _start_method(function: Callable[..., object], args: Sequence[object]) -> Literal["spawn", "fork"]:
@@ -198,8 +197,8 @@ def _start_method(function: Callable[..., object], args: Sequence[object]) -> Li
         raise DistributedError(f"{way_out} (This system cannot fork, which would need no import.)")
     if torch.cuda.is_initialized():
         raise DistributedError(
-            f"{way_out} Or restart the notebook and launch before anything uses CUDA: a process in which CUDA "
-            "has started cannot be forked."
+            f"{way_out} Or restart the notebook and launch before anything uses CUDA: a process that has initialized "
+            "CUDA cannot be forked."
         )
     return "fork"
 
@@ -282,13 +281,13 @@ def _worker_failed(failure: "ChildFailedError", first_rank: int) -> WorkerFailed
     if traceback is not None:
         how = f"with:\n\n{traceback}"
     elif exit_code < 0:
-        how = f"by signal {first.signal_name()}. It left no traceback; the system's log may have the reason."
+        how = f"by signal {first.signal_name()}. It left no traceback; check the system log for the reason."
     elif exit_code == HANG_STATUS:
         how = f"with exit code {exit_code}: no progress for hang_timeout. It printed where all ranks were."
     else:
         how = f"with exit code {exit_code}."
     return WorkerFailed(
-        f"worker rank {rank} failed, and its group was ended. It ended {how}",
+        f"worker rank {rank} failed, so its group was stopped. It ended {how}",
         rank=rank,
         exit_code=exit_code,
         traceback=traceback,

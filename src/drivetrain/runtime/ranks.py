@@ -80,7 +80,7 @@ def set_data_ranks(rank: int, size: int, group: "dist.ProcessGroup | None" = Non
     """
     global _data_ranks
     if not 0 <= rank < size:
-        raise DistributedError(f"data rank {rank} of {size} is impossible: it must lie between 0 and {size - 1}.")
+        raise DistributedError(f"data rank {rank} of {size} is not valid: it must be between 0 and {size - 1}.")
     _data_ranks = _DataRanks(rank, size, group, of_trainer)
 
 

@@ -34,7 +34,7 @@ class ExperimentRun:
     public: frozenset[str] = frozenset()
     """Names of parameters that were declared not to be secret."""
     hidden: frozenset[str] = field(default=frozenset(), repr=False)
-    """The secret texts themselves, for whatever must not hold them."""
+    """The secret values themselves, so that writers can mask them."""
 
     bookkeeping: frozenset[str] = frozenset()
     """Names of parameters about where and how the run happens, not about what it computes."""
@@ -50,10 +50,10 @@ class ExperimentRun:
     """Seconds that earlier parts of this run took, when it was resumed."""
 
     restore: Callable[..., Mapping[str, object] | None] | None = field(default=None, repr=False)
-    """Loads a Context from the checkpoint this run begins with and returns random states to continue with, or None."""
+    """Loads a Context from the checkpoint that this run starts from, and returns the random states to continue with, or None."""
 
     interrupted: bool = False
-    """A signal requested a stop, and the run ends in good order."""
+    """A signal requested a stop, and the run ends cleanly."""
 
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
     _endings: list[Callable[[], object]] = field(default_factory=list, repr=False)
@@ -115,7 +115,7 @@ def set_current_run(run: ExperimentRun | None) -> None:
     if run is not None and _current is not None and run is not _current:
         new, active = run.name or str(run.folder), _current.name or str(_current.folder)
         raise ExperimentError(
-            f"cannot start the run {new!r}: {active!r} is still active in this process. Let it end first, or "
+            f"cannot start the run {new!r}: {active!r} is still active in this process. Wait until it ends, or "
             "start the new one in its own process with run_in_new_process(...)."
         )
     _current = run

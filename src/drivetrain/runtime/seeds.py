@@ -131,7 +131,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     missing = {"python", "torch"} - set(state)
     if missing:
         raise StateError(
-            f"random state: {sorted(missing)} missing, found {sorted(state)}. Give what capture_rng() returned."
+            f"random state: {sorted(missing)} missing, found {sorted(state)}. Pass the result of capture_rng()."
         )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

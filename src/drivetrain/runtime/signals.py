@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SAVE_SIGNAL: int = getattr(signal, "SIGUSR1", -1)  # Windows has none
 URGENCY: tuple[int, ...] = (SAVE_SIGNAL, signal.SIGINT, signal.SIGTERM)
-"""Which of several signals counts, the last one most: a stop outweighs a save."""
+"""Signals in order of urgency, most urgent last: a stop outranks a save."""
 
 
 def is_stop(number: int | None) -> bool:
@@ -175,9 +175,7 @@ def requeue_under_slurm() -> bool:
     try:
         done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning(
-            "job %s cannot be requeued: %s. The checkpoint is saved; submit the job again by hand.", job, error
-        )
+        logger.warning("job %s cannot be requeued: %s. The checkpoint is saved; resubmit the job manually.", job, error)
         return False
     if done.returncode:
         logger.warning("scontrol requeue %s failed: %s. The checkpoint is saved.", job, done.stderr.strip())
@@ -192,7 +190,7 @@ def requeue_under_slurm() -> bool:
 STOP_GRACE = 60.0
 """Seconds in which several processes act on a stop: they finish their step or batch and begin to save."""
 GRACE_VARIABLE = "DRIVETRAIN_STOP_GRACE"
-"""The environment variable that sets other seconds; 0 waits for ever."""
+"""The environment variable that sets other seconds; 0 waits forever."""
 REPEAT_SECONDS = 5.0
 """A stop that is sent again after so many seconds is not waited for. Sooner, two launchers may have sent the same one."""
 
@@ -246,7 +244,7 @@ def _grace() -> float:
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:
-        raise ConfigError(f"{GRACE_VARIABLE}={given!r}: expected a number of seconds, or 0 to wait for ever.")
+        raise ConfigError(f"{GRACE_VARIABLE}={given!r}: expected a number of seconds, or 0 to wait forever.")
     return seconds
 
 
@@ -256,8 +254,9 @@ def _end(number: int, seconds: float) -> None:
     frame = sys._current_frames().get(main) if main is not None else None
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     sys.stderr.write(
-        f"{stack}rank {get_rank()}: {signal.Signals(number).name} came {seconds:.0f} s ago and could not be acted on, because this "
-        f"process waits at the place above, probably for another rank. It ends without a new checkpoint. {GRACE_VARIABLE} sets how "
+        f"{stack}rank {get_rank()}: {signal.Signals(number).name} arrived {seconds:.0f} s ago and could not be "
+        f"handled, because this process "
+        f"is blocked at the line above, probably waiting for another rank. It exits without a new checkpoint. {GRACE_VARIABLE} sets how "
         "many seconds to wait.\n"
     )
     sys.stderr.flush()

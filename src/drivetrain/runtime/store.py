@@ -87,8 +87,8 @@ def loopback_server(port: int = 0, host: str = "127.0.0.1") -> dist.TCPStore:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise DistributedError(
-            f"the processes could not meet at {host}:{port}: {error}. Give another MASTER_PORT (master_port), or leave "
-            "it out where the launcher chooses a free one."
+            f"the processes could not connect at {host}:{port}: {error}. Give another MASTER_PORT (master_port), or remove "
+            "it so that the launcher chooses a free one."
         ) from error
     port = listener.getsockname()[1]
     descriptor = listener.detach()  # from here on the store's

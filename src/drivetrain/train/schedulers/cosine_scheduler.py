@@ -76,6 +76,8 @@ class CosineLrScheduler(StatefulSchedulerBase):
             min_lr_ratio=min_lr_ratio,
             warmup_starting_lr=warmup_starting_lr,
             warmup_starting_lr_ratio=warmup_starting_lr_ratio,
+            num_warmup_epochs=num_warmup_epochs,
+            num_cooldown_epochs=num_cooldown_epochs,
         )
         for name, ratio in (("min_lr_ratio", min_lr_ratio), ("warmup_starting_lr_ratio", warmup_starting_lr_ratio)):
             require(ratio is None or ratio <= 1, f"{name}={ratio}: expected a fraction of the base rate, from 0 to 1.")
