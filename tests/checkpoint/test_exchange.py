@@ -47,7 +47,7 @@ def meet_without_rank_1() -> str:
 
 def test_ranks_that_do_not_come_are_named(world4):
     texts = world4(meet_without_rank_1)
-    assert re.match(r"saving checkpoint-1: not every rank came within 2 s \(.*[Rr]anks? 1 ", texts[0])
+    assert re.match(r"saving checkpoint-1: not every rank arrived within 2 s \(.*[Rr]anks? 1 ", texts[0])
     assert "All ranks must call it" in texts[0]
 
 

@@ -151,7 +151,7 @@ IDS = {"ids": torch.zeros(2, LENGTH, dtype=torch.long)}
         (Decoder(), 2, {}, "cannot be traced"),
         (nn.Linear(2, 2), 2, {}, "0 modules with parameters, too few"),
         (Decoder(), 2, {"split": ["block.1"], "given": IDS}, "blocks.1"),
-        (Decoder(), 3, {"split": ["blocks.1"], "given": IDS}, "3 stages begin at 2"),
+        (Decoder(), 3, {"split": ["blocks.1"], "given": IDS}, "3 stages need 2"),
         (Decoder(), 3, {"split": ["blocks.2", "blocks.1"], "given": IDS}, "another order"),
     ],
 )

@@ -71,7 +71,7 @@ def test_world_of_one_joins_once_and_leaves_nothing_behind(alone):
     init_distributed()
     init_distributed(backend="gloo")
     assert ranks.is_distributed() and dist.get_backend() == "gloo" and broadcast_from_master("text") == "text"
-    with pytest.raises(DistributedError, match=r"already runs with .*gloo.* and 'nccl' was requested"):
+    with pytest.raises(DistributedError, match=r"already uses .*gloo.* but 'nccl' was requested"):
         init_distributed(backend="nccl")
     ranks.set_data_ranks(0, 1, dist.group.WORLD)
     destroy_group()
