@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drivetrain.core.errors import DrivetrainWarning, UnsupportedMethodError
 from drivetrain.module.chunked_loss import SoftmaxStep, linear_cross_entropy, loss_and_logit_gradients
+from drivetrain.module.pipeline_tracing import on_fake_tensors
 from drivetrain.module.wrapping import GeneratedClass, subclass_of
 
 _CASTS = ("float", "double", "to", "type_as", "contiguous", "clone")
@@ -280,7 +281,7 @@ def find_final_linear(model: nn.Module, args: tuple[object, ...], kwargs: dict[s
     ]
     random_state = torch.get_rng_state()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), on_fake_tensors(model):
             state: dict[str, Tensor] = {
                 name: mode.from_tensor(tensor.detach())
                 for name, tensor in (*model.named_parameters(), *model.named_buffers())
