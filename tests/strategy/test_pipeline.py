@@ -631,7 +631,7 @@ EXPECTED = {
     "rows": (BatchSizeError, "6 samples cannot be cut into 4 .*4 or 8"),
     "tuple": (ConfigError, "the loss alone"),
     "call": (ConfigError, "not mixed"),
-    "shape": (ConfigError, r"\[2, 4\] long"),
+    "shape": (ConfigError, r"lengths are \[2, 4\]"),
 }
 
 
