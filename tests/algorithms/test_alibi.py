@@ -175,6 +175,26 @@ def test_a_layer_that_does_not_ask_for_its_bias_is_named():
         net(torch.randn(1, 2, 4))
 
 
+class TwoInputs(nn.Module):
+    """Declares one of its two inputs for trials, as multimodal models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention(8, 2)
+        self.dummy_inputs = {"x": torch.zeros(1, 3, 8)}
+
+    def forward(self, x, pixels=None):
+        return self.attention(x) + pixels.mean()
+
+
+def test_inputs_that_are_not_enough_leave_the_check_to_the_first_pass():
+    model = TwoInputs().train()
+    apply_alibi(model, 16)
+    assert model.training and len(model._forward_hooks) == 1
+    model(torch.randn(1, 3, 8), torch.zeros(2))
+    assert not model._forward_hooks
+
+
 def test_registered_twice_is_refused():
     with pytest.raises(ValueError, match="already"):
         register_attention(Attention, heads=2, causal=True)

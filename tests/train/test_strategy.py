@@ -79,3 +79,38 @@ def test_a_second_run_goes_on_with_the_planned_optimizer(plan):
     trainer.optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="none of which belongs to the model"):
         train(trainer)
+
+
+class Pooled(torch.nn.Sequential):
+    """A batch norm behind a global pooling: one sample has one value per channel, on which it cannot train."""
+
+    def __init__(self):
+        super().__init__(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.BatchNorm2d(4), torch.nn.Flatten(),
+            torch.nn.Linear(4, 3),
+        )  # fmt: skip
+
+
+def test_a_model_that_cannot_train_on_one_sample_is_verified_and_trains():
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3, 5, 5), torch.randint(0, 3, (8,)))
+    found = {}
+    for plan in (None, ["fused_optimizer"]):
+        torch.manual_seed(0)
+        model = Pooled()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, torch.nn.CrossEntropyLoss(), optimizer, callbacks=(), strategy=plan)
+        trainer.train(data, num_epochs=1, per_device_batch_size=4, train_dataloader_kwargs={"shuffle": False})
+        found[bool(plan)] = [parameter.detach().clone() for parameter in model.parameters()]
+    assert any("dry run" in reason for reason in trainer.plan.reasons)
+    for plain, planned in zip(found[False], found[True]):
+        torch.testing.assert_close(planned, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_is_verified_on_several_samples_so_that_a_loss_over_other_things_is_seen(monkeypatch):
+    seen = []
+    from drivetrain.strategy import dry_run
+
+    original = dry_run.plain_yardstick
+    monkeypatch.setattr(dry_run, "plain_yardstick", lambda *args, **kw: seen.append(args[3]) or original(*args, **kw))
+    train(make_trainer(strategy=["fused_optimizer"]), num_epochs=1, per_device_batch_size=6)
+    assert seen == [6]

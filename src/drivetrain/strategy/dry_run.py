@@ -160,7 +160,8 @@ def _run(trial: nn.Module, plan: Strategy, resolved: ResolvedPlan, task: Trainin
     if kind != "ok":
         return kind, numbers
     ctx.model.train(mode)
-    last = plain_number(train_window(ctx, task.batch(share.rows), task.call))
+    rows = max(share.rows, min(batch.micro, 2))  # a batch norm cannot train on one value
+    last = plain_number(train_window(ctx, task.batch(rows), task.call))
     if not math.isfinite(last):
         return "nonfinite", f"the first training step has the loss {last}"
     return "ok", numbers

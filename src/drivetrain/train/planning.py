@@ -225,8 +225,9 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
     if obstacle is not None:
         return (f"dry run: left out, because {obstacle}",)
     micro, accumulation = resolved.batch_split
-    rows = resolved.data_ranks * (micro or 1) * (accumulation or 1)
-    outcome = try_plan(plan, replace(task, global_batch_size=rows), device=request.device)
+    parts = resolved.data_ranks * (accumulation or 1)
+    rows = micro or max(1, task.global_batch_size // parts)
+    outcome = try_plan(plan, replace(task, global_batch_size=parts * rows), device=request.device)
     if outcome.failure is not None:
         raise PlanInfeasible(f"the plan failed its trial ({outcome.failure.kind}): {outcome.failure.message}")
     return outcome.notes

@@ -206,18 +206,28 @@ def _ask(policy: "Policy", length: int, module: nn.Module, index: int) -> nn.Mod
 
 
 def _verify(model: nn.Module) -> None:
-    """See to it that the penalty arrives: now, where the model brings inputs to try, and otherwise in its first pass."""
-    inputs = getattr(model, "dummy_inputs", None)
-    if isinstance(inputs, Mapping) and all(isinstance(value, Tensor) for value in inputs.values()):
-        device = next(model.parameters()).device
-        was_training = model.training
-        with torch.no_grad():
-            model.eval()(**{name: value.to(device) for name, value in inputs.items()})
-            model.train(was_training)
+    """Check that the penalty arrives: now, where the model has inputs to try and accepts them, and otherwise in its first pass."""
+    if _runs_dummy_inputs(model):
         _check_all_used(model)
     elif not any(isinstance(hook, _FirstPass) for hook in model._forward_hooks.values()):
         hook = _FirstPass()
         hook.handle = model.register_forward_hook(hook)
+
+
+def _runs_dummy_inputs(model: nn.Module) -> bool:
+    """Run a model on the inputs that it declares for trials; False without any, or where they are not all it needs, as with images."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, Mapping) or not all(isinstance(value, Tensor) for value in inputs.values()):
+        return False
+    device, was_training = next(model.parameters()).device, model.training
+    try:
+        with torch.no_grad():
+            model.eval()(**{name: value.to(device) for name, value in inputs.items()})
+    except Exception:  # whatever a model raises for lack of its other inputs; its first pass is checked instead
+        return False
+    finally:
+        model.train(was_training)
+    return True
 
 
 class _FirstPass:
