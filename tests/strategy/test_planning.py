@@ -167,5 +167,5 @@ def test_recorded_kernels_are_refused_where_gradients_accumulate():
         ({"cuda_graphs"}, TrainSettings(num_epochs=1, microbatch_size=4), False),
         ({"cuda_graphs"}, settings, True),
     ):
-        with pytest.raises(UnsupportedMethodError, match="cuda_graphs with accumulated gradients"):
+        with pytest.raises(UnsupportedMethodError, match="cuda_graphs with gradient accumulation"):
             check_graphs(names, given, splits=splits)

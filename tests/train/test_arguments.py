@@ -100,7 +100,7 @@ def run(model=None, loss=nn.CrossEntropyLoss(), optimizer=None, data=None, **set
         (lambda: run(eval_dataset="data/val"), r"eval_dataset='data/val' is a path"),
         (lambda: run(nn.Linear(6, 3, device="meta")), r"meta device.*'weight'.*to_empty"),
         (lambda: run(lightning(), loss=None), r"LightningModule.*training_step"),
-        (lambda: run(optimizer=optim.SGD(make_model().parameters(), lr=0.1)), "none of which belongs to the model"),
+        (lambda: run(optimizer=optim.SGD(make_model().parameters(), lr=0.1)), "but no parameter of the model"),
         (
             lambda: run(data=DataLoader(make_data(), batch_size=8), train_dataloader_kwargs={"shuffle": True}),
             r"\['shuffle'\]=True would have no effect",

@@ -298,7 +298,7 @@ def test_what_the_trainer_says_bounds_its_plan():
 
 
 def test_data_that_reading_would_use_up_is_refused():
-    with pytest.raises(ConfigError, match="use them up"):
+    with pytest.raises(ConfigError, match="consume them"):
         auto_trainer().train(iter([]), num_epochs=1)
 
 

@@ -175,7 +175,7 @@ def test_a_half_frozen_layer_is_named():
     model = Net()
     freezer = ModelFreezer(model)
     model.block_1[0].bias.requires_grad = False
-    with pytest.raises(ValueError, match=r"layer 'block_1.0' \(Linear\) is half frozen"):
+    with pytest.raises(ValueError, match=r"layer 'block_1.0' \(Linear\) is partly frozen"):
         freezer.get_layers()
 
 

@@ -131,7 +131,7 @@ def train_with_one_cycle(steps_per_epoch, **kwargs):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(trainer, make_data(64), num_epochs=2, create_scheduler_fn=one_cycle(steps_per_epoch), **kwargs)
-    lengths = [str(w.message) for w in caught if "is made for" in str(w.message)]
+    lengths = [str(w.message) for w in caught if "is built for" in str(w.message)]
     return trainer.scheduler.last_epoch, trainer.scheduler.total_steps, lengths
 
 
@@ -145,15 +145,15 @@ def both_counts_of_steps():
 def test_a_schedule_made_for_the_steps_of_all_processes_is_named_with_both_numbers(world2):
     for of_all, of_each in world2(both_counts_of_steps):
         assert of_all[:2] == (8, 16) and len(of_all[2]) == 1
-        assert "made for 16 steps and this run makes 8" in of_all[2][0]
+        assert "built for 16 steps, but this run has 8" in of_all[2][0]
         assert "PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH" in of_all[2][0]
         assert of_each == (8, 8, [])
 
 
 def test_a_schedule_of_another_length_than_the_run_is_named_before_the_first_step():
     assert train_with_one_cycle(P.NUM_UPDATE_STEPS_PER_EPOCH) == (16, 16, [])
-    assert "made for 16 steps and this run makes 5" in train_with_one_cycle(8, max_num_train_steps=5)[2][0]
-    assert "made for 16 steps and this run makes 8" in train_with_one_cycle(8, gradient_accumulation_steps=2)[2][0]
+    assert "built for 16 steps, but this run has 5" in train_with_one_cycle(8, max_num_train_steps=5)[2][0]
+    assert "built for 16 steps, but this run has 8" in train_with_one_cycle(8, gradient_accumulation_steps=2)[2][0]
     assert train_with_one_cycle(8, max_num_train_steps=5, fast_dev_run=True)[2] == []
     assert train_with_one_cycle(8, max_duration="1000sp")[2] == []  # not known in steps
     with pytest.warns(DrivetrainWarning, match="made for 12 steps and this run makes 16: it ends before the run does"):

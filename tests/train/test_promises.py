@@ -951,7 +951,7 @@ def test_data_that_can_be_read_once_is_a_warning_for_several_epochs():
     def batches():
         return ((torch.zeros(4, 6), torch.zeros(4, dtype=torch.long)) for _ in range(3))
 
-    with pytest.warns(UserWarning, match="read once"):
+    with pytest.warns(UserWarning, match="read only once"):
         make_trainer().train(batches(), num_epochs=2)
     trainer = make_trainer()
     trainer.train(batches(), num_epochs=1)

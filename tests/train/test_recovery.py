@@ -149,7 +149,7 @@ def test_running_statistics_forget_a_bad_batch():
 def test_so_many_bad_updates_in_a_row_stop_the_run_and_its_checkpoints_stay_finite(tmp_path):
     model = make_model()
     trainer = make_trainer(model, callbacks=[Poison(*range(4, 99))])
-    with pytest.raises(NonFiniteError, match="limit of 3 in a row"):
+    with pytest.raises(NonFiniteError, match="limit is 3 in a row"):
         train(
             trainer, num_epochs=9, nonfinite=NonFinitePolicy(limit=3), checkpoint_dir=tmp_path, checkpoint_every="1ba"
         )

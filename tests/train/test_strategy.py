@@ -77,7 +77,7 @@ def test_a_second_run_goes_on_with_the_planned_optimizer(plan):
     assert not all(torch.equal(p, q) for p, q in zip(before, trainer.get_model().parameters()))
     stranger = make_model()
     trainer.optimizer = torch.optim.SGD(stranger.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="none of which belongs to the model"):
+    with pytest.raises(ConfigError, match="but no parameter of the model"):
         train(trainer)
 
 

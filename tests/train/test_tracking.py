@@ -101,7 +101,7 @@ def test_a_history_of_ones_own_needs_no_set_epoch_to_go_forward():
     history = Counting()
     history._set_epoch(4)
     assert history.current_epoch == 4
-    with pytest.raises(NotImplementedError, match="cannot go back from epoch 4 to 2"):
+    with pytest.raises(NotImplementedError, match="cannot return from epoch 4 to 2"):
         history._set_epoch(2)
 
 

@@ -172,5 +172,5 @@ def test_a_killed_run_with_units_resumes_bit_for_bit(tmp_path, at):
 
 
 def test_a_scheduler_beside_units_is_refused():
-    with pytest.raises(ConfigError, match="own their learning rates"):
+    with pytest.raises(ConfigError, match="set their own learning rates"):
         by_trainer(1, 1, "no", create_scheduler_fn=lambda optimizer: None)

@@ -182,7 +182,7 @@ def test_wrong_arguments_are_both_kinds_of_error(wrong, kind):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"total_steps": 10, "num_epochs": 2, "num_update_steps_per_epoch": 5}, "given twice"),
+        ({"total_steps": 10, "num_epochs": 2, "num_update_steps_per_epoch": 5}, "set twice"),
         ({}, "is missing"),
         ({"num_epochs": 2}, "is missing"),
         ({"total_steps": 10, "warmup_starting_lr": 0.1}, "above the base rate"),

@@ -34,7 +34,7 @@ from drivetrain.train.batches import map_tensors
 T = TypeVar("T")
 
 FOREIGN_RUNTIME: Slot[Callable[[object, str | Precision | None], "TrainerRuntime"]] = Slot("train.accelerator")
-"""Makes a runtime of another library's accelerator."""
+"""Creates a runtime from another library's accelerator."""
 
 
 def as_runtime(given: object, precision: str | Precision | None = None) -> "TrainerRuntime":
@@ -52,7 +52,7 @@ class TrainerRuntime:
         self.stepper = Stepper(
             None, AccumulationWindow(), scaler=self.precision.make_scaler(self.device), device=self.device
         )
-        """The one of the run, once there is a run."""
+        """The one of the current run, if there is one."""
 
     # Where this process is.
 

@@ -20,9 +20,9 @@ from drivetrain.runtime.signals import URGENCY, StopSignals, is_stop
 from drivetrain.train.settings import RunLimits
 
 PATIENCE = 10.0
-"""Seconds that a rank waits, which leaves inside a step, for the others to do the same."""
+"""Seconds that a rank which leaves inside a step waits for the others to leave."""
 WINDOW_SECONDS = 5.0
-"""A signal waits for the end of an accumulation window that takes at most so many seconds, by the mean time of a batch."""
+"""Maximum seconds that a signal waits for the end of an accumulation window, estimated from the mean time of a batch."""
 STOP = 1
 """A request to stop without a signal."""
 _ORDER = (0, STOP, *URGENCY)  # the last one wins: a save comes before a stop, and a signal to end before both
@@ -112,7 +112,7 @@ class Agreement:
         self.signals = StopSignals()
         """Entered while a run is on; before that it notes nothing."""
         self.stop: StopTrainingError | TrainingStopped | None = None
-        """Why this rank wants to stop."""
+        """Why this rank requested a stop."""
         self.is_reached = False
         """Whether all ranks stop at the same place."""
 
@@ -159,8 +159,8 @@ class Agreement:
         if self.vote is not None and not self.is_reached and not self.vote.everyone_leaves():
             raise DistributedError(
                 f"rank {get_rank()}: a hook of {owner} raised {type(stop).__name__} ({stop}) inside a step or an evaluation "
-                "of several processes, which the others cannot leave with it. Call trainer.request_stop(reason) there instead: all "
-                "ranks then stop after the step. A callback may raise it."
+                "of several processes, where the other ranks cannot stop. Call trainer.request_stop(reason) "
+                "instead: all ranks then stop after the step. Only callbacks may raise it."
             ) from stop
 
     def call(self, hook: Callable[[], object]) -> None:

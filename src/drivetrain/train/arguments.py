@@ -67,7 +67,7 @@ def check_constructor(given: Mapping[str, Any]) -> None:
     for logger in given["loggers"] if isinstance(given["loggers"], list | tuple) else ():
         if not any(callable(getattr(logger, method, None)) for method in ("log_metrics", "scalar")):
             raise ConfigTypeError(
-                f"loggers: {logger!r} cannot log. Expected an object with log_metrics(metrics, step=...), or a Recorder."
+                f"loggers: {logger!r} is not a logger. Expected an object with log_metrics(metrics, step=...), or a Recorder."
             )
     history, state, deterministic = given["run_history"], given["state"], given["deterministic"]
     if history is not None and not callable(getattr(history, "update_metric", None)):
@@ -123,12 +123,12 @@ def check_model(model: object, loss_func: object, *, trains: bool = False) -> No
         )
     own_loop = [name for name in ("training_step", "configure_optimizers") if callable(getattr(model, name, None))]
     if trains and own_loop:
-        message = f"model={type(model).__name__} looks like a LightningModule: its {' and '.join(own_loop)} are not called here. "
+        message = f"model={type(model).__name__} looks like a LightningModule: the Trainer does not call its {' and '.join(own_loop)}. "
         if loss_func is None:
             raise ConfigError(
                 message
-                + "Pass the network inside it as model, with loss_func= and optimizer=; what training_step does goes into "
-                "calculate_train_batch_loss of a Trainer subclass."
+                + "Pass the network inside it as model, with loss_func= and optimizer=; move the code of training_step "
+                "into calculate_train_batch_loss of a Trainer subclass."
             )
         warnings.warn(
             message + "The model's forward and the Trainer's loss_func are used.", DrivetrainWarning, stacklevel=4
@@ -160,8 +160,8 @@ def check_optimizer_type(optimizer: object) -> None:
     if isinstance(optimizer, list | tuple | set):
         kinds = ", ".join(type(item).__name__ for item in optimizer) or "nothing"
         raise ConfigTypeError(
-            f"optimizer is a {type(optimizer).__name__} of {kinds}, expected one optimizer. Several share a run as "
-            "optimizer={'encoder': OptimScheduler(...), 'decoder': OptimScheduler(...)}; a schedule goes to train(create_scheduler_fn=...)."
+            f"optimizer is a {type(optimizer).__name__} of {kinds}, expected one optimizer. To use several, pass "
+            "optimizer={'encoder': OptimScheduler(...), 'decoder': OptimScheduler(...)}; pass a schedule as train(create_scheduler_fn=...)."
         )
     if isinstance(optimizer, str | os.PathLike | Mapping) or inspect.isfunction(optimizer):
         return  # a configuration, read before the first step
@@ -224,7 +224,7 @@ def reject_unused(
         unused.append("collate_fn")
     if unused:
         raise ConfigError(
-            f"{', '.join(unused)} would have no effect: {name} is a loader ({type(loader).__name__}) and is used as it is. "
+            f"{', '.join(unused)} would have no effect: {name} is a loader ({type(loader).__name__}) and is used unchanged. "
             f"Build the loader with these settings, or pass the dataset as {name}."
         )
 
@@ -280,7 +280,7 @@ def check_optimizer(state: State, strict: bool) -> None:
         check_optimizer_type(state.optimizers)
     if not state.optimizers:
         raise ConfigError(
-            "train() needs an optimizer and the Trainer was given none. Pass optimizer=torch.optim.AdamW(model.parameters(), ...) "
+            "train() needs an optimizer, and the Trainer has none. Pass optimizer=torch.optim.AdamW(model.parameters(), ...) "
             "to the Trainer; evaluate() and predict() work without one."
         )
     optimizer = state.optimizers[0]
@@ -294,12 +294,12 @@ def check_optimizer(state: State, strict: bool) -> None:
     missing = [name for name, p in trainable.items() if id(p) not in held]
     if held and not any(id(p) in held for p in model.parameters()):
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, none of which belongs to the model "
+            f"optimizer={type(optimizer).__name__} holds {len(held)} parameters, but no parameter of the model "
             f"({type(model).__name__}). Was the model copied, or replaced after the optimizer was made?"
         )
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-        message = f"{len(missing)} trainable parameters are in no optimizer and will not change: {shown}"
+        message = f"{len(missing)} trainable parameters are not in the optimizer and will not change: {shown}"
         if strict:
             raise ConfigError(message + ". Add them, or set requires_grad=False.")
         warnings.warn(message, DrivetrainWarning, stacklevel=4)
@@ -309,15 +309,15 @@ def check_scheduler(given: object, optimizer: object, units: object) -> None:
     """Reject what cannot make a scheduler, and a scheduler made for another optimizer."""
     if units is not None:
         raise ConfigError(
-            "create_scheduler_fn was given, but the units of an OptimSet own their learning rates. Leave create_scheduler_fn out, "
+            "create_scheduler_fn was given, but the units of an OptimSet set their own learning rates. Remove create_scheduler_fn, "
             "or use a plain torch optimizer with it."
         )
     own = getattr(given, "optimizer", None)
     if isinstance(own, torch.optim.Optimizer):
         if own is not optimizer:
             raise ConfigError(
-                f"the scheduler ({type(given).__name__}) drives another optimizer than the Trainer's. Build it with the optimizer "
-                "given to the Trainer, or pass a function of the optimizer."
+                f"the scheduler ({type(given).__name__}) belongs to a different optimizer than the Trainer's. Build it with "
+                "the Trainer's optimizer, or pass a function of the optimizer."
             )
     elif not callable(given):
         raise _NotCallable(
@@ -337,7 +337,7 @@ def check_schedule_length(scheduler: object, run: "Run") -> None:
         return
     if 0 <= planned - steps <= 1:  # one to spare is a habit, and moves the rate by next to nothing
         return
-    effect = "the rate does not get to its end" if planned > steps else "it ends before the run does"
+    effect = "the rate does not reach its end value" if planned > steps else "it ends before the run does"
     advice = "Give it the steps of this run, for example by TrainerPlaceholderValues."
     if config.is_distributed and planned == (config.num_epochs or 0) * (config.num_update_steps_per_epoch or 0):
         advice = (
@@ -345,7 +345,7 @@ def check_schedule_length(scheduler: object, run: "Run") -> None:
             "TrainerPlaceholderValues.PER_PROCESS_NUM_UPDATE_STEPS_PER_EPOCH."
         )
     warnings.warn(
-        f"{type(scheduler).__name__} is made for {planned} steps and this run makes {steps}: {effect}. {advice}",
+        f"{type(scheduler).__name__} is built for {planned} steps, but this run has {steps}: {effect}. {advice}",
         DrivetrainWarning,
         stacklevel=2,
     )
@@ -379,7 +379,7 @@ def check_batch_output(output: object, trainer: "EvaluationLoop") -> None:
     missing = [name for name in REQUIRED_OUTPUTS if name not in output]
     if missing:
         raise BatchOutputError(
-            f"a loss hook returned no {' and no '.join(missing)}; found the keys: {', '.join(map(str, output)) or 'none'}. "
+            f"a loss hook returned no {' and no '.join(missing)}; its keys are: {', '.join(map(str, output)) or 'none'}. "
             f"Expected {', '.join(REQUIRED_OUTPUTS)}."
         )
     loss = output["loss"]
@@ -434,8 +434,8 @@ def check_loss(loss: Tensor, trainer: "EvaluationLoop") -> None:
         )
     if not loss.requires_grad:
         raise BatchOutputError(
-            f"the loss (shape {tuple(loss.shape)}) has no gradient: no trainable parameter reached it. Are all parameters frozen, was it "
-            "detached, or computed under no_grad?"
+            f"the loss (shape {tuple(loss.shape)}) has no gradient: it does not depend on a trainable parameter. Are all parameters "
+            "frozen, was it detached, or computed under no_grad?"
         )
 
 
@@ -470,4 +470,4 @@ def _why_never_recorded(metric: str, eval_sets: Sequence[str] | None) -> str | N
     if not eval_sets or any(rest.startswith(f"{name}_") for name in eval_sets):
         return None
     near = " or ".join(repr(f"{own}{prefix}{name}_{rest}") for name in eval_sets)
-    return f"but eval_dataset holds several sets, whose metrics have their names in them. Watch {near}."
+    return f"but eval_dataset holds several sets, and each metric name contains the name of its set. Watch {near}."

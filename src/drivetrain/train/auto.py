@@ -54,7 +54,7 @@ from drivetrain.train import loaders
 from drivetrain.train.items import counts_rows_alike
 
 SAMPLES = 32
-"""How many samples a search and a trial know; they go round where more are needed."""
+"""Number of samples that a search and a trial use; they repeat if more are needed."""
 _FORMATS = (None, "unpack_sequence", "unpack_dict")
 
 
@@ -107,7 +107,7 @@ class Options:
     numerics: str = "mixed"
     """How far a search may change precision: "exact", "mixed" or "low"."""
     memory_budget: float | int | str = 0.92
-    """How much device memory a search may plan with."""
+    """How much device memory a search may use."""
     allow_batch_rounding: bool = False
     plan_only: bool = False
     world_size: int | None = None
@@ -362,7 +362,7 @@ class _Request:
         sharded = [name for name in ("fsdp", "zero2") if resolved.config(name) is not None]
         if options.find_unused_parameters and sharded:
             raise ConflictError(
-                f"find_unused_parameters=True is a setting of DDP, and {sharded[0]} does not need it. Leave it out."
+                f"find_unused_parameters=True is a setting of DDP, and {sharded[0]} does not need it. Remove it."
             )
         batch = self._plan_batch(resolved)
         mark = fingerprint(self.model, device, world, None if batch is None else batch.global_size)
@@ -465,12 +465,12 @@ class _Request:
 
     def _dry_run(self, plan: Strategy, device: torch.device, batch: BatchSplit | None) -> DryRunOutcome:
         if self.options.ignore_dryrun_on_load_strategy:
-            return DryRunOutcome(notes=("dry run: left out, because ignore_dryrun_on_load_strategy was given",))
+            return DryRunOutcome(notes=("dry run: skipped, because ignore_dryrun_on_load_strategy is set",))
         has_data = self.dataset is not None or self.options.sample_batch is not None
         needs = {"optim_func": self.optim_func is not None, "loss_func": self.loss_func is not None, "data": has_data}
         missing = [name for name, there in needs.items() if not there]
         if missing:
-            return DryRunOutcome(notes=(f"dry run: left out, because there is no {' and no '.join(missing)}",))
+            return DryRunOutcome(notes=(f"dry run: skipped, because there is no {' and no '.join(missing)}",))
         return verify_plan(plan, self.task, device=device, batch=batch)
 
     def _samples(self) -> object:

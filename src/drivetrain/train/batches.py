@@ -165,7 +165,7 @@ def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
         target = next((name for name in TARGET_NAMES if name in batch), None)
         if has_loss_func and target is None:
             raise ConfigError(
-                f"the batch has the entries {sorted(map(str, batch))}, none of which is a target "
+                f"the batch has the entries {sorted(map(str, batch))}, but no target "
                 f"({', '.join(TARGET_NAMES)}). Rename one, or override calculate_train_batch_loss; with metrics= also get_metric_inputs."
             )
         form = MappingForm(target, keep_target=not has_loss_func)
@@ -178,7 +178,7 @@ def find_form(batch: object, model: object, has_loss_func: bool) -> BatchForm:
         if len(batch) > inputs + 1:
             given = "first" if inputs == 1 else f"first {inputs}"
             warnings.warn(
-                f"the batch has {len(batch)} entries; the model gets the {given}, the loss function the next, the others are not used. "
+                f"the batch has {len(batch)} entries; the model gets the {given}, the loss function the next one, and the rest is unused. "
                 "Override calculate_train_batch_loss to use them.",
                 DrivetrainWarning,
                 stacklevel=2,
@@ -243,7 +243,7 @@ def _check_entries(entries: Mapping[str, object], model: object) -> None:
     if unknown:
         raise TypeError(
             f"the batch has entries that {type(own).__name__}.forward does not take: {', '.join(unknown)}. "
-            f"It takes: {', '.join(parameters)}. Drop them in a collate_fn, or override calculate_train_batch_loss."
+            f"It takes: {', '.join(parameters)}. Remove them in a collate_fn, or override calculate_train_batch_loss."
         )
 
 
@@ -265,8 +265,9 @@ def carried_loss(outputs: object) -> Tensor:
         loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
     if loss is None:
         raise BatchOutputError(
-            f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) carries none. Expected "
-            "outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass loss_func=..., or give the "
+            f"no loss: the Trainer has no loss_func and the model's output ({type(outputs).__name__}) does not contain "
+            "one. Expected outputs.loss, outputs['loss'], a scalar tensor, or a tuple that starts with one. Pass "
+            "loss_func=..., or give the "
             "model its labels."
         )
     return loss
@@ -436,8 +437,8 @@ def _in_step(model: nn.Module, kwargs: dict[str, object]) -> Iterator[None]:
     if "synced_gpus" not in inspect.signature(model.generate).parameters:  # type: ignore[arg-type]
         raise ConfigError(
             f"generate=...: {type(model).__name__}.generate has no argument synced_gpus, and the model is sharded: every forward gathers "
-            "weights, so all ranks must call it equally often. Take synced_gpus=False there, and go on until all ranks are done "
-            "where it is True; a loop of a fixed length may ignore it."
+            "weights, so all ranks must call it equally often. Add the argument synced_gpus=False, and continue until all ranks are done "
+            "if it is True; a loop of fixed length may ignore it."
         )
     kwargs.setdefault("synced_gpus", True)
     own = vars(model).get("generate")

@@ -73,7 +73,7 @@ class CheckpointSchedule:
         self.last: AnyPath | None = None
         """The checkpoint that the run was resumed from, or the last that it has written."""
         self.good: LastGoodState | None = None
-        """What a state that is not finite is replaced by."""
+        """The state that replaces one with NaN or infinity."""
         self.checkpointer: Checkpointer | None = None
         self._every: Interval | None = None
         self.saves_inside_epochs = False
@@ -213,7 +213,7 @@ def load_checkpoint(
     """Load a file into model, optimizer and scheduler; everything is checked before anything is changed."""
     runtime.wait_for_everyone()
     if not Path(path).exists():
-        raise FileNotFoundError(f"no checkpoint at {path}. Written by save_checkpoint(save_path)?")
+        raise FileNotFoundError(f"no checkpoint at {path}. Expected a file that save_checkpoint wrote.")
     content = _read(Path(path), runtime.device)
     if "model_state_dict" not in content:
         raise ValueError(
@@ -224,7 +224,7 @@ def load_checkpoint(
     for article, name, _, _ in wanted:
         if (name, ()) in found:
             raise ValueError(
-                f"{path} holds the state of {article} {name}, and the Trainer has none to give it to. "
+                f"{path} holds the state of {article} {name}, but the Trainer has none. "
                 f"Create the {name} first, or pass load_{name}=False."
             )
     load_clean_state_dict(state.model, content["model_state_dict"])
@@ -302,7 +302,7 @@ def check_entries(custom: Mapping[str, object] | None) -> None:
     """Reject entries of the user's own that take a name of ours or cannot be loaded safely."""
     for name, value in (custom or {}).items():
         if name in RESERVED:
-            raise TypeError(f"checkpoint_kwargs[{name!r}]: this name is taken by the checkpoint itself.")
+            raise TypeError(f"checkpoint_kwargs[{name!r}]: this name is reserved for the checkpoint itself.")
         if not _is_loadable(value):
             raise TypeError(
                 f"checkpoint_kwargs[{name!r}] is a {type(value).__name__}, which cannot be loaded back safely. Use tensors, numbers, "

@@ -106,7 +106,7 @@ class WindowRepeat:
             self._memories = []
         elif self._returns_loss and scaler is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} evaluates the loss itself, which float16 with its scaled gradients does not allow. Use "
+                f"{type(optimizer).__name__} evaluates the loss itself, which float16 with scaled gradients does not support. Use "
                 "precision='bf16' or full precision."
             )
         return self.is_wanted
@@ -142,7 +142,7 @@ class WindowRepeat:
         """Compute the gradients of the window at the present weights; return its loss to an optimizer that reads it."""
         run, state, stepper = passes.run, passes.state, passes.run.stepper
         if not self._memories:
-            raise ConfigError("there is no batch to evaluate again: a closure works inside the Trainer's own step.")
+            raise ConfigError("there is no batch to evaluate again: a closure works only inside the Trainer's step.")
         with torch.enable_grad(), self._set_aside(run, state):
             passes.optimizer_zero_grad()
             stepper.end()

@@ -368,7 +368,7 @@ def run_prediction(
                 fire.predict_batch_end()
         fire.predict_end()
     if not parts:
-        raise ConfigError("predict() has no samples: dataset is empty, or limit_batches leaves nothing of it.")
+        raise ConfigError("predict() has no samples: the dataset is empty, or limit_batches is too small.")
     return _join(parts, padding_value)
 
 

@@ -196,7 +196,7 @@ _POSITION = frozenset(
     ["clock", "train_dataloader", "dataset_state", "history", "epoch_loss", "loggers", "gradients", "window_batches"]
     + ["custom_entries", "callbacks", "train_metrics", "eval_metrics", "max_duration"]
 )
-"""What a rollback leaves as it is."""
+"""What a rollback does not change."""
 
 
 class LastGoodState:
@@ -307,12 +307,12 @@ class Recovery:
         if is_nonfinite:
             self._logbook.history.update_metric("nonfinite_update", batch)
         reason = "a gradient or the loss is not finite" if is_nonfinite else "the batch was rejected"
-        what = f"batch {batch}: {reason}; the update was left out ({guard.in_a_row} in a row, {guard.total} in all)."
+        what = f"batch {batch}: {reason}; the update was skipped ({guard.in_a_row} in a row, {guard.total} in all)."
         is_scaled = self._stepper.scaler is not None  # float16 looks for its scale by overflowing
         if policy.action == "stop" and is_nonfinite and not is_scaled:
-            self._stop(f"{what} nonfinite='skip' would go on.")
+            self._stop(f"{what} Use nonfinite='skip' to continue.")
         if guard.in_a_row >= policy.limit:
-            self._stop(f"{what} That is the limit of {policy.limit} in a row.")
+            self._stop(f"{what} The limit is {policy.limit} in a row.")
         returns = policy.action == "rollback" and is_nonfinite and not is_scaled
         if self._good is not None and (returns or (verdict & REJECTED and self._returns_after_rejection)):
             self._good.restore()

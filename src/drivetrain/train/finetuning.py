@@ -114,7 +114,7 @@ class ModelFreezer:
             name = next(name for name, module in self.model.named_modules() if module is layer)
             listed = ", ".join(f"{n}: {p.requires_grad}" for n, p in layer.named_parameters(recurse=False))
             raise ValueError(
-                f"layer {name!r} ({type(layer).__name__}) is half frozen: requires_grad is {listed}. A layer is "
+                f"layer {name!r} ({type(layer).__name__}) is partly frozen: requires_grad is {listed}. A layer is "
                 "frozen as a whole; set its parameters to one value (a parameter shared with another group has that "
                 "group's)."
             )

@@ -204,7 +204,7 @@ class HistoryFile:
         with self._lock:
             if self._digest is not None and not self._is_whole():
                 logger.warning(
-                    "%s has lost its end since it was written; another file is started.", self.folder / str(self.name)
+                    "%s was truncated since it was written; a new file is started.", self.folder / str(self.name)
                 )
                 self._start_over()
             if self._digest is None:
@@ -230,7 +230,7 @@ class HistoryFile:
             with os.fdopen(descriptor, "r+b") as file:
                 if os.fstat(descriptor).st_size < self._written:
                     self._start_over()
-                    raise OSError(f"{path} has lost its end since it was written. The next save starts another file.")
+                    raise OSError(f"{path} was truncated since it was written. The next save starts a new file.")
                 file.truncate(self._written)  # what a failed write left
                 file.seek(self._written)
                 for block in self._waiting:
@@ -440,6 +440,6 @@ def _from_bytes(code: str, data: bytes) -> "array[Any]":
 
 def _damaged(path: Path, problem: str) -> DamagedHistoryError:
     return DamagedHistoryError(
-        f"the history file {path} was changed: {problem}. Restore the right file, or move this one away: the run then resumes with an "
-        "empty history."
+        f"the history file {path} was changed: {problem}. Restore the original file, or move this one away to resume with an empty "
+        "history."
     )

@@ -45,7 +45,7 @@ class LossCounting:
     def __init__(self, count_items: CountItems | None = None):
         self.items = UNKNOWN
         self.is_decided = callable(count_items)
-        """Whether no batch has to be watched."""
+        """Whether no batch needs to be inspected."""
         self.is_needed = count_items is not None
         """Whether batches have to be counted."""
         self._given = count_items

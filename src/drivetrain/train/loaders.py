@@ -206,9 +206,9 @@ def _splits_itself(loader: DataLoader[object]) -> bool:
         return False
     if (sampler.rank, sampler.num_replicas) != (data_rank(), num_data_ranks()):
         raise ConfigError(
-            f"the loader's DistributedSampler gives this rank share {sampler.rank} of {sampler.num_replicas}, and it reads share "
+            f"the loader's DistributedSampler gives this rank share {sampler.rank} of {sampler.num_replicas}, but the plan needs share "
             f"{data_rank()} of {num_data_ranks()}: ranks of one tensor or sequence group must see the same samples. Give the dataset, or a "
-            "plain DataLoader, which is split as the plan needs it."
+            "plain DataLoader, which the Trainer splits for the plan."
         )
     return True
 
@@ -217,8 +217,8 @@ def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) ->
     """Reject a loader without batches, and warn of one that can be read only once."""
     if isinstance(loader, Iterator) and settings.epochs != 1:
         warnings.warn(
-            f"the training data is a {type(loader).__name__}, which can be read once only: epochs after the first will be empty. Give "
-            "something that can be iterated again, or num_epochs=1.",
+            f"the training data is a {type(loader).__name__}, which can be read only once: epochs after the first will be empty. Give "
+            "an iterable that can restart, or num_epochs=1.",
             DrivetrainWarning,
             stacklevel=2,
         )
@@ -233,8 +233,8 @@ def check_training_loader(loader: Any, dataset: Any, settings: TrainSettings) ->
         return
     size = len(dataset)
     raise ConfigError(
-        f"train_dataset has {size} samples, which is not one whole batch of {settings.per_device_batch_size} and drop_last "
-        "is set. Use a smaller batch, or drop_last=False."
+        f"train_dataset has {size} samples, less than one batch of {settings.per_device_batch_size}, and drop_last is "
+        f"set. Use a smaller batch, or drop_last=False."
         if size
         else "train_dataset is empty: it has 0 samples. Check the path or the filter it was made with."
     )

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _FILE = "strategy.json"
 SAME_AS_ALGORITHM = {"TorchCompile": "native_dynamo", "ChannelsLast": "channels_last", "FP8Linear": "fp8"}
-"""Algorithms that do what a method does; asking for both is a conflict."""
+"""Algorithms that do the same as a method; using both is a conflict."""
 NEED_TORCH_OPTIMIZER = ("zero1", "zero2", "fsdp", "half", "fused_optimizer", "cpu_offload")
 _NOT_IN_THE_LOOP = ("tensor_parallel", "pipeline_parallel", "sequence_parallel")
 """Methods whose plans have fewer data ranks than processes, so that `per_device_batch_size` would be another batch over all of them; a
@@ -79,7 +79,7 @@ class PlanRequest:
     strict: bool = False
     time_limit: float | None = None
     precision: str | Precision | None = None
-    """As it was requested; None leaves it to the plan."""
+    """The requested precision; None: the plan decides."""
     has_scaler: bool = False
     dataset: object = None
     """What `train()` was given: a dataset, or a loader."""
@@ -97,7 +97,7 @@ class PlanRequest:
     """Where the run's files are; None where it keeps none."""
     writes_files: bool = False
     report: Callable[[str], None] | None = None
-    """Prints how the search goes; None where the Trainer prints nothing."""
+    """Prints the progress of the search; None if the Trainer prints nothing."""
 
     @property
     def optimizer(self) -> object:
@@ -221,9 +221,9 @@ def _verify(request: PlanRequest, plan: Strategy, resolved: ResolvedPlan) -> tup
     try:
         task, obstacle = make_task(request)
     except ConfigError as error:
-        return (f"dry run: left out, because {error}",)
+        return (f"dry run: skipped, because {error}",)
     if obstacle is not None:
-        return (f"dry run: left out, because {obstacle}",)
+        return (f"dry run: skipped, because {obstacle}",)
     micro, accumulation = resolved.batch_split
     parts = resolved.data_ranks * (accumulation or 1)
     rows = micro or max(1, task.global_batch_size // parts)
@@ -265,7 +265,7 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         same = SAME_AS_ALGORITHM.get(type(algorithm).__name__)
         if same in names:
             raise ConflictError(
-                f"the algorithm {type(algorithm).__name__} and the method {same} of the plan do the same. Leave one of them out."
+                f"the algorithm {type(algorithm).__name__} and the method {same} of the plan do the same. Remove one of them."
             )
     if request.precision is not None and names & {"amp_native", "half", "fp8"}:
         wanted = parse_precision(request.precision)
@@ -278,13 +278,13 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
             )
     if request.torch_optimizer is None and names & set(NEED_TORCH_OPTIMIZER):
         raise ConfigError(
-            f"{', '.join(sorted(names & set(NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, and the Trainer has a "
+            f"{', '.join(sorted(names & set(NEED_TORCH_OPTIMIZER)))}: these methods need a torch optimizer, but the Trainer has a "
             f"{type(request.optimizer).__name__}."
         )
     if "chunked_cross_entropy" in names and request.has_train_metrics:
         raise ConflictError(
-            "train_metrics compare the model's outputs, and with chunked_cross_entropy a model that trains returns what its last layer is "
-            "given. Leave one of them out; metrics= of evaluations work."
+            "train_metrics need the model's outputs, but with chunked_cross_entropy the model returns the input of its last layer in "
+            "training. Remove one of them; metrics= in evaluations works."
         )
     micro = resolved.config("micro_batch")
     if micro is not None and request.settings is not None and request.settings.microbatch_size is not None:
@@ -296,8 +296,8 @@ def _check(request: PlanRequest, resolved: ResolvedPlan) -> None:
         check_graphs(names, request.settings, splits=micro is not None)
     if resolved.site.axis("pipe") > 1:
         raise UnsupportedMethodError(
-            "a pipeline runs forward, loss and backward as one schedule, so the Trainer's events and hooks between them cannot happen. Use "
-            "auto_accelerate with a loop of your own for pipeline parallelism."
+            "a pipeline runs forward, loss and backward as one schedule, so the Trainer cannot run its events and hooks between them. "
+            "Use auto_accelerate with your own loop for pipeline parallelism."
         )
     if resolved.site.axis("tensor") > 1 or resolved.site.axis("sequence") > 1:
         _check_shared_samples(request, resolved)
@@ -308,8 +308,9 @@ def check_graphs(names: set[str], settings: TrainSettings, splits: bool) -> None
     accumulates = settings.gradient_accumulation_steps > 1 or settings.microbatch_size is not None or splits
     if "cuda_graphs" in names and accumulates:
         raise UnsupportedMethodError(
-            "cuda_graphs with accumulated gradients is not right in the Trainer: a recorded backward pass writes over the gradients of the "
-            "one before. Leave out cuda_graphs, or the accumulation and micro-batches."
+            "cuda_graphs with gradient accumulation gives wrong gradients in the Trainer: a recorded backward pass "
+            "overwrites the gradients of the previous "
+            "one. Remove cuda_graphs, or the accumulation and micro-batches."
         )
 
 
@@ -318,12 +319,12 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
     sequence, optimizer = resolved.config("sequence_parallel"), request.torch_optimizer
     if sequence is not None and sequence.batch_sp_processing_fn is not None:
         raise UnsupportedMethodError(
-            "sequence_parallel: batch_sp_processing_fn gives each rank a part of the batch, and the Trainer's hooks, losses and metrics "
-            "see whole batches. Leave it out, so that the blocks run on pieces, or use auto_accelerate with a loop of your own."
+            "sequence_parallel: batch_sp_processing_fn gives each rank a part of the batch, but the Trainer's hooks, losses and metrics "
+            "need whole batches. Remove it, so that the blocks run on parts of the sequence, or use auto_accelerate with your own loop."
         )
     if optimizer is None:
         raise UnsupportedMethodError(
-            f"a tensor or sequence axis needs a torch optimizer, and the Trainer has a {type(request.optimizer).__name__}, whose units "
+            f"a tensor or sequence axis needs a torch optimizer, but the Trainer has a {type(request.optimizer).__name__}, whose units "
             "average gradients over all processes. Use one torch optimizer, or a data axis."
         )
     if resolved.site.axis("tensor") == 1:
@@ -337,14 +338,14 @@ def _check_shared_samples(request: PlanRequest, resolved: ResolvedPlan) -> None:
         )
     if requires_closure(optimizer) or getattr(optimizer, "needs_closure", False):
         raise UnsupportedMethodError(
-            f"{type(optimizer).__name__} evaluates the loss more than once and treats all parameters as one vector, which those of a "
-            "tensor axis, whole and in parts, are not. Use another optimizer, or a data axis."
+            f"{type(optimizer).__name__} evaluates the loss more than once and treats all parameters as one vector, which is not possible "
+            "with a tensor axis. Use another optimizer, or a data axis."
         )
     tensor = resolved.config("tensor_parallel")
     if tensor is not None and tensor.loss_parallel is True and request.outputs_are_read:
         raise UnsupportedMethodError(
-            "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, and train_metrics, an algorithm, a "
-            "callback or an overridden hook looks at them. Leave loss_parallel out."
+            "tensor_parallel: with loss_parallel=True the outputs in training are split over ranks, but train_metrics, an algorithm, a "
+            "callback or an overridden hook reads them. Remove loss_parallel."
         )
 
 
@@ -384,8 +385,8 @@ def search_plan(request: PlanRequest) -> Strategy:
         if isinstance(nearest, Strategy):
             nearest.validate(request.state.model, request.device, get_num_processes())
             if is_master():
-                warnings.warn(f"strategy='auto': {cause} It is tried all the same.", DrivetrainWarning, stacklevel=2)
-            return replace(plan, failure=None, reasons=(*plan.reasons, f"search: {cause} It is used all the same"))
+                warnings.warn(f"strategy='auto': {cause} The plan is still tried.", DrivetrainWarning, stacklevel=2)
+            return replace(plan, failure=None, reasons=(*plan.reasons, f"search: {cause} The plan is still used"))
         return plain_plan(cause, plan)
     except Exception as error:  # whatever goes wrong in a search, the training does not need it
         return plain_plan(f"{type(error).__name__}: {error}")
@@ -450,13 +451,13 @@ def make_task(request: PlanRequest) -> tuple[TrainingTask, str | None]:
         obstacle = f"the Trainer overrides {request.overridden_hook}, which runs only in the Trainer itself"
     form = request.find_form(samples, model, loss_func is not None)
     if obstacle is None and isinstance(form, WholeForm):
-        obstacle = "the model computes its own loss(outputs, batch), which a trial's model cannot be asked for"
+        obstacle = "the model computes its own loss(outputs, batch), which a trial cannot call"
     settings: Settings = {}
     if request.torch_optimizer is not None:
         recipe = recipe_of(request.torch_optimizer, model)
         settings = {"optim_func": recipe.build, "optim_args": recipe.settings, "optim_param_func": recipe.groups}
     elif obstacle is None:
-        obstacle = f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot make again"
+        obstacle = f"the optimizer is a {type(request.optimizer).__name__}, which a trial cannot create again"
     task = TrainingTask(
         model=model,
         call=CallByForm(form),
@@ -485,7 +486,7 @@ def _samples(request: PlanRequest) -> object:
     )
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
-            f"strategy='auto' needs a few samples, and reading them from a {type(dataset).__name__} would use them up. Give train() a "
+            f"strategy='auto' needs a few samples, but reading them from a {type(dataset).__name__} would consume them. Give train() a "
             "dataset or a torch DataLoader, or give the plan."
         )
     random_state = capture_rng()

@@ -221,7 +221,7 @@ def _load(trainer: "Trainer", checkpoints: CheckpointSchedule, source: AnyPath) 
     if source in ("auto", "latest"):
         if checkpoints.checkpointer is None:
             raise ConfigError(
-                f"resume_from={source!r} needs checkpoint_dir=..., the folder the run's checkpoints are in."
+                f"resume_from={source!r} needs checkpoint_dir=..., the folder with the run's checkpoints."
             )
         restored = checkpoints.checkpointer.restore("auto")
         if restored is None:
@@ -255,9 +255,10 @@ def _check_returns_to_place(loader: object, batches: int) -> None:
     if callable(getattr(type(loader), "load_state_dict", None)):
         return
     raise ResumeError(
-        f"the checkpoint was taken {batches} batches into an epoch, and the training loader ({type(loader).__name__}) cannot return to its "
-        "place: it has no load_state_dict. Give train() the dataset instead of the loader, use drivetrain.SmartDataLoader, or resume from "
-        "a checkpoint taken at an epoch's end."
+        f"the checkpoint was taken {batches} batches into an epoch, but the training loader "
+        f"({type(loader).__name__}) cannot restore its position: "
+        f"it has no load_state_dict. Give train() the dataset instead of the loader, use drivetrain.SmartDataLoader, or resume from "
+        "a checkpoint at the end of an epoch."
     )
 
 

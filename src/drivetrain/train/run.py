@@ -233,7 +233,7 @@ class Run:
     """One training run, or the idle state of a Trainer that has not trained yet."""
 
     agreement: Agreement
-    """What may end or interrupt the run, agreed on by all ranks."""
+    """What may stop or interrupt the run; all ranks agree on it."""
     shared: SharedParts = field(default_factory=SharedParts)
     settings: TrainSettings | None = None
     config: TrainerRunConfig | None = None
@@ -255,7 +255,7 @@ class Run:
     units: "OptimSet | None" = None
     good: LastGoodState | None = None
     recovery: Recovery | None = None
-    """What to do about updates that are left out."""
+    """What to do about skipped updates."""
     microbatch_size: int | None = None
     part: Part = WHOLE
     """Of the batch in hand, where batches are split."""
@@ -287,7 +287,7 @@ class Run:
 
     def require_settings(self) -> TrainSettings:
         """Return the settings of a run that has begun."""
-        assert self.settings is not None, "no run has begun"
+        assert self.settings is not None, "no run has started"
         return self.settings
 
 

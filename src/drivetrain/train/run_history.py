@@ -84,7 +84,7 @@ class RunHistory(ABC):
             self._increment_epoch()
         if self.current_epoch != epoch:
             raise NotImplementedError(
-                f"{type(self).__name__} cannot go back from epoch {self.current_epoch} to {epoch}; define "
+                f"{type(self).__name__} cannot return from epoch {self.current_epoch} to {epoch}; define "
                 "_set_epoch(epoch)."
             )
 
@@ -318,7 +318,7 @@ class InMemoryRunHistory(RunHistory):
         if series is None or folder is None:
             where = "it was loaded without its folder" if folder is None else f"which is not in {folder}"
             warnings.warn(
-                f"the checkpoint keeps its history in {reference.name}, {where}: the history begins empty, everything else is restored. "
+                f"the checkpoint keeps its history in {reference.name}, {where}: the history is empty, and everything else is restored. "
                 "Copy the file together with its checkpoints.",
                 DrivetrainWarning,
                 stacklevel=2,

@@ -129,7 +129,7 @@ class TrainSettings:
         hang = self.hang_timeout
         if hang is not None and (hang.unit is not TimeUnit.SECOND or not 0 <= hang.value < math.inf):
             raise ConfigError(
-                f"hang_timeout={str(hang)!r}: expected a time such as '30m' or '90s', a number of seconds, 0 to wait for ever, or None."
+                f"hang_timeout={str(hang)!r}: expected a time such as '30m' or '90s', a number of seconds, 0 to wait forever, or None."
             )
 
     def _check_clipping(self) -> None:
@@ -141,8 +141,8 @@ class TrainSettings:
                 object.__setattr__(self, name, number)
         if self.gradient_clip_value is not None and self.gradient_clip_norm is not None:
             raise ConfigError(
-                f"gradient_clip_value={self.gradient_clip_value} and gradient_clip_norm={self.gradient_clip_norm}: both were "
-                "given. Choose one: clipping by value clamps entries, clipping by norm scales the whole gradient."
+                f"gradient_clip_value={self.gradient_clip_value} and gradient_clip_norm={self.gradient_clip_norm}: both are "
+                "set. Choose one: clipping by value clamps entries, clipping by norm scales the whole gradient."
             )
 
     def _check_checkpoints(self) -> None:
@@ -164,7 +164,7 @@ class TrainSettings:
         ends = (self.num_epochs, self.max_num_train_steps, self.max_duration)
         if not self.fast_dev_run and all(end is None for end in ends):
             raise ConfigError(
-                "train() was given no end. Pass num_epochs=, max_num_train_steps= or max_duration= (for example '10ep', "
+                "train() has no limit. Pass num_epochs=, max_num_train_steps= or max_duration= (for example '10ep', "
                 "'500ba', '2h'); the first one reached ends the run."
             )
         for name in ("num_epochs", "max_num_train_steps"):
@@ -279,7 +279,7 @@ def parse_time(name: str, value: TimeLike, unit: TimeUnit = TimeUnit.EPOCH) -> T
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{name}={value!r}: {error}") from error
     if abs(time.value) > LARGEST_COUNT:
-        raise ConfigError(f"{name}={value!r}: expected at most {LARGEST_COUNT:.0e}; no run counts that far.")
+        raise ConfigError(f"{name}={value!r}: expected at most {LARGEST_COUNT:.0e}.")
     return time
 
 

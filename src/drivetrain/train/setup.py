@@ -254,7 +254,7 @@ def _make_scheduler(trainer: "Trainer") -> object:
         scheduler = call_seed_form(trainer.create_scheduler, trainer.optimizer)
     except TypeError as error:
         raise ConfigTypeError(
-            f"create_scheduler_fn={given!r} cannot make a scheduler of the optimizer alone: {error}. Fill in its other arguments, "
+            f"create_scheduler_fn={given!r} cannot be called with only the optimizer: {error}. Bind its other arguments, "
             "for example with functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
         ) from error
     if not any(callable(getattr(scheduler, name, None)) for name in ("step", "step_update")):
@@ -307,8 +307,8 @@ def _check_equal_lengths(batches: int | None) -> None:
     if len(set(lengths)) > 1:
         listing = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise ConfigError(
-            f"the training loaders of the ranks have different numbers of batches ({listing}), and ranks train in step. Give every "
-            "rank the same dataset, which the Trainer splits, or loaders of one length."
+            f"the training loaders of the ranks have different numbers of batches ({listing}), but all ranks must train the same "
+            "number. Give every rank the same dataset, which the Trainer splits, or loaders of the same length."
         )
 
 
@@ -391,7 +391,7 @@ def _check_eval_loader(loader: object) -> None:
         raise ValueError("the evaluation loader has no batches on this process. Use a smaller batch size.")
     warnings.warn(
         f"the evaluation loader ({type(loader).__name__}) was built by the user and is not split over the "
-        f"{num_data_ranks()} data ranks here: each evaluates all of it.",
+        f"{num_data_ranks()} data ranks: each evaluates all of it.",
         DrivetrainWarning,
         stacklevel=3,
     )

@@ -44,7 +44,7 @@ class LossTracker:
         self.is_sum = False
         """Whether losses are sums, which add up to the loss of the whole."""
         self.leaves_out_nonfinite = False
-        """Whether losses that are not finite count for nothing: their updates are left out of the training too."""
+        """Whether to ignore losses that are not finite, because their updates are skipped too."""
         self.reset()
 
     def reset(self) -> None:

@@ -82,7 +82,7 @@ def verify_resume(
         )
     reserved = {"max_num_train_steps", "checkpoint_dir", "resume_from", "checkpoint_every"} & set(train_kwargs)
     if reserved:
-        raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; leave it out.")
+        raise ConfigError(f"verify_resume sets {', '.join(sorted(reserved))} itself; remove it.")
     kept, data = capture_rng(), _Data(train_dataset, train_kwargs.get("eval_dataset"))
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -104,7 +104,7 @@ class LimitEvalStepsCallback(TrainerCallback):
         processes = num_data_ranks()  # those that share samples take one step together
         if self.num_eval_steps < processes:
             raise ConfigError(
-                f"num_eval_steps={self.num_eval_steps} is shared by {processes} processes and leaves some without a "
+                f"num_eval_steps={self.num_eval_steps} is divided over {processes} processes, and some would have no "
                 f"step. Use at least {processes}."
             )
         if trainer.run.data.evaluation is not None:
@@ -223,7 +223,7 @@ class StrictSteps(TrainerCallback):
             shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
             raise ConfigError(
                 f"strict: {len(missing)} trainable parameters got no gradient in the first window: {shown}. Does the loss depend on "
-                "them? Set requires_grad=False for those it should not reach."
+                "them? Set requires_grad=False for parameters that it does not use."
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:

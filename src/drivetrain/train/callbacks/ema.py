@@ -141,7 +141,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         model = trainer.get_model(keep_torch_compile=False)
         if isinstance(model, nn.Module) and wrapping_of(model) == "fully_shard":
             raise ConfigError(
-                "ModelEmaCallback copies the model, which a sharded one does not allow. Use the algorithm EMA instead: "
+                "ModelEmaCallback copies the model, and a sharded model cannot be copied. Use the algorithm EMA instead: "
                 "Trainer(..., algorithms=[EMA(...)])."
             )
         self.ema_model = self.model_ema_cls(model, decay=self.decay)
@@ -217,7 +217,7 @@ class ModelEmaCallback(SaveBestModelCallback):
         self._restored = state["average"]
 
     def _average(self) -> ModelEma:
-        assert self.ema_model is not None, "no run has begun"
+        assert self.ema_model is not None, "no run has started"
         return self.ema_model
 
     @contextmanager

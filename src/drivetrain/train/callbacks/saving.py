@@ -95,7 +95,7 @@ class SaveBestModelCallback(TrainerCallback):
             return
         if agree_any(not Path(self.save_path).exists()):  # loading needs all ranks
             warnings.warn(
-                f"the best model was saved to {self.save_path}, which is gone; the trainer keeps the last weights.",
+                f"the best model was saved to {self.save_path}, which no longer exists; the trainer keeps the last weights.",
                 DrivetrainWarning,
                 stacklevel=2,
             )
@@ -235,7 +235,7 @@ class WSDCheckpointCallback(TrainerCallback):
         scheduler = trainer.scheduler
         if not hasattr(scheduler, "get_checkpoint_steps"):
             raise ValueError(
-                "WSDCheckpointCallback needs a scheduler with get_checkpoint_steps(), and the trainer has "
+                "WSDCheckpointCallback needs a scheduler with get_checkpoint_steps(), but the trainer has "
                 f"{type(scheduler).__name__}. Train with create_scheduler_fn=WSDLrScheduler.create_scheduler_fn(...)."
             )
         self._trainer, self._post_decay_step = trainer, None

@@ -222,7 +222,7 @@ class LossSpike(TrainerCallback):
         self.action = check_choice("action", action, ("skip", "rollback"), owner="LossSpike")
         self.pass_over = check_count("pass_over", pass_over, at_least=0, owner="LossSpike")
         self.guard: StepGuard | None = None
-        """What leaves updates out; the Trainer sets it before its loop."""
+        """What skips updates; the Trainer sets it before its loop."""
         self.losses: deque[float] = deque(maxlen=window)
         self._limit = math.inf
         self._readback = AsyncReadback()

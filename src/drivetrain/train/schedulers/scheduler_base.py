@@ -103,7 +103,7 @@ class StatefulSchedulerBase(SchedulerBase):
         num_updates = state.pop("num_updates", None)
         if num_updates is None:
             warnings.warn(
-                f"the saved state of {type(self).__name__} has no count of updates; the schedule goes on from "
+                f"the saved state of {type(self).__name__} has no count of updates; the schedule continues from "
                 f"{self._num_updates}.",
                 DrivetrainWarning,
                 stacklevel=2,

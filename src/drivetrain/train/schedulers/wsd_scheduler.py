@@ -88,7 +88,7 @@ class WSDLrScheduler(StatefulSchedulerBase):
         if self.warmup_starting_lr > highest:
             raise ConfigError(
                 f"warmup_starting_lr={self.warmup_starting_lr} is above the base rate {highest}: the warm-up would "
-                "fall. Choose a start below it."
+                "lower the rate. Choose a smaller start."
             )
         if count > 1 and ratio > 1 / 3:
             raise ConfigError(
@@ -223,9 +223,7 @@ def _count_steps(num_epochs: int | None, num_update_steps_per_epoch: int | None,
     )
     if total_steps is not None:
         if num_epochs is not None or num_update_steps_per_epoch is not None:
-            raise ConfigError(
-                f"{given}: the length is given twice. Pass total_steps alone, or the other two without it."
-            )
+            raise ConfigError(f"{given}: the length is set twice. Pass total_steps alone, or the other two without it.")
         return total_steps
     if num_epochs is None or num_update_steps_per_epoch is None:
         raise ConfigError(
