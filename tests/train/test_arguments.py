@@ -128,7 +128,7 @@ def test_a_rate_that_is_not_finite_is_rejected():
 
 
 def test_a_lightning_module_with_a_loss_trains_with_a_warning():
-    with pytest.warns(DrivetrainWarning, match="training_step and configure_optimizers are not called"):
+    with pytest.warns(DrivetrainWarning, match="does not call its training_step and configure_optimizers"):
         run(lightning())
 
 

@@ -156,6 +156,6 @@ def test_a_schedule_of_another_length_than_the_run_is_named_before_the_first_ste
     assert "built for 16 steps, but this run has 8" in train_with_one_cycle(8, gradient_accumulation_steps=2)[2][0]
     assert train_with_one_cycle(8, max_num_train_steps=5, fast_dev_run=True)[2] == []
     assert train_with_one_cycle(8, max_duration="1000sp")[2] == []  # not known in steps
-    with pytest.warns(DrivetrainWarning, match="made for 12 steps and this run makes 16: it ends before the run does"):
+    with pytest.warns(DrivetrainWarning, match="built for 12 steps, but this run has 16: it ends before the run does"):
         with pytest.raises(ValueError, match="Tried to step 13 times"):
             train(make_trainer(), make_data(64), num_epochs=2, create_scheduler_fn=one_cycle(6))

@@ -90,7 +90,7 @@ def test_a_best_file_that_has_gone_is_a_warning_and_not_the_end_of_the_run(tmp_p
 
     best = SaveBestModelCallback(tmp_path / "best.pt", watch_metric="score")
     trainer = make_trainer(callbacks=[Script(1, 2), Remove(), best])
-    with pytest.warns(UserWarning, match=r"best\.pt, which is gone"):
+    with pytest.warns(UserWarning, match=r"best\.pt, which no longer exists"):
         train(trainer, eval_dataset=make_data(8), num_epochs=2)
 
 

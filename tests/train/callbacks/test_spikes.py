@@ -81,7 +81,7 @@ def test_without_a_spike_nothing_changes():
 
 
 def test_a_loss_that_stays_high_ends_the_run():
-    with pytest.raises(NonFiniteError, match="rejected.*limit of 3"):
+    with pytest.raises(NonFiniteError, match="rejected.*limit is 3"):
         run(spiking_data(batches=(5, 6, 7, 8)), LossSpike(min_losses=4), nonfinite=NonFinitePolicy(limit=3))
 
 
